@@ -1,0 +1,86 @@
+"""Every right that the operator uses, as data: the chart renders it and a test compares the two.
+
+Invariant: a call to the API server that is not covered here is a defect, in this table or in the call. No wildcard,
+no `secrets` beyond one named Secret, no `pods/exec`, nothing that could raise its own rights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Scope(StrEnum):
+    """Where a right is needed."""
+
+    WATCHED = "Watched"
+    """In every namespace whose jobs are served: a ClusterRole, or a Role in the one watched namespace."""
+    CLUSTER = "Cluster"
+    """Resources without a namespace: always a ClusterRole."""
+    OWN = "Own"
+    """In the operator's own namespace only: a Role."""
+
+
+class NamedAfter(StrEnum):
+    """Which setting gives the only object name that a right is limited to."""
+
+    ANY = ""
+    LEASE = "lease-name"
+    """`settings.lease_name`; the chart's full name by default."""
+    TLS_SECRET = "tls-secret-name"  # noqa: S105 - the name of a setting
+    """`settings.tls_secret_name`; `<coordinator service>-tls` by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """One rule of a Role or ClusterRole."""
+
+    group: str
+    resource: str
+    verbs: tuple[str, ...]
+    reason: str
+    scope: Scope = Scope.WATCHED
+    named_after: NamedAfter = NamedAfter.ANY
+
+
+RIGHTS: tuple[Right, ...] = (
+    Right("trainium.dev", "trainingjobs", ("get", "list", "watch"), "the jobs to serve"),
+    Right("trainium.dev", "trainingjobs/status", ("patch",), "status, by server-side apply"),
+    Right(
+        "trainium.dev",
+        "trainingjobs/finalizers",
+        ("update",),
+        "ownerReferences with blockOwnerDeletion, where OwnerReferencesPermissionEnforcement is on",
+    ),
+    Right("", "pods", ("get", "list", "watch", "create", "delete"), "worker pods; they are never updated"),
+    Right(
+        "",
+        "configmaps",
+        ("get", "list", "watch", "create", "patch"),
+        "trainer configuration and membership, by server-side apply; deleted with the job by its ownerReference",
+    ),
+    Right("", "services", ("get", "list", "watch", "create", "patch"), "one headless Service per job"),
+    Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
+    Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes; nodes are never changed", Scope.CLUSTER),
+    Right(
+        "authentication.k8s.io", "tokenreviews", ("create",), "who an agent is, from its projected token", Scope.CLUSTER
+    ),
+    Right(
+        "coordination.k8s.io",
+        "leases",
+        ("create",),
+        "leader election: the first Lease (create cannot be limited by name)",
+        Scope.OWN,
+    ),
+    Right(
+        "coordination.k8s.io", "leases", ("get", "update"), "leader election: hold it", Scope.OWN, NamedAfter.LEASE
+    ),
+    Right(
+        "",
+        "secrets",
+        ("get", "update"),
+        "certificate authority and server certificate of the coordinator (the chart creates the Secret empty)",
+        Scope.OWN,
+        NamedAfter.TLS_SECRET,
+    ),
+)
