@@ -1,0 +1,136 @@
+"""The cache of programs under the user's cache folder, filled by download or build.
+
+Invariants: a file that stands under a program's name is complete (it was renamed there); one process at a time fills a version's folder,
+others wait for it and then use what it made; a cache that is full needs no lock and no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from trainium_devcluster.binaries.build import SOURCES, build_source
+from trainium_devcluster.binaries.catalog import Architecture, Program, Release, release_of, this_architecture, version_key
+from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.progress import Progress, Write, to_stderr
+
+SOURCE_VARIABLE = "TRAINIUM_BINARIES"
+"""Environment variable: `auto` (the default), `download` or `build`."""
+
+ReleaseOf = Callable[[Program, Architecture], Release]
+
+
+class Origin(StrEnum):
+    """Where programs that are not in the cache may come from."""
+
+    AUTO = "auto"
+    DOWNLOAD = "download"
+    BUILD = "build"
+
+
+@dataclass(frozen=True, slots=True)
+class Binaries:
+    """A folder that holds every program under its own name."""
+
+    folder: Path
+
+    def path(self, program: Program) -> Path:
+        """Return the file of a program."""
+        return self.folder / program
+
+
+def cache_root() -> Path:
+    """Return the cache folder: TRAINIUM_CACHE, else trainium-operator under XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("TRAINIUM_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "trainium-operator"
+
+
+def ensure_binaries(
+    *,
+    root: Path | None = None,
+    origin: Origin | None = None,
+    write: Write = to_stderr,
+    releases: ReleaseOf = release_of,
+    limits: Limits | None = None,
+) -> Binaries:
+    """Return the folder with all programs, filling the cache when something is missing; raises ClusterError when that fails."""
+    architecture = this_architecture()
+    root = root or cache_root()
+    folder = root / "bin" / version_key(architecture)
+    origin = origin or _origin_from_environment()
+    if not _missing(folder):
+        return Binaries(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another.") from error
+    with _lock(folder.with_name(folder.name + ".lock"), write):
+        missing = _missing(folder)
+        progress = Progress(len(missing), write)
+        if missing and origin is not Origin.BUILD:
+            _download_all(missing, folder, releases, limits or Limits(), architecture, progress)
+            missing = _missing(folder)
+        if missing and origin is Origin.DOWNLOAD:
+            raise ClusterError(f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source.")
+        sources = [source for source in SOURCES if missing & set(source.programs)]
+        progress = Progress(len(sources), write)
+        for source in sources:
+            build_source(source, missing, folder, root / "go", progress)
+    return Binaries(folder)
+
+
+def _origin_from_environment() -> Origin:
+    value = os.environ.get(SOURCE_VARIABLE) or Origin.AUTO
+    try:
+        return Origin(value)
+    except ValueError:
+        raise ClusterError(f"{SOURCE_VARIABLE} is {value!r}; it may be {', '.join(Origin)}.") from None
+
+
+def _missing(folder: Path) -> frozenset[Program]:
+    return frozenset(program for program in Program if not os.access(folder / program, os.X_OK))
+
+
+def _download_all(
+    missing: frozenset[Program],
+    folder: Path,
+    releases: ReleaseOf,
+    limits: Limits,
+    architecture: Architecture,
+    progress: Progress,
+) -> None:
+    """Download what can be had. The first failure is told in one line; after it only files from other hosts are tried."""
+    dead_hosts: set[str] = set()
+    for program in sorted(missing):
+        release = releases(program, architecture)
+        host = release.url.split("/")[2]
+        if host in dead_hosts:
+            continue
+        try:
+            with progress.step(f"downloading {program} {release.version}"):
+                download_program(release, folder / program, limits)
+        except DownloadError as error:
+            progress.note(f"{program} is built from source instead: {error}")
+            if isinstance(error, UnreachableError):
+                # A machine without a way out reaches none of the hosts; waiting for each of them helps nobody.
+                return
+            dead_hosts.add(host)
+
+
+@contextlib.contextmanager
+def _lock(path: Path, write: Write) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            write("another process is preparing the programs of the development cluster; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

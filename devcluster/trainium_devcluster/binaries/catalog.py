@@ -1,0 +1,91 @@
+"""Which programs the development cluster needs, in which versions, and where their official releases lie.
+
+Invariants: a version appears here and in the pinned Go modules, and a test holds the two equal; a checksum is either written down here or is
+fetched from the release's own host over verified TLS; never is a program used unchecked.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainium_devcluster.errors import ClusterError
+
+KUBERNETES_VERSION = "1.36.3"
+ETCD_VERSION = "3.6.8"
+HELM_VERSION = "4.3.1"
+
+
+class Program(StrEnum):
+    """A program, by the name of its file."""
+
+    ETCD = "etcd"
+    APISERVER = "kube-apiserver"
+    CONTROLLER_MANAGER = "kube-controller-manager"
+    SCHEDULER = "kube-scheduler"
+    KUBECTL = "kubectl"
+    HELM = "helm"
+
+
+class Architecture(StrEnum):
+    """A processor architecture, as release files name it."""
+
+    AMD64 = "amd64"
+    ARM64 = "arm64"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Where the official file of a program lies and how it is checked."""
+
+    program: Program
+    version: str
+    url: str
+    member: str | None = None
+    """The path inside the tar archive; None when the file is the program itself."""
+    sha256: str | None = None
+    """The checksum of the downloaded file, in hexadecimal; None when it is fetched from `sha256_url`."""
+    sha256_url: str | None = None
+
+
+# Checksums that do not have to be asked for. The others are published beside the file by the same host.
+_PINNED: dict[tuple[Program, Architecture], str] = {
+    (Program.ETCD, Architecture.AMD64): "cf9cfe91a4856cb90eed9c99e6aee4b708db2c7888b88a6f116281f04b0ea693",
+    (Program.ETCD, Architecture.ARM64): "438f56a700d17ce761510a3e63e6fa5c1d587b2dd4d7a22c179c09a649366760",
+    (Program.KUBECTL, Architecture.AMD64): "ebbd080e7c2e275093b55915722043257eb24004363e20acb3c4d71919f88336",
+    (Program.KUBECTL, Architecture.ARM64): "3d86f24401c41ae5a46ac50eef8865fe891d3647d324a0836f6c63757a126e62",
+}
+
+
+def this_architecture() -> Architecture:
+    """Return the architecture of this machine; raises ClusterError on one without releases."""
+    machine = platform.machine().lower()
+    if platform.system() != "Linux":
+        raise ClusterError(f"The development cluster runs on Linux only; this is {platform.system()}.")
+    if machine in {"x86_64", "amd64"}:
+        return Architecture.AMD64
+    if machine in {"aarch64", "arm64"}:
+        return Architecture.ARM64
+    raise ClusterError(f"The development cluster has no binaries for the processor {machine!r}; use amd64 or arm64.")
+
+
+def version_key(architecture: Architecture) -> str:
+    """Return the name of the cache folder for these versions, so that an upgrade never mixes with what was there."""
+    return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"
+
+
+def release_of(program: Program, architecture: Architecture) -> Release:
+    """Return the official release of a program."""
+    pinned = _PINNED.get((program, architecture))
+    match program:
+        case Program.ETCD:
+            stem = f"etcd-v{ETCD_VERSION}-linux-{architecture}"
+            base = f"https://github.com/etcd-io/etcd/releases/download/v{ETCD_VERSION}"
+            return Release(program, ETCD_VERSION, f"{base}/{stem}.tar.gz", f"{stem}/etcd", pinned)
+        case Program.HELM:
+            url = f"https://get.helm.sh/helm-v{HELM_VERSION}-linux-{architecture}.tar.gz"
+            return Release(program, HELM_VERSION, url, f"linux-{architecture}/helm", pinned, f"{url}.sha256sum")
+        case _:
+            url = f"https://dl.k8s.io/release/v{KUBERNETES_VERSION}/bin/linux/{architecture}/{program}"
+            return Release(program, KUBERNETES_VERSION, url, None, pinned, f"{url}.sha256")

@@ -1,0 +1,136 @@
+"""Downloads one official release file, checks it and puts the program in its place.
+
+Invariants: nothing appears under the final name before its checksum was right; no network state can make this hang: opening a connection,
+each read, and the whole download have limits of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import queue
+import re
+import shutil
+import tarfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from trainium_devcluster.binaries.catalog import Release
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a download may take, in seconds."""
+
+    open: float = 6.0
+    """Name look-up, connection, TLS and the first answer together."""
+    read: float = 10.0
+    """Silence between two pieces of data."""
+    total: float = 900.0
+
+
+class DownloadError(Exception):
+    """The release could not be had from its host; the message says why in a few words."""
+
+
+class UnreachableError(DownloadError):
+    """The host did not answer at all: other files from the network need not be tried."""
+
+
+def download_program(release: Release, target: Path, limits: Limits | None = None) -> None:
+    """Fetch, verify and unpack a release to `target` (mode 0755); raises DownloadError and leaves nothing behind."""
+    limits = limits or Limits()
+    expected = release.sha256 or _published_checksum(release, limits)
+    archive = target.with_name(f".{target.name}.{os.getpid()}.download")
+    unpacked = target.with_name(f".{target.name}.{os.getpid()}.unpacked")
+    try:
+        actual = _fetch(release.url, archive, limits)
+        if actual != expected:
+            raise DownloadError(f"the checksum of {release.url} is {actual[:12]}..., expected {expected[:12]}...")
+        if release.member is None:
+            archive.replace(unpacked)
+        else:
+            _extract(archive, release.member, unpacked)
+        unpacked.chmod(0o755)
+        unpacked.replace(target)
+    except OSError as error:
+        raise DownloadError(f"{release.url} cannot be stored: {error}") from error
+    finally:
+        archive.unlink(missing_ok=True)
+        unpacked.unlink(missing_ok=True)
+
+
+def _published_checksum(release: Release, limits: Limits) -> str:
+    if release.sha256_url is None:
+        raise DownloadError(f"no checksum is known for {release.url}")
+    with _open(release.sha256_url, limits) as answer:
+        try:
+            text = answer.read(4096).decode("ascii", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise DownloadError(f"{release.sha256_url} broke off: {error}") from error
+    found = re.search(r"\b[0-9a-f]{64}\b", text.lower())
+    if found is None:
+        raise DownloadError(f"{release.sha256_url} holds no SHA-256 checksum")
+    return found.group(0)
+
+
+def _fetch(url: str, target: Path, limits: Limits) -> str:
+    """Store the file and return its SHA-256."""
+    digest = hashlib.sha256()
+    deadline = time.monotonic() + limits.total
+    with _open(url, limits) as answer, target.open("wb") as file:
+        while True:
+            try:
+                piece = answer.read(1 << 18)
+            except (OSError, http.client.HTTPException) as error:
+                raise DownloadError(f"{url} broke off: {error}") from error
+            if not piece:
+                return digest.hexdigest()
+            digest.update(piece)
+            file.write(piece)
+            if time.monotonic() > deadline:
+                raise DownloadError(f"{url} took longer than {limits.total:.0f} s")
+
+
+def _open(url: str, limits: Limits) -> BinaryIO:
+    """Open a URL within `limits.open` seconds, name look-up included, which has no time-out of its own and so runs in a thread."""
+    answers: queue.Queue[BinaryIO | Exception] = queue.Queue()
+
+    def work() -> None:
+        request = urllib.request.Request(url, headers={"User-Agent": "trainium-devcluster"})  # noqa: S310 - from the catalog
+        try:
+            answers.put(cast("BinaryIO", urllib.request.urlopen(request, timeout=limits.read)))  # noqa: S310 - as above
+        except Exception as error:  # noqa: BLE001 - every error is judged below
+            answers.put(error)
+
+    threading.Thread(target=work, name="open-url", daemon=True).start()
+    try:
+        answer = answers.get(timeout=limits.open)
+    except queue.Empty:
+        raise UnreachableError(f"{url} did not answer within {limits.open:.0f} s") from None
+    if isinstance(answer, urllib.error.HTTPError):
+        with answer:
+            raise DownloadError(f"{url} answered {answer.code} {answer.reason}") from answer
+    if isinstance(answer, urllib.error.URLError):
+        raise UnreachableError(f"{url} cannot be reached: {answer.reason}") from answer
+    if isinstance(answer, Exception):
+        raise UnreachableError(f"{url} cannot be reached: {answer}") from answer
+    return answer
+
+
+def _extract(archive: Path, member: str, target: Path) -> None:
+    try:
+        with tarfile.open(archive) as tar:
+            source = tar.extractfile(member)
+            if source is None:
+                raise DownloadError(f"{archive.name} holds {member} as something that is not a file")
+            with source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+    except (tarfile.TarError, KeyError, EOFError) as error:
+        raise DownloadError(f"{archive.name} is not an archive with {member} in it: {error}") from error

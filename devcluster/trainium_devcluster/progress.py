@@ -1,0 +1,66 @@
+"""Progress lines for work that takes long enough to make a person wonder.
+
+Invariant: a running step prints its name when it begins, its age every few seconds, and its duration when it ends, so that no wait is silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+Write = Callable[[str], None]
+
+TICK_SECONDS = 10.0
+
+
+def to_stderr(line: str) -> None:
+    """Print one line to standard error, at once; standard output stays free for results."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def silent(_line: str) -> None:
+    """Print nothing."""
+
+
+class Progress:
+    """Numbers the steps of one piece of work: `[3/6] building helm ... 40 s`."""
+
+    def __init__(self, total: int, write: Write = to_stderr, tick_seconds: float = TICK_SECONDS) -> None:
+        self._total = total
+        self._write = write
+        self._tick_seconds = tick_seconds
+        self._number = 0
+
+    def note(self, line: str) -> None:
+        """Print a line that belongs to no step."""
+        self._write(line)
+
+    def expect(self, total: int) -> None:
+        """Change the number of steps, when it turns out on the way."""
+        self._total = total
+
+    @contextlib.contextmanager
+    def step(self, label: str) -> Iterator[None]:
+        """Time one step and report it while it runs; a step that raises is not reported as done."""
+        self._number += 1
+        head = f"[{self._number}/{max(self._total, self._number)}] {label}"
+        self._write(head)
+        started = time.monotonic()
+        finished = threading.Event()
+
+        def tick() -> None:
+            while not finished.wait(self._tick_seconds):
+                self._write(f"{head} ... {time.monotonic() - started:.0f} s")
+
+        ticker = threading.Thread(target=tick, name="progress", daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            ticker.join()
+        self._write(f"{head}: done in {time.monotonic() - started:.0f} s")
