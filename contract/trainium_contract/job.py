@@ -67,7 +67,8 @@ class WorkersSpec(ContractModel):
     """How many nodes, of which kind, and what their pods look like."""
 
     replicas: NodeCount = 1
-    """Nodes to train on; the scale subresource. A size that is not legal is floored to a legal one, and status says so."""
+    """Nodes to train on; the scale subresource. A later size that is not legal is floored to a legal one, and status
+    says so."""
     min_replicas: NodeCount | None = None
     """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
     max_replicas: NodeCount | None = None
@@ -75,6 +76,7 @@ class WorkersSpec(ContractModel):
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
     accelerator: AcceleratorSpec = AcceleratorSpec()
+    """What one node offers."""
     template: dict[str, Any] = {}
     """Partial PodTemplateSpec, merged over the operator's own (containers and volumes by name)."""
 
@@ -108,8 +110,11 @@ class JobCheckpointSpec(ContractModel):
     """Checkpoint storage and tiers."""
 
     storage: StorageSpec = StorageSpec()
+    """Where durable checkpoints live. Omitted: a folder in the pod, lost with it (for trials)."""
     memory: MemoryTier = MemoryTier()
+    """Snapshots in the node's memory."""
     durable: DurableTier = DurableTier()
+    """Sharded checkpoints on the storage."""
 
 
 class BudgetSpec(ContractModel):
@@ -142,6 +147,7 @@ class RecoverySpec(ContractModel):
     graceful_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """How long ranks may take to save and leave on a resize, a suspension or a deletion."""
     budgets: BudgetsSpec = BudgetsSpec()
+    """Failures allowed before the job stops with a verdict."""
 
 
 class TrainingJobSpec(ContractModel):
@@ -152,10 +158,15 @@ class TrainingJobSpec(ContractModel):
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Trainer image; omitted: the one that the operator was installed with."""
     workers: WorkersSpec = WorkersSpec()
+    """How many nodes, of which kind."""
     parallelism: ParallelismConfig = ParallelismConfig()
+    """Degrees of model parallelism."""
     trainer: TrainerSpec = TrainerSpec()
+    """What to train; immutable while the job runs, except monitor."""
     checkpoint: JobCheckpointSpec = JobCheckpointSpec()
+    """Where and how often the training state is saved."""
     recovery: RecoverySpec = RecoverySpec()
+    """How faults are detected and answered."""
 
     def training_config(self) -> TrainingConfig:
         """The file that the trainer reads; checkpoints are below the mount point of the storage."""
@@ -212,10 +223,15 @@ class Condition(MessageModel):
     """A metav1.Condition."""
 
     type: ConditionType
+    """What it is about."""
     status: ConditionStatus
+    """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    """Why, as one CamelCase word."""
     message: Annotated[str, Field(max_length=4096)] = ""
+    """Why, as a sentence."""
     observed_generation: int = 0
+    """metadata.generation that it was set for."""
     last_transition_time: Annotated[str, Field(max_length=32)]
     """RFC 3339, UTC, whole seconds."""
 
@@ -247,10 +263,15 @@ class Interruption(MessageModel):
     time: Annotated[str, Field(max_length=32)]
     """When it was detected, RFC 3339."""
     cause: Cause
+    """Why training stopped."""
     rung: Rung
+    """How it was answered."""
     node: Annotated[str, Field(max_length=253)] = ""
+    """Node of the worker that failed; empty when none is known."""
     pod: Annotated[str, Field(max_length=253)] = ""
+    """Worker that failed; empty when none is known."""
     message: Text = ""
+    """What was seen."""
     detected_seconds: float | None = None
     """From the failure to its detection."""
     recovered_seconds: float | None = None
@@ -260,7 +281,9 @@ class Interruption(MessageModel):
     resume_step: int | None = None
     """Step that training went on from."""
     steps_lost: int | None = None
+    """Steps that were computed again."""
     pods_replaced: int = 0
+    """Pods that were created for the recovery."""
     failed_at: float | None = None
     """Unix seconds of the failure, as well as it is known."""
 
@@ -269,28 +292,37 @@ class MembershipStatus(MessageModel):
     """The current generation, without its ranks (those are in the ConfigMap `<job>-membership`)."""
 
     generation: int = 0
+    """Number of the current generation; it only rises."""
     attempt: int = 0
     """Restarts in place within the generation that have been taken into account."""
     size: int = 0
     """Nodes in it."""
     data_parallel: int = 0
+    """Data-parallel degree at this size."""
 
 
 class ProgressStatus(MessageModel):
     """How far training is."""
 
     step: int = 0
+    """Newest finished optimizer step."""
     total_steps: int = 0
+    """Steps of the whole run."""
     loss: float | None = None
+    """Loss of that step."""
     tokens_per_second: float | None = None
+    """Throughput of the whole job."""
     updated: Annotated[str, Field(max_length=32)] = ""
+    """When this was reported, RFC 3339."""
 
 
 class CheckpointStatus(MessageModel):
     """Newest steps that a resume could use; -1 for none."""
 
     memory_step: int = -1
+    """Newest step that all members hold in memory."""
     durable_step: int = -1
+    """Newest step that is committed to storage."""
     durable_time: Annotated[str, Field(max_length=32)] = ""
     """When the operator learned of it."""
 
@@ -299,16 +331,21 @@ class RestartsStatus(MessageModel):
     """Interruptions since the job began; never reset."""
 
     total: int = 0
-    by_cause: dict[str, int] = {}
+    """All interruptions."""
+    by_cause: Annotated[dict[str, int], Field(max_length=32)] = {}
+    """Interruptions by cause."""
 
 
 class GoodputStatus(MessageModel):
     """Productive time over wall time since the first step (definitions: docs/goodput.md)."""
 
     ratio: float = 0.0
+    """Productive over wall time, 0 to 1."""
     productive_seconds: float = 0.0
+    """Time in steps that were kept."""
     wall_seconds: float = 0.0
-    lost_seconds: dict[str, float] = {}
+    """Time since the first step."""
+    lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
     """By cause."""
 
 
@@ -318,14 +355,18 @@ class FailureRecord(MessageModel):
     at: float
     """Unix seconds."""
     cause: Cause
+    """Why it failed."""
 
 
 class TrainingJobStatus(MessageModel):
     """What the operator observed and decided; also its memory across restarts."""
 
     observed_generation: int = 0
+    """metadata.generation that this status answers."""
     phase: Phase = Phase.PENDING
+    """One word for display; the conditions are the truth."""
     conditions: Annotated[tuple[Condition, ...], Field(max_length=16)] = ()
+    """What is true of the job now; Complete and Failed are terminal."""
     replicas: int = 0
     """Worker pods in the membership (scale subresource)."""
     ready_replicas: int = 0
@@ -335,11 +376,17 @@ class TrainingJobStatus(MessageModel):
     desired: int = 0
     """Size that the operator is working towards: the requested one floored to a legal one."""
     selector: Annotated[str, Field(max_length=512)] = ""
+    """Label selector of the worker pods (scale subresource)."""
     membership: MembershipStatus = MembershipStatus()
+    """The current generation of workers."""
     progress: ProgressStatus = ProgressStatus()
+    """How far training is."""
     checkpoint: CheckpointStatus = CheckpointStatus()
+    """Newest steps that a resume could use."""
     restarts: RestartsStatus = RestartsStatus()
+    """Interruptions since the job began; never reset."""
     goodput: GoodputStatus = GoodputStatus()
+    """Productive time over wall time since the first step."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
     """The last interruptions, oldest first."""
     next_pod_ordinal: int = 0
@@ -351,6 +398,8 @@ class TrainingJobStatus(MessageModel):
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
     start_time: Annotated[str, Field(max_length=32)] = ""
+    """When the first worker was asked for, RFC 3339; empty before."""
     completion_time: Annotated[str, Field(max_length=32)] = ""
+    """When the job completed or failed, RFC 3339; empty before."""
     verdict: Text = ""
     """Why the job failed and what to do; empty unless it did."""

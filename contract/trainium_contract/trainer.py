@@ -72,6 +72,7 @@ class DataConfig(ContractModel):
     text_field: Annotated[str, Field(min_length=1, max_length=128)] = "text"
     """Column or key that holds the text in .jsonl, Arrow, Parquet and data sets."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """Where token ids come from."""
     sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 128
     """Tokens of one sample."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
@@ -95,8 +96,11 @@ class OptimizerConfig(ContractModel):
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Decoupled decay on all parameters, as HLAT has it."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -141,19 +145,27 @@ class TrainerSpec(ContractModel):
     """What to train: `spec.trainer` of a TrainingJob."""
 
     model: ModelConfig = ModelConfig()
+    """The Llama model."""
     data: DataConfig = DataConfig()
+    """The text to train on."""
     batch: BatchConfig = BatchConfig()
+    """Batch sizes, from which the legal sizes of the job follow."""
     steps: PositiveInt = 100
     """Optimizer steps of the whole run."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and gradient clipping."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate schedule."""
     precision: Precision = Precision.FLOAT32
+    """Number format of compute."""
     data_parallel: DataParallelMode = DataParallelMode.REPLICATED
+    """Whether the data-parallel ranks hold all of the state or a shard of it."""
     non_finite_tolerance: Annotated[int, Field(ge=0, le=1000)] = 0
     """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops with code 65."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the initial weights."""
     monitor: MonitorConfig = MonitorConfig()
+    """What is recorded; may change while the job runs."""
 
 
 class ParallelismConfig(ContractModel):
