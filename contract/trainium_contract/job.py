@@ -347,6 +347,8 @@ class GoodputStatus(MessageModel):
     """Time since the first step."""
     lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
     """By cause."""
+    accounted_until: float | None = None
+    """Unix seconds up to which wallSeconds counts; absent while the job has no workers to count."""
 
 
 class FailureRecord(MessageModel):
@@ -356,6 +358,10 @@ class FailureRecord(MessageModel):
     """Unix seconds."""
     cause: Cause
     """Why it failed."""
+    pod: Annotated[str, Field(max_length=253)] = ""
+    """Pod that failed; a pod that never became a member is counted once by its name."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """Node that new workers keep away from because of it; empty when no node is suspected."""
 
 
 class TrainingJobStatus(MessageModel):
