@@ -1,8 +1,8 @@
 """The checkpoint manifest: what a committed durable checkpoint consists of, and the commit rule.
 
 A durable checkpoint is a folder `step-<n>`. It counts only when it holds `COMMITTED`, which is written last,
-atomically, and names the digest of `manifest.json`; the manifest lists every other file with its size and checksum. A reader
-that finds a missing, truncated or altered file takes the next older committed folder.
+atomically, and names the digest of `manifest.json`; the manifest lists every other file with its size and checksum.
+A reader that finds a missing, truncated or altered file takes the next older committed folder.
 """
 
 from __future__ import annotations
