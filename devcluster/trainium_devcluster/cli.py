@@ -1,0 +1,195 @@
+"""The command `trainium-devcluster`.
+
+Invariants: results go to standard output, progress and errors to standard error; an error is one sentence and a non-zero exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trainium_devcluster.api import ApiError
+from trainium_devcluster.binaries import ensure_binaries
+from trainium_devcluster.cli_fault import fault_app, node_app
+from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.options import (
+    Cpu,
+    Efa,
+    Memory,
+    Name,
+    Neuron,
+    NodeLabels,
+    NodeTaints,
+    parse_labels,
+)
+from trainium_devcluster.progress import to_stderr
+from trainium_devcluster.state import ClusterPaths, cluster_names
+
+app = typer.Typer(
+    name="trainium-devcluster",
+    help="A real Kubernetes control plane on loopback with nodes that run pods as local processes. No Docker, no root.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(fault_app, name="fault")
+app.add_typer(node_app, name="node")
+
+NodeCount = Annotated[int, typer.Option("--nodes", min=0, help="How many nodes.")]
+GraceSeconds = Annotated[
+    float | None, typer.Option("--node-monitor-grace", min=1, help="Seconds after which a silent node is NotReady.")
+]
+
+
+@app.command()
+def up(
+    name: Name = "trainium",
+    nodes: NodeCount = 4,
+    neuron: Neuron = 16,
+    efa: Efa = 8,
+    cpu: Cpu = "8",
+    memory: Memory = "32Gi",
+    label: NodeLabels = None,
+    taint: NodeTaints = None,
+    node_monitor_grace: GraceSeconds = None,
+) -> None:
+    """Start a cluster and leave it running until `down`."""
+    begun = time.monotonic()
+    specs = node_specs(
+        nodes, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=parse_labels(label), taints=tuple(taint or ())
+    )
+    cluster = Cluster.start(
+        name, specs, node_monitor_grace_seconds=node_monitor_grace, detached=True, write=to_stderr
+    )
+    server = cluster.ports.server
+    to_stderr(f"cluster {name} is ready after {time.monotonic() - begun:.1f} s: {server}, {nodes} nodes")
+    to_stderr(f"  use it:     eval $(trainium-devcluster env{_suffix(name)}); kubectl get nodes")
+    to_stderr(f"  look:       trainium-devcluster status{_suffix(name)}   (logs: {cluster.paths.logs})")
+    to_stderr(f"  take down:  trainium-devcluster down{_suffix(name)}")
+
+
+@app.command()
+def down(
+    name: Name = "trainium",
+    every: Annotated[bool, typer.Option("--all", help="Take down every cluster of this user.")] = False,
+) -> None:
+    """End a cluster: afterwards nothing of it runs and its files are gone."""
+    names = cluster_names() if every else [name]
+    for one in names:
+        paths = ClusterPaths.of(one)
+        if paths.is_running():
+            Cluster.connect(one).stop()
+            take_down_leftovers(paths, even_kept=True)
+            to_stderr(f"cluster {one} is down")
+        elif paths.root.exists():
+            found = take_down_leftovers(paths, even_kept=True)
+            to_stderr(f"cluster {one} was not running; {found} leftover processes ended, files removed")
+        else:
+            to_stderr(f"there is no cluster {one}")
+
+
+@app.command()
+def status(
+    name: Name = "trainium", as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """Show the components, nodes, processes and memory of a cluster."""
+    cluster = Cluster.connect(name)
+    state = cluster.status()
+    try:
+        ready = cluster.ready_nodes()
+    except ApiError:
+        ready = {}
+    if as_json:
+        sys.stdout.write(json.dumps({**state, "name": name, "readyNodes": ready}, indent=1) + "\n")
+        return
+    console = Console()
+    console.print(_status_table(name, state, ready))
+    others = [other for other in cluster_names() if other != name]
+    if others:
+        console.print(f"other clusters: {', '.join(others)}")
+
+
+@app.command()
+def env(name: Name = "trainium") -> None:
+    """Print shell lines that point kubectl and helm at the cluster: eval $(trainium-devcluster env)."""
+    for key, value in Cluster.connect(name).variables().items():
+        sys.stdout.write(f"export {key}={shlex.quote(value)}\n")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.")],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the temporary cluster.")] = None,
+    nodes: NodeCount = 2,
+    neuron: Neuron = 16,
+) -> None:
+    """Start a temporary cluster, run a command with its kubectl, helm and KUBECONFIG, and take it down again."""
+    with Cluster.start(name, node_specs(nodes, neuron=neuron), write=to_stderr) as cluster:
+        try:
+            done = subprocess.run(command, env={**os.environ, **cluster.variables()}, check=False)
+        except OSError as error:
+            raise ClusterError(f"{command[0]!r} cannot be run: {error.strerror or error}.") from error
+    raise typer.Exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+
+
+@app.command()
+def binaries() -> None:
+    """Fetch or build all programs into the cache, and print the folder."""
+    sys.stdout.write(f"{ensure_binaries().folder}\n")
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line."""
+    try:
+        app()
+    except ClusterError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        raise SystemExit(1) from None
+    except BrokenPipeError:
+        # The reader of our output left; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _suffix(name: str) -> str:
+    return "" if name == "trainium" else f" --name {name}"
+
+
+def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> Table:
+    total = _megabytes(state)
+    table = Table(title=f"cluster {name} at {state['server']}: {total:.0f} MB", title_justify="left")
+    for column in ("what", "state", "pid", "memory", "restarts"):
+        table.add_column(column, justify="right" if column in {"pid", "memory", "restarts"} else "left")
+
+    def add(label: str, row: dict[str, Any], text: str) -> None:
+        alive = row["code"] is None
+        memory = f"{row['bytes'] / 1e6:.0f} MB" if alive else ""
+        table.add_row(label, text, str(row["pid"]) if alive else "", memory, str(row.get("restarts", "")))
+
+    add("supervisor", state["supervisor"], "running")
+    for component, row in state["components"].items():
+        add(component, row, row["state"])
+    for node, row in sorted(state["nodes"].items()):
+        api_view = {True: "Ready", False: "NotReady", None: "not registered"}[ready.get(node)]
+        add(f"node {node}", row, f"{row['state']}, {api_view}")
+    return table
+
+
+def _megabytes(state: dict[str, Any]) -> float:
+    rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
+    return sum(row["bytes"] for row in rows) / 1e6
+
+
+if __name__ == "__main__":
+    main()

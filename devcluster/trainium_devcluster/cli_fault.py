@@ -1,0 +1,186 @@
+"""`trainium-devcluster node ...` and `trainium-devcluster fault ...`: nodes that come and go, and faults made on purpose."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trainium_devcluster.cluster import Cluster
+from trainium_devcluster.controlplane import Component
+from trainium_devcluster.options import Cpu, Efa, Memory, Name, Neuron, NodeLabels, NodeTaints, parse_labels
+from trainium_devcluster.progress import to_stderr
+from trainium_devcluster.state import NodeSpec
+
+node_app = typer.Typer(help="Add and remove nodes.", no_args_is_help=True)
+fault_app = typer.Typer(help="Make faults on purpose.", no_args_is_help=True)
+
+NodeName = Annotated[str, typer.Argument(metavar="NODE", help="The node's name.")]
+PodName = Annotated[str, typer.Argument(metavar="POD", help="The pod's name.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="The pod's namespace.")]
+Container = Annotated[str | None, typer.Option("--container", "-c", help="The container; by default the pod's first.")]
+
+
+@node_app.command("add")
+def add_node(
+    node: NodeName,
+    name: Name = "trainium",
+    neuron: Neuron = 16,
+    efa: Efa = 8,
+    cpu: Cpu = "8",
+    memory: Memory = "32Gi",
+    label: NodeLabels = None,
+    taint: NodeTaints = None,
+) -> None:
+    """Start one more node and wait until it is Ready."""
+    spec = NodeSpec(
+        name=node,
+        neuron=neuron,
+        efa=efa,
+        cpu=cpu,
+        memory=memory,
+        labels=parse_labels(label),
+        taints=tuple(taint or ()),
+    )
+    Cluster.connect(name).add_node(spec)
+    to_stderr(f"node {node} is Ready")
+
+
+@node_app.command("remove")
+def remove_node(node: NodeName, name: Name = "trainium") -> None:
+    """Shut a node down politely and delete its Node object."""
+    Cluster.connect(name).remove_node(node)
+    to_stderr(f"node {node} is gone")
+
+
+@fault_app.command("kill-node")
+def kill_node(node: NodeName, name: Name = "trainium") -> None:
+    """Power loss: the node and all its pods' processes are gone at once."""
+    Cluster.connect(name).faults.kill_node(node)
+    to_stderr(f"node {node} lost its power; bring it back with: fault start-node {node}")
+
+
+@fault_app.command("start-node")
+def start_node(node: NodeName, name: Name = "trainium") -> None:
+    """Power on after kill-node."""
+    Cluster.connect(name).faults.start_node(node)
+    to_stderr(f"node {node} is starting")
+
+
+@fault_app.command("freeze-node")
+def freeze_node(node: NodeName, name: Name = "trainium") -> None:
+    """A hung machine: every process of the node stops where it is."""
+    Cluster.connect(name).faults.freeze_node(node)
+    to_stderr(f"node {node} is frozen; let it go on with: fault thaw-node {node}")
+
+
+@fault_app.command("thaw-node")
+def thaw_node(node: NodeName, name: Name = "trainium") -> None:
+    """Let a frozen node go on."""
+    Cluster.connect(name).faults.thaw_node(node)
+    to_stderr(f"node {node} goes on")
+
+
+@fault_app.command("slow-node")
+def slow_node(
+    node: NodeName,
+    name: Name = "trainium",
+    share: Annotated[float, typer.Option("--share", help="Share of the time that its pods run; 1 is full speed.")] = 0.25,
+) -> None:
+    """A straggler: the node's pods run only a share of the time."""
+    Cluster.connect(name).faults.slow_node(node, share)
+    to_stderr(f"node {node} runs {share:.0%} of the time")
+
+
+@fault_app.command("partition-node")
+def partition_node(node: NodeName, name: Name = "trainium") -> None:
+    """Cut the node off the API server; its pods run on."""
+    Cluster.connect(name).faults.partition_node(node)
+    to_stderr(f"node {node} is cut off; mend it with: fault heal-node {node}")
+
+
+@fault_app.command("heal-node")
+def heal_node(node: NodeName, name: Name = "trainium") -> None:
+    """Mend a partition."""
+    Cluster.connect(name).faults.heal_node(node)
+    to_stderr(f"node {node} is connected again")
+
+
+@fault_app.command("set-condition")
+def set_condition(
+    node: NodeName,
+    kind: Annotated[str, typer.Argument(metavar="TYPE", help="Type of the condition.")],
+    status: Annotated[str, typer.Argument(metavar="STATUS", help="True, False or Unknown.")],
+    name: Name = "trainium",
+    reason: Annotated[str, typer.Option("--reason", help="One word in CamelCase.")] = "SetByHand",
+    message: Annotated[str, typer.Option("--message", help="A sentence.")] = "",
+) -> None:
+    """Set a condition of the Node object, as a health monitor does."""
+    Cluster.connect(name).faults.set_condition(node, kind, status, reason, message)
+    to_stderr(f"node {node}: {kind}={status}")
+
+
+@fault_app.command("clear-condition")
+def clear_condition(
+    node: NodeName,
+    kind: Annotated[str, typer.Argument(metavar="TYPE", help="Type of the condition.")],
+    name: Name = "trainium",
+) -> None:
+    """Take a condition back."""
+    Cluster.connect(name).faults.clear_condition(node, kind)
+    to_stderr(f"node {node}: {kind} cleared")
+
+
+@fault_app.command("kill-container")
+def kill_container(
+    pod: PodName,
+    name: Name = "trainium",
+    namespace: Namespace = "default",
+    container: Container = None,
+    signal: Annotated[int, typer.Option("--signal", min=1, max=64, help="Number of the signal.")] = 9,
+    match: Annotated[
+        str | None, typer.Option("--match", help="Only the first process whose command line matches this expression.")
+    ] = None,
+) -> None:
+    """Signal a container's main process, or one process in it."""
+    Cluster.connect(name).faults.kill_container(namespace, pod, container, signal=signal, match=match)
+    to_stderr(f"signal {signal} sent in pod {namespace}/{pod}")
+
+
+@fault_app.command("freeze-container")
+def freeze_container(
+    pod: PodName, name: Name = "trainium", namespace: Namespace = "default", container: Container = None
+) -> None:
+    """Stop all processes of a container where they are."""
+    Cluster.connect(name).faults.freeze_container(namespace, pod, container)
+    to_stderr(f"pod {namespace}/{pod} is frozen")
+
+
+@fault_app.command("thaw-container")
+def thaw_container(
+    pod: PodName, name: Name = "trainium", namespace: Namespace = "default", container: Container = None
+) -> None:
+    """Let a frozen container go on."""
+    Cluster.connect(name).faults.thaw_container(namespace, pod, container)
+    to_stderr(f"pod {namespace}/{pod} goes on")
+
+
+@fault_app.command("stop-component")
+def stop_component(component: Component, name: Name = "trainium") -> None:
+    """Kill a part of the control plane and leave it away."""
+    Cluster.connect(name).faults.stop(component, seconds=0.0)
+    to_stderr(f"{component} is away; bring it back with: fault start-component {component}")
+
+
+@fault_app.command("start-component")
+def start_component(component: Component, name: Name = "trainium") -> None:
+    """Bring a part of the control plane back and wait until it is ready."""
+    Cluster.connect(name).faults.start(component)
+    to_stderr(f"{component} is ready")
+
+
+@fault_app.command("restart-apiserver")
+def restart_apiserver(name: Name = "trainium") -> None:
+    """Kill the API server and bring it back at the same address."""
+    Cluster.connect(name).faults.restart_apiserver()
+    to_stderr("the API server is ready")

@@ -1,0 +1,321 @@
+"""One development cluster, as tests, the demo and the command line use it.
+
+Invariants: a cluster that `start` made belongs to this process: it ends with the `with` block and with the process itself, even one that is killed
+(unless it is detached); a cluster reached by `connect` is left as it is; every method either did what it says or raises ClusterError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainium_devcluster import controlplane
+from trainium_devcluster.api import ApiClient, ApiError
+from trainium_devcluster.binaries import Binaries, Program, ensure_binaries
+from trainium_devcluster.cleanup import end_leftovers, remove_files
+from trainium_devcluster.control import request
+from trainium_devcluster.controlplane import Component, Ports
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.faults import Faults
+from trainium_devcluster.progress import Write, silent
+from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec, check_name
+
+_START_SECONDS = 90.0
+_NODE_SECONDS = 60.0
+
+
+class Cluster:
+    """A running cluster: its kubeconfig, its tools, its nodes and its faults."""
+
+    def __init__(self, paths: ClusterPaths, binaries: Binaries, owner: subprocess.Popen[bytes] | None = None) -> None:
+        self.paths = paths
+        self.binaries = binaries
+        self.faults = Faults(self)
+        self._owner = owner
+        self._api: ApiClient | None = None
+
+    # --- life -----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(
+        cls,
+        name: str | None = None,
+        nodes: Sequence[NodeSpec] = (),
+        *,
+        node_monitor_grace_seconds: float | None = None,
+        apiserver_args: Sequence[str] = (),
+        controller_manager_args: Sequence[str] = (),
+        scheduler_args: Sequence[str] = (),
+        detached: bool = False,
+        keep_files: bool = False,
+        venv_bin: Path | None = None,
+        write: Write = silent,
+    ) -> Cluster:
+        """Start a cluster and wait until its control plane and nodes are ready.
+
+        `venv_bin` is the folder of programs that pods find on their PATH; by default that of this interpreter. A detached cluster
+        goes on until `stop`, any other ends with this process. `keep_files` leaves logs and data behind.
+        """
+        name = name or f"c{os.getpid()}-{secrets.token_hex(3)}"
+        spec = ClusterSpec(
+            name=name,
+            nodes=tuple(nodes),
+            node_monitor_grace_seconds=node_monitor_grace_seconds,
+            apiserver_args=tuple(apiserver_args),
+            controller_manager_args=tuple(controller_manager_args),
+            scheduler_args=tuple(scheduler_args),
+        )
+        paths = ClusterPaths.of(name)
+        if paths.is_running():
+            raise ClusterError(f"Cluster {name!r} runs already; take it down first or choose another name.")
+        if paths.root.exists():
+            end_leftovers(paths)
+            remove_files(paths)
+        binaries = ensure_binaries(write=write)
+        write(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
+        cluster = cls(paths, binaries, _launch(spec, paths, binaries, venv_bin, detached=detached, keep_files=keep_files))
+        try:
+            cluster.supervisor({"op": "wait-ready"}, timeout=_START_SECONDS)
+            if nodes:
+                write(f"waiting for {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
+                cluster.wait_for_nodes([node.name for node in nodes])
+        except BaseException:
+            if detached:  # a person will want to read the logs
+                (paths.root / "keep").touch()
+            cluster.stop()
+            raise
+        return cluster
+
+    @classmethod
+    def connect(cls, name: str) -> Cluster:
+        """Return a cluster that runs already; raises ClusterError when it does not."""
+        paths = ClusterPaths.of(name)
+        if not paths.is_running():
+            raise ClusterError(f"Cluster {name!r} is not running; start it with: trainium-devcluster up --name {name}")
+        return cls(paths, ensure_binaries())
+
+    def stop(self) -> None:
+        """End the cluster and everything in it; nothing of it is left running. May be repeated."""
+        if self._api is not None:
+            self._api.close()
+        if self.paths.is_running():
+            with contextlib.suppress(ClusterError):
+                self.supervisor({"op": "down"}, timeout=30.0)
+        if self._owner is not None:
+            if self._owner.stdin is not None:
+                self._owner.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._owner.wait(20.0)
+            if self._owner.poll() is None:
+                self._owner.kill()
+                self._owner.wait()
+            self._owner = None
+        else:
+            _wait_while_running(self.paths, 20.0)
+        take_down_leftovers(self.paths)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.stop()
+
+    # --- use ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self.paths.name
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.paths.kubeconfig
+
+    @property
+    def ports(self) -> Ports:
+        """Where the components listen."""
+        return Ports.from_json(self.paths.endpoints.read_text())
+
+    @property
+    def api(self) -> ApiClient:
+        """A client of the API server with the administrator's rights."""
+        if self._api is None:
+            self._api = controlplane.admin_client(self.paths, self.ports)
+        return self._api
+
+    def variables(self) -> dict[str, str]:
+        """Return what `env` exports: KUBECONFIG and a PATH with kubectl and helm."""
+        path = os.environ.get("PATH", "/usr/bin:/bin")
+        return {"KUBECONFIG": str(self.kubeconfig), "PATH": f"{self.binaries.folder}:{path}"}
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 60.0) -> str:
+        """Run kubectl and return its standard output; raises ClusterError with its message unless `check` is off."""
+        return self._tool(Program.KUBECTL, arguments, stdin, check=check, timeout=timeout)
+
+    def helm(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 180.0) -> str:
+        """Run helm and return its standard output; raises ClusterError with its message unless `check` is off."""
+        return self._tool(Program.HELM, arguments, stdin, check=check, timeout=timeout)
+
+    def _tool(self, tool: Program, arguments: Iterable[str], stdin: str | None, *, check: bool, timeout: float) -> str:
+        command = [str(self.binaries.path(tool)), *arguments]
+        shown = " ".join([tool, *command[1:]])
+        try:
+            done = subprocess.run(
+                command,
+                input=stdin if stdin is not None else "",
+                env={**os.environ, **self.variables()},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"`{shown}` did not end within {timeout:.0f} s.") from None
+        if check and done.returncode != 0:
+            raise ClusterError(f"`{shown}` failed: {done.stderr.strip() or done.stdout.strip() or done.returncode}")
+        return done.stdout
+
+    # --- nodes ----------------------------------------------------------------------------------------------------------
+
+    def add_node(self, node: NodeSpec, *, wait: bool = True) -> None:
+        """Start one more node; with `wait`, return when it is Ready."""
+        fields = {key: getattr(node, key) for key in NodeSpec.__slots__}
+        self.supervisor({"op": "add-node", "node": {**fields, "labels": dict(node.labels)}})
+        if wait:
+            self.wait_for_nodes([node.name])
+
+    def remove_node(self, node: str) -> None:
+        """Shut a node down politely and take it out of the cluster."""
+        self.supervisor({"op": "stop-node", "node": node, "seconds": 10.0})
+        self.supervisor({"op": "forget-node", "node": node})
+        self.api.delete(f"/api/v1/nodes/{node}")
+
+    def check_node(self, node: str) -> None:
+        """Raise ClusterError unless the cluster has this node."""
+        known = self.status()["nodes"]
+        if node not in known:
+            raise ClusterError(f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}.")
+
+    def ready_nodes(self) -> dict[str, bool]:
+        """Return for each Node object whether it is Ready."""
+        return {item["metadata"]["name"]: _is_ready(item) for item in self.api.get("/api/v1/nodes")["items"]}
+
+    def wait_for_nodes(self, names: Iterable[str], *, ready: bool = True, seconds: float = _NODE_SECONDS) -> None:
+        """Wait until the nodes are Ready (or, with `ready` off, until they are not)."""
+        wanted = set(names)
+        deadline = time.monotonic() + seconds
+        while True:
+            states: Mapping[str, bool] = {}
+            with contextlib.suppress(ApiError):
+                states = self.ready_nodes()
+            late = sorted(name for name in wanted if states.get(name, False) is not ready)
+            if not late:
+                return
+            if ready:
+                self._complain_about_dead(late)
+            if time.monotonic() > deadline:
+                what = "not Ready" if ready else "still Ready"
+                raise ClusterError(f"{', '.join(late)}: {what} after {seconds:.0f} s; logs are in {self.paths.logs}.")
+            time.sleep(0.1)
+
+    def _complain_about_dead(self, names: Iterable[str]) -> None:
+        nodes = self.status()["nodes"]
+        for name in names:
+            if name in nodes and nodes[name]["code"] is not None:
+                log = self.paths.logs / f"node-{name}.log"
+                lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+                raise ClusterError(
+                    f"Node {name!r} ended with code {nodes[name]['code']}; {log} ends: {lines[-1] if lines else 'nothing'}"
+                )
+
+    # --- supervisor -----------------------------------------------------------------------------------------------------
+
+    def supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
+        """Send one request to the supervisor and return its answer."""
+        return request(self.paths.control_socket, message, timeout)
+
+    def status(self) -> dict[str, Any]:
+        """Return the supervisor's view: components, nodes, pids, memory in bytes."""
+        return self.supervisor({"op": "status"})
+
+    def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
+        """Wait until a component says that it is ready."""
+        deadline = time.monotonic() + seconds
+        while not controlplane.is_ready(component, self.paths, self.ports):
+            if time.monotonic() > deadline:
+                log = self.paths.logs / f"{component}.log"
+                raise ClusterError(f"{component} is not ready after {seconds:.0f} s; its log is {log}.")
+            time.sleep(0.05)
+
+
+def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeSpec]:
+    """Return `count` equal nodes named `<prefix>-1` and so on; `fields` are those of NodeSpec."""
+    if count < 0:
+        raise ClusterError(f"A cluster cannot have {count} nodes; use 0 or more.")
+    return [NodeSpec(name=f"{prefix}-{index}", **fields) for index in range(1, count + 1)]
+
+
+def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
+    """End what a dead supervisor left behind and remove the files, unless they are to be kept; returns the number of processes."""
+    if paths.is_running() or not paths.root.exists():
+        return 0
+    found = end_leftovers(paths)
+    if even_kept or not (paths.root / "keep").exists():
+        remove_files(paths)
+    return found
+
+
+def _launch(
+    spec: ClusterSpec, paths: ClusterPaths, binaries: Binaries, venv_bin: Path | None, *, detached: bool, keep_files: bool
+) -> subprocess.Popen[bytes]:
+    """Start the supervisor and wait until it takes requests."""
+    check_name(spec.name, "cluster")
+    try:
+        paths.logs.mkdir(parents=True, mode=0o700)
+        paths.root.chmod(0o700)
+        paths.spec.write_text(spec.to_json())
+        if keep_files:
+            (paths.root / "keep").touch()
+    except OSError as error:
+        raise ClusterError(f"The folder {paths.root} cannot be used ({error}); set XDG_STATE_HOME to another.") from error
+    bin_folder = (venv_bin or Path(sys.executable).parent).absolute()
+    command = [sys.executable, "-m", "trainium_devcluster.supervisor", "--root", str(paths.root)]
+    command += ["--binaries", str(binaries.folder), "--venv-bin", str(bin_folder)]
+    if not detached:
+        command.append("--owned")
+    log = paths.logs / "supervisor.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL if detached else subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 20.0
+    while not paths.control_socket.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            raise ClusterError(f"The supervisor of cluster {spec.name!r} did not start: {lines[-1] if lines else log}")
+        time.sleep(0.02)
+    return process
+
+
+def _wait_while_running(paths: ClusterPaths, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while paths.is_running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_ready(node: Mapping[str, Any]) -> bool:
+    conditions = node.get("status", {}).get("conditions", [])
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

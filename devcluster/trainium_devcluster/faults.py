@@ -1,0 +1,128 @@
+"""Faults for tests and people: what power cuts, hung machines, bad links and bad devices do, on purpose.
+
+Invariants: a fault acts at once and is not reported to Kubernetes by the tool itself: what the cluster notices, it notices by its own means
+(missing Leases, exit codes, conditions); every fault but a kill can be taken back.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainium_devcluster.control import request
+from trainium_devcluster.controlplane import Component
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from trainium_devcluster.cluster import Cluster
+
+_STOP_SECONDS = 20.0
+
+
+class Faults:
+    """The fault controls of one running cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    # --- whole nodes ----------------------------------------------------------------------------------------------------
+
+    def kill_node(self, node: str) -> None:
+        """Power loss: the node's runtime and every process of its pods are gone at once."""
+        self._cluster.supervisor({"op": "kill-node", "node": node})
+
+    def start_node(self, node: str) -> None:
+        """Power on after `kill_node`: the same node comes back, its containers do not."""
+        self._cluster.supervisor({"op": "start-node", "node": node})
+
+    def freeze_node(self, node: str) -> None:
+        """A hung machine: every process of the node stops where it is and holds its connections."""
+        self._cluster.supervisor({"op": "freeze-node", "node": node})
+
+    def thaw_node(self, node: str) -> None:
+        """Let a frozen node go on."""
+        self._cluster.supervisor({"op": "thaw-node", "node": node})
+
+    def slow_node(self, node: str, share: float = 0.25) -> None:
+        """A straggler: the node's containers run only this share of the time; 1 is full speed."""
+        if not 0 < share <= 1:
+            raise ClusterError(f"A node cannot run {share:g} of the time; give a share above 0 and up to 1.")
+        self._node(node, {"op": "slow", "factor": share})
+
+    def partition_node(self, node: str) -> None:
+        """A lost link: the node runs on but reaches the API server no more, and it is not reached."""
+        self._node(node, {"op": "partition", "on": True})
+
+    def heal_node(self, node: str) -> None:
+        """Mend the link that `partition_node` cut."""
+        self._node(node, {"op": "partition", "on": False})
+
+    def set_condition(self, node: str, kind: str, status: str, reason: str, message: str = "") -> None:
+        """Set a condition of the Node object, as a health monitor on the node does; it stays until `clear_condition`."""
+        if status not in {"True", "False", "Unknown"}:
+            raise ClusterError(f"The status of a condition is True, False or Unknown, not {status!r}.")
+        fields = {"type": kind, "status": status, "reason": reason, "message": message}
+        self._node(node, {"op": "set-condition", **fields})
+
+    def clear_condition(self, node: str, kind: str) -> None:
+        """Take back a condition that `set_condition` set."""
+        self._node(node, {"op": "clear-condition", "type": kind})
+
+    # --- processes of a pod ---------------------------------------------------------------------------------------------
+
+    def kill_container(
+        self,
+        namespace: str,
+        pod: str,
+        container: str | None = None,
+        *,
+        signal: int = signals.SIGKILL,
+        match: str | None = None,
+    ) -> None:
+        """Signal a container's main process, or the first process in it whose command line matches a regular expression."""
+        self._container("kill-container", namespace, pod, container, signal=int(signal), match=match)
+
+    def freeze_container(self, namespace: str, pod: str, container: str | None = None) -> None:
+        """Stop all processes of a container where they are."""
+        self._container("freeze-container", namespace, pod, container)
+
+    def thaw_container(self, namespace: str, pod: str, container: str | None = None) -> None:
+        """Let a frozen container go on."""
+        self._container("thaw-container", namespace, pod, container)
+
+    # --- control plane --------------------------------------------------------------------------------------------------
+
+    def stop(self, component: Component, *, seconds: float = _STOP_SECONDS) -> None:
+        """End a component, politely for up to `seconds`, and leave it ended; 0 kills it."""
+        self._cluster.supervisor({"op": "stop-component", "component": component, "seconds": seconds})
+
+    def start(self, component: Component) -> None:
+        """Start a stopped component again and wait until it is ready."""
+        self._cluster.supervisor({"op": "start-component", "component": component})
+        self._cluster.wait_for_component(component)
+
+    def stop_apiserver(self, *, seconds: float = 0.0) -> None:
+        """Take the API server away, by default at once."""
+        self.stop(Component.APISERVER, seconds=seconds)
+
+    def start_apiserver(self) -> None:
+        """Bring the API server back, at the same address."""
+        self.start(Component.APISERVER)
+
+    def restart_apiserver(self, *, seconds: float = 0.0) -> None:
+        """Restart the API server and wait until it is ready."""
+        self.stop_apiserver(seconds=seconds)
+        self.start_apiserver()
+
+    def _node(self, node: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._cluster.check_node(node)
+        return request(self._cluster.paths.node_socket(node), message, timeout=30.0)
+
+    def _container(self, operation: str, namespace: str, pod: str, container: str | None, **more: object) -> None:
+        document = self._cluster.api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        node = document.get("spec", {}).get("nodeName")
+        if not node:
+            raise ClusterError(f"Pod {namespace}/{pod} is not on a node yet, so it has no processes.")
+        fields = {"namespace": namespace, "pod": pod, "container": container, **more}
+        self._node(str(node), {"op": operation, **{key: value for key, value in fields.items() if value is not None}})

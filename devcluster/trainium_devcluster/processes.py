@@ -1,0 +1,204 @@
+"""Operating-system processes: started so that they cannot outlive their supervisor, found and signalled as whole families.
+
+Invariants: a child is the leader of its own session and is killed by the kernel when the supervisor dies; a pid read from a file is used only
+when the process that has it now began when the file says; a family is stopped from its root on, so that none of it escapes while it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, told apart from a later one with the same number by when it began (clock ticks since boot)."""
+
+    pid: int
+    started: int
+
+    def is_alive(self) -> bool:
+        """Say whether this very process still runs; a zombie does not."""
+        stat = _stat(self.pid)
+        return stat is not None and stat.started == self.started and stat.state != "Z"
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal; False when the process is gone."""
+        if not self.is_alive():
+            return False
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def write(self, path: Path) -> None:
+        """Store as a pid file."""
+        staging = path.with_name(f".{path.name}.{os.getpid()}")
+        staging.write_text(json.dumps({"pid": self.pid, "started": self.started}))
+        staging.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> ProcessId | None:
+        """Read a pid file; None when there is none or it is damaged."""
+        try:
+            fields = json.loads(path.read_text())
+            return cls(int(fields["pid"]), int(fields["started"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    state: str
+    parent: int
+    started: int
+
+
+def identify(pid: int) -> ProcessId | None:
+    """Return the identity of a living process."""
+    stat = _stat(pid)
+    return ProcessId(pid, stat.started) if stat is not None else None
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its children, so that it sees and ends them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def spawn(
+    command: Sequence[str], *, log: Path, environment: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; the kernel kills it when the calling thread's process dies.
+
+    Must be called from the main thread: the kernel's death signal is bound to the thread that forked.
+    """
+    supervisor = os.getpid()
+
+    def before_exec() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:  # the supervisor died between fork and prctl
+            os._exit(1)
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
+            preexec_fn=before_exec,  # noqa: PLW1509 - the supervisor has one thread
+        )
+
+
+def descendants(root: int) -> list[int]:
+    """Return the pids below `root`, parents before children."""
+    children: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        stat = _stat(pid)
+        if stat is not None:
+            children.setdefault(stat.parent, []).append(pid)
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def marked(variable: str, value: str, *, prefix: bool = False) -> list[int]:
+    """Return the pids of this user's processes that carry an environment variable with a value (or a value that begins so)."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for pid in _all_pids():
+        if pid == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if any(entry.startswith(wanted) if prefix else entry == wanted for entry in entries):
+                found.append(pid)
+    return found
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal each process that is still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def kill_family(root: int | None, variable: str, value: str, *, prefix: bool = False, seconds: float = 5.0) -> None:
+    """Kill a process, all below it and all marked processes, until none is left or `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        family = _family(root, variable, value, prefix=prefix)
+        if not family:
+            return
+        # Stopped first, and the root before its children: what is stopped cannot start another process meanwhile.
+        send(family, signal.SIGSTOP)
+        send(_family(root, variable, value, prefix=prefix), signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def freeze_family(root: int, variable: str, value: str) -> None:
+    """Stop a process and all of its family, the root first."""
+    for _ in range(2):  # a second look finds what was started during the first
+        send(_family(root, variable, value), signal.SIGSTOP)
+
+
+def thaw_family(root: int, variable: str, value: str) -> None:
+    """Continue a frozen family, the root last, so that it never sees its children still stopped."""
+    send(reversed(_family(root, variable, value)), signal.SIGCONT)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process holds, in bytes; 0 when it is gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return 0
+
+
+def _family(root: int | None, variable: str, value: str, *, prefix: bool = False) -> list[int]:
+    members = [root, *descendants(root)] if root is not None else []
+    members += marked(variable, value, prefix=prefix)
+    alive = []
+    for pid in dict.fromkeys(members):
+        stat = _stat(pid)
+        if stat is not None and stat.state not in "ZX":
+            alive.append(pid)
+    return alive
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - names only, much faster
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the command's name may hold anything, also spaces and brackets
+    return _Stat(state=fields[0], parent=int(fields[1]), started=int(fields[19]))

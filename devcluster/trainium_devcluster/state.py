@@ -1,0 +1,200 @@
+"""What a cluster is asked to be, and where it keeps its files.
+
+Invariants: one folder per cluster name holds everything of it (keys, data, logs, pid files), is readable by its owner only, and `down` removes it;
+while a cluster runs, its supervisor holds the lock in that folder, so a free lock means that nothing of it should be running.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainium_devcluster.errors import ClusterError
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
+_SOCKET_PATH_LIMIT = 100  # the kernel allows 107 bytes
+
+MARKER = "TRAINIUM_DEVCLUSTER_NODE"
+"""Environment variable of every process of a node, pods included: `<state folder>/<node>`; how stragglers are found."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One node of the development cluster: what it claims to have."""
+
+    name: str
+    neuron: int = 16
+    efa: int = 8
+    cpu: str = "8"
+    memory: str = "32Gi"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[str, ...] = ()
+    """`key=value:Effect` each."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "node")
+        if self.neuron < 0 or self.efa < 0:
+            raise ClusterError(f"Node {self.name!r} cannot have a negative number of devices; use 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What a cluster is started with."""
+
+    name: str
+    nodes: tuple[NodeSpec, ...] = ()
+    node_monitor_grace_seconds: float | None = None
+    """How long a silent node stays Ready; None keeps what the controller manager does by itself."""
+    apiserver_args: tuple[str, ...] = ()
+    controller_manager_args: tuple[str, ...] = ()
+    scheduler_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "cluster")
+        names = [node.name for node in self.nodes]
+        if len(set(names)) != len(names):
+            raise ClusterError(f"Cluster {self.name!r} names a node twice; give each node its own name.")
+
+    def to_json(self) -> str:
+        """Return the text that `from_json` reads."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterSpec:
+        """Read what `to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        nodes = tuple(node_from_fields(node) for node in fields.pop("nodes"))
+        for name in ("apiserver_args", "controller_manager_args", "scheduler_args"):
+            fields[name] = tuple(fields[name])
+        return cls(nodes=nodes, **fields)
+
+
+def node_from_fields(fields: Mapping[str, Any]) -> NodeSpec:
+    """Read a node from the fields of its JSON form."""
+    return NodeSpec(**{**fields, "taints": tuple(fields.get("taints", ()))})
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPaths:
+    """The files of one cluster."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, name: str) -> ClusterPaths:
+        """Return the files of the cluster with this name."""
+        check_name(name, "cluster")
+        return cls(clusters_folder() / name)
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self.root.name
+
+    @property
+    def spec(self) -> Path:
+        """What the cluster was started with."""
+        return self.root / "spec.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the supervisor while the cluster runs."""
+        return self.root / "lock"
+
+    @property
+    def pki(self) -> Path:
+        """Certificates and keys."""
+        return self.root / "pki"
+
+    @property
+    def logs(self) -> Path:
+        """One log per component and node."""
+        return self.root / "logs"
+
+    @property
+    def pids(self) -> Path:
+        """One pid file per component and node."""
+        return self.root / "pids"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.root / "kubeconfig"
+
+    @property
+    def endpoints(self) -> Path:
+        """The ports of the components, as JSON."""
+        return self.root / "endpoints.json"
+
+    @property
+    def control_socket(self) -> Path:
+        """Where the supervisor takes commands."""
+        return short_socket(self.root / "supervisor.sock")
+
+    def node(self, name: str) -> Path:
+        """The folder of one node."""
+        return self.root / "nodes" / name
+
+    def node_socket(self, name: str) -> Path:
+        """Where a node takes fault commands."""
+        return short_socket(self.node(name) / "control.sock")
+
+    def marker(self, node: str) -> str:
+        """The value of the marker variable in the processes of a node."""
+        return f"{self.root}/{node}"
+
+    def is_running(self) -> bool:
+        """Say whether a supervisor holds this cluster."""
+        try:
+            descriptor = os.open(self.lock, os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def clusters_folder() -> Path:
+    """Return the folder that holds all clusters of this user: under XDG_STATE_HOME or ~/.local/state."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser().absolute() / "trainium-devcluster"
+
+
+def cluster_names() -> list[str]:
+    """Return the names of the clusters that have a folder, running or not."""
+    folder = clusters_folder()
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in folder.iterdir() if (entry / "spec.json").is_file())
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise ClusterError unless the name may be part of host names and paths."""
+    if not _NAME.fullmatch(name):
+        raise ClusterError(
+            f"{name!r} cannot be the name of a {what}; use up to 40 lower-case letters, digits and dashes, "
+            "beginning and ending with a letter or digit."
+        )
+
+
+def short_socket(path: Path) -> Path:
+    """Return `path`, or for one that is too long for a Unix socket a fixed short path in the folder for temporary files."""
+    if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
+        return path
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"trainium-devcluster-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{digest}.sock"
