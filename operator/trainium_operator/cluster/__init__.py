@@ -1,0 +1,1 @@
+"""Kubernetes I/O: everything that reads from or writes to the API server."""

@@ -72,9 +72,7 @@ RIGHTS: tuple[Right, ...] = (
         "leader election: the first Lease (create cannot be limited by name)",
         Scope.OWN,
     ),
-    Right(
-        "coordination.k8s.io", "leases", ("get", "update"), "leader election: hold it", Scope.OWN, NamedAfter.LEASE
-    ),
+    Right("coordination.k8s.io", "leases", ("get", "update"), "leader election: hold it", Scope.OWN, NamedAfter.LEASE),
     Right(
         "",
         "secrets",

@@ -1,0 +1,1 @@
+"""The HTTPS endpoint that agents talk to: registration, membership, heartbeats."""

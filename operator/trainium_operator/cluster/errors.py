@@ -1,0 +1,64 @@
+"""What can go wrong when talking to the API server: small classes, one per reaction that a caller has."""
+
+from __future__ import annotations
+
+
+class ApiError(Exception):
+    """The API server refused or could not be reached; `status` is 0 when there was no answer."""
+
+    def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class UnavailableError(ApiError):
+    """No answer, or overloaded (429) or failing (5xx), after all retries: try again later."""
+
+
+class NotFoundError(ApiError):
+    """404: the object, or its kind, does not exist."""
+
+
+class AlreadyExistsError(ApiError):
+    """409 at creation: an object of that name exists."""
+
+
+class ConflictError(ApiError):
+    """409: a precondition (uid, resourceVersion) failed, or another manager owns a field: read again and recompute."""
+
+
+class GoneError(ApiError):
+    """410: the resource version or continue token is too old: list again."""
+
+
+class ForbiddenError(ApiError):
+    """403: a right is missing (`cluster/rbac.py`), a quota is used up, or admission refused."""
+
+
+class UnauthorizedError(ApiError):
+    """401: our own credentials are not valid."""
+
+
+class InvalidError(ApiError):
+    """400 or 422: the object itself is wrong; repeating does not help."""
+
+
+_BY_STATUS: dict[int, type[ApiError]] = {
+    400: InvalidError,
+    401: UnauthorizedError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    409: ConflictError,
+    410: GoneError,
+    422: InvalidError,
+    429: UnavailableError,
+}
+
+
+def error_of(status: int, reason: str, message: str) -> ApiError:
+    """The error of an HTTP status >= 400 and the `reason` of the `Status` object that came with it."""
+    if status == 409 and reason == "AlreadyExists":
+        return AlreadyExistsError(message, status=status, reason=reason)
+    kind = UnavailableError if status >= 500 else _BY_STATUS.get(status, ApiError)
+    return kind(message, status=status, reason=reason)

@@ -1,0 +1,207 @@
+"""Carries out a plan: status first, then events, then the actions in order.
+
+Invariants: every write may be repeated (deterministic names, preconditions), so a crash between any two of them is
+harmless; what a write returned is put into the caches at once, so that the next plan does not ask for it again; after
+a failed write nothing further of that plan is done, and the job is planned anew.
+Neighbouring creations (and neighbouring deletions) of pods run in parallel, at most `IN_FLIGHT` at a time; creations
+start slowly (1, 2, 4, ...), so that a quota that is used up costs one refusal and not a thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainium_operator.cluster.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
+from trainium_operator.cluster.events import Note
+from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SERVICES
+from trainium_operator.cluster.views import membership_of
+from trainium_operator.plan.model import (
+    ApplyObject,
+    CreatePod,
+    DeletePod,
+    EventKind,
+    EventType,
+    PublishMembership,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable, Sequence
+
+    from trainium_contract.messages import Membership
+    from trainium_operator.cluster.api import Api, Json
+    from trainium_operator.cluster.events import EventRecorder
+    from trainium_operator.cluster.observe import Caches
+    from trainium_operator.plan.model import Action, EventIntent, JobView, Plan
+
+IN_FLIGHT = 64
+
+
+class Publisher(Protocol):
+    """The coordinator, as far as a plan changes it."""
+
+    def publish(self, job_uid: str, membership: Membership) -> None:
+        """Serve this membership to the job's agents."""
+        ...
+
+
+class Executor:
+    """One per process; `execute` may run for several jobs at once, never twice for the same."""
+
+    def __init__(self, api: Api, caches: Caches, recorder: EventRecorder, publisher: Publisher) -> None:
+        self._api = api
+        self._caches = caches
+        self._recorder = recorder
+        self._publisher = publisher
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
+
+    async def execute(self, job: JobView, plan: Plan) -> None:
+        """Do it. Raises ApiError of the first write that failed."""
+        if plan.status != job.status:
+            await self._write_status(job, plan)
+        for intent in plan.events:
+            self._recorder.record(note_of(job, intent))
+        for kind, group in groupby(plan.actions, type):
+            actions: Sequence[Any] = tuple(group)
+            if kind is CreatePod:
+                await self._create_pods(job, actions)
+            elif kind is DeletePod:
+                await _all(self._delete_pod(job, action) for action in actions)
+            else:
+                for action in actions:
+                    await self._single(job, action)
+
+    async def _write_status(self, job: JobView, plan: Plan) -> None:
+        body = {"metadata": {"resourceVersion": job.resource_version}, "status": plan.status.to_wire()}
+        try:
+            raw = await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status")
+        except (ConflictError, NotFoundError):
+            await self._refresh(job)
+            raise
+        self._caches.jobs.write_through(raw)
+
+    async def _refresh(self, job: JobView) -> None:
+        """Our copy of the job was old: the next plan must not work from it again."""
+        try:
+            self._caches.jobs.observe(await self._api.get(JOBS, job.namespace, job.name), deleted=False)
+        except NotFoundError:
+            self._caches.jobs.store.forget((job.namespace, job.name), job.uid)
+
+    async def _single(self, job: JobView, action: Action) -> None:
+        if isinstance(action, PublishMembership):
+            await self._publish(job, action)
+        elif isinstance(action, ApplyObject):
+            await self._apply(job, action.manifest)
+
+    async def _apply(self, job: JobView, manifest: Json) -> None:
+        resource, lister = (
+            (SERVICES, self._caches.services)
+            if manifest["kind"] == SERVICES.kind
+            else (CONFIG_MAPS, self._caches.config_maps)
+        )
+        raw = await self._api.apply(resource, job.namespace, manifest["metadata"]["name"], manifest)
+        lister.write_through(raw)
+
+    async def _publish(self, job: JobView, action: PublishMembership) -> None:
+        """Compare and swap the record of the membership, then serve it; see PublishMembership."""
+        name = action.manifest["metadata"]["name"]
+        try:
+            current = await self._api.get(CONFIG_MAPS, job.namespace, name)
+        except NotFoundError:
+            raw = await self._create_record(job, action)
+        else:
+            raw = await self._swap_record(job, action, current)
+        self._caches.config_maps.write_through(raw)
+        self._publisher.publish(job.uid, action.membership)
+
+    async def _create_record(self, job: JobView, action: PublishMembership) -> Json:
+        # Also when `replaces` names a generation: the record was deleted by hand, and status knows the generation.
+        try:
+            return await self._api.create(CONFIG_MAPS, job.namespace, action.manifest)
+        except AlreadyExistsError as error:
+            raise ConflictError(str(error), status=409) from error
+
+    async def _swap_record(self, job: JobView, action: PublishMembership, current: Json) -> Json:
+        name = current["metadata"]["name"]
+        if not _owned_by(current, job.uid):
+            raise ConflictError(f"ConfigMap {name} belongs to another job; waiting until it is gone", status=409)
+        recorded = membership_of(current)
+        if recorded == action.membership:
+            return current
+        if recorded is not None and recorded.generation != action.replaces:
+            # Our cache was behind: let the next plan see what is there.
+            self._caches.config_maps.observe(current, deleted=False)
+            raise ConflictError(
+                f"ConfigMap {name} holds generation {recorded.generation}, not {action.replaces}", status=409
+            )
+        metadata = {**action.manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
+        return await self._api.apply(CONFIG_MAPS, job.namespace, name, {**action.manifest, "metadata": metadata})
+
+    async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
+        start, size = 0, 1
+        while start < len(actions):
+            await _all(self._create_pod(job, action) for action in actions[start : start + size])
+            start, size = start + size, size * 2
+
+    async def _create_pod(self, job: JobView, action: CreatePod) -> None:
+        name = action.manifest["metadata"]["name"]
+        async with self._slots:
+            try:
+                raw = await self._api.create(PODS, job.namespace, action.manifest)
+            except AlreadyExistsError:
+                raw = await self._api.get(PODS, job.namespace, name)
+                if not _owned_by(raw, job.uid):
+                    raise ConflictError(
+                        f"pod {name} exists and does not belong to this job; delete it or rename the job", status=409
+                    ) from None
+        self._caches.pods.write_through(raw)
+
+    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+        async with self._slots:
+            try:
+                raw = await self._api.delete(
+                    PODS, job.namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
+                )
+            except (NotFoundError, ConflictError):  # it is gone, or another incarnation has its name
+                raw = {}
+        if raw.get("kind") == PODS.kind and "deletionTimestamp" in raw["metadata"]:
+            self._caches.pods.write_through(raw)
+        else:
+            self._caches.pods.store.forget((job.namespace, action.name), action.uid)
+
+
+def note_of(job: JobView, intent: EventIntent) -> Note:
+    """The Event of a plan's intent."""
+    related = None
+    if intent.related_kind is not None:
+        related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
+        if intent.related_kind is EventKind.POD:
+            related["namespace"] = job.namespace
+    return Note(
+        namespace=job.namespace,
+        regarding=reference_to(job.namespace, job.name, job.uid),
+        reason=intent.reason,
+        text=intent.note,
+        warning=intent.type is EventType.WARNING,
+        related=related,
+    )
+
+
+def reference_to(namespace: str, name: str, uid: str) -> dict[str, str]:
+    """Object reference to a TrainingJob, for events."""
+    return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Run all, to their end, then raise the first error: a failed one must not leave others running unseen."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    # An error that is not the API server's is a defect, which must not hide behind one that is.
+    for error in sorted(errors, key=lambda each: isinstance(each, ApiError)):
+        raise error
+
+
+def _owned_by(raw: Json, uid: str) -> bool:
+    references = raw["metadata"].get("ownerReferences") or ()
+    return any(reference.get("controller") and reference["uid"] == uid for reference in references)

@@ -1,0 +1,196 @@
+"""Leader election on a coordination.k8s.io/v1 Lease: at most one operator acts at any time.
+
+Invariants: whether another holder's time is over is judged by our own monotonic clock, from when we saw its last
+renewal, never by comparing clocks of two machines; every write carries the resourceVersion that was read; a holder that
+could not renew for `renew_deadline` seconds stops acting, which is before others may take over (`duration`).
+A holder with our own identity is an earlier process of this same container, which is certainly dead: we take over at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
+from trainium_operator.cluster.resources import LEASES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_operator.cluster.api import Api, Json
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseLostError(Exception):
+    """We may no longer act: the process must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Seconds; `renew_deadline` must be well below `duration`."""
+
+    duration: float = 15.0
+    renew_deadline: float = 10.0
+    retry: float = 2.0
+
+
+class LeaseElector:
+    """`await acquire()`, then run `hold()` beside the work, then `await release()` when the work has stopped."""
+
+    def __init__(
+        self,
+        api: Api,
+        namespace: str,
+        name: str,
+        identity: str,
+        *,
+        wall_clock: Callable[[], float],
+        times: LeaseTimes | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.leading = False
+        self.identity = identity
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._wall_clock = wall_clock
+        self._times = times or LeaseTimes()
+        self._jitter = jitter
+        self._lease: Json = {}
+        self._seen: tuple[str, str, int] = ("", "", -1)
+        self._seen_at = 0.0
+        self._renewed_at = 0.0
+
+    async def acquire(self) -> None:
+        """Return once we hold the Lease, however long that takes."""
+        waiting_for = ""
+        while True:
+            try:
+                if await self._try_acquire():
+                    logger.info("leading as %s", self.identity)
+                    return
+            except (ApiError, TimeoutError) as error:
+                logger.warning("lease %s/%s: %s", self._namespace, self._name, error or "timed out")
+            holder = self._spec().get("holderIdentity", "")
+            if holder != waiting_for:
+                waiting_for = holder
+                logger.info("standing by: %s leads", holder or "nobody")
+            await asyncio.sleep(self._times.retry * (0.75 + 0.5 * self._jitter()))
+
+    async def hold(self) -> None:
+        """Renew for ever. Raises LeaseLostError."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._times.retry)
+            left = self._renewed_at + self._times.renew_deadline - loop.time()
+            if left <= 0:
+                self._lose(f"could not renew the lease for {self._times.renew_deadline:g} s")
+            try:
+                async with asyncio.timeout(left):
+                    await self._renew()
+            except LeaseLostError:
+                raise
+            except (ApiError, TimeoutError) as error:
+                logger.warning("renewing lease %s/%s: %s", self._namespace, self._name, error or "timed out")
+
+    async def release(self) -> None:
+        """Let another operator take over at once; never raises."""
+        if not self.leading:
+            return
+        self.leading = False
+        try:
+            async with asyncio.timeout(self._times.retry):
+                await self._write(holder="", duration=1)
+        except (ApiError, TimeoutError) as error:
+            logger.warning("the lease was not released, it will run out by itself: %s", error or "timed out")
+        else:
+            logger.info("released the lease")
+
+    async def _try_acquire(self) -> bool:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        async with asyncio.timeout(self._times.renew_deadline):
+            try:
+                self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
+            except NotFoundError:
+                try:
+                    self._lease = await self._api.create(LEASES, self._namespace, self._body({}), attempts=1)
+                except AlreadyExistsError:
+                    return False
+                return self._gained(started)
+            if not self._is_free(loop.time()):
+                return False
+            try:
+                await self._write(holder=self.identity, duration=self._times.duration)
+            except ConflictError:
+                return False
+            return self._gained(started)
+
+    def _gained(self, started: float) -> bool:
+        self.leading = True
+        self._renewed_at = started
+        return True
+
+    def _is_free(self, now: float) -> bool:
+        spec = self._spec()
+        holder = spec.get("holderIdentity") or ""
+        seen = (holder, spec.get("renewTime", ""), spec.get("leaseTransitions", 0))
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        if holder in ("", self.identity):
+            return True
+        return now - self._seen_at > float(spec.get("leaseDurationSeconds", self._times.duration))
+
+    async def _renew(self) -> None:
+        started = asyncio.get_running_loop().time()
+        try:
+            await self._write(holder=self.identity, duration=self._times.duration)
+        except (ConflictError, NotFoundError):
+            # Somebody wrote it, perhaps only a label, perhaps a lost answer of our own: look who holds it.
+            try:
+                self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
+            except NotFoundError:
+                self._lease = await self._api.create(LEASES, self._namespace, self._body({}), attempts=1)
+            holder = self._spec().get("holderIdentity")
+            if holder != self.identity:
+                self._lose(f"{holder or 'nobody'} holds the lease now")
+            await self._write(holder=self.identity, duration=self._times.duration)
+        self._renewed_at = started
+
+    def _lose(self, why: str) -> None:
+        self.leading = False
+        raise LeaseLostError(why)
+
+    async def _write(self, *, holder: str, duration: float) -> None:
+        body = self._body(self._lease.get("metadata", {}))
+        body["spec"]["holderIdentity"] = holder
+        body["spec"]["leaseDurationSeconds"] = max(1, round(duration))
+        self._lease = await self._api.replace(LEASES, self._namespace, self._name, body, attempts=1)
+
+    def _body(self, metadata: Json) -> Json:
+        old = self._spec()
+        now = datetime.fromtimestamp(self._wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        ours = old.get("holderIdentity") == self.identity
+        spec = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": max(1, round(self._times.duration)),
+            "acquireTime": old.get("acquireTime", now) if ours else now,
+            "renewTime": now,
+            "leaseTransitions": old.get("leaseTransitions", 0) + (0 if ours or not old else 1),
+        }
+        return {
+            "apiVersion": LEASES.api_version,
+            "kind": LEASES.kind,
+            "metadata": {**metadata, "name": self._name, "namespace": self._namespace},
+            "spec": spec,
+        }
+
+    def _spec(self) -> Json:
+        spec: Json = self._lease.get("spec") or {}
+        return spec

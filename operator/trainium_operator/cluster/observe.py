@@ -1,0 +1,142 @@
+"""From the caches to one job's frozen `Observed`, and from changes in the caches to the jobs that they concern."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_operator.plan import names
+from trainium_operator.plan.model import NodeView, Observed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainium_operator.cluster.reflector import Lister, Reflector
+    from trainium_operator.cluster.store import Entry, Key
+    from trainium_operator.cluster.views import ChildRecord, JobRecord
+    from trainium_operator.cluster.work_queue import WorkQueue
+    from trainium_operator.plan.model import AgentView, JobView, PodView
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """Everything that is kept of the cluster; `nodes` is None where nodes may not be read (a namespaced install)."""
+
+    jobs: Lister[JobRecord]
+    pods: Reflector[PodView]
+    config_maps: Reflector[ChildRecord]
+    services: Reflector[ChildRecord]
+    nodes: Reflector[NodeView] | None
+
+    def reflectors(self) -> tuple[Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView], ...]:
+        """All that have a `run`."""
+        always = (self.pods, self.config_maps, self.services)
+        return (*always, self.nodes) if self.nodes is not None else always
+
+    async def synced(self) -> None:
+        """Wait until each has been listed once."""
+        await self.jobs.synced.wait()
+        for reflector in self.reflectors():
+            await reflector.synced.wait()
+
+    def is_synced(self) -> bool:
+        """Whether each has been listed once."""
+        return self.jobs.synced.is_set() and all(reflector.synced.is_set() for reflector in self.reflectors())
+
+    def membership_of(self, job: JobView) -> ChildRecord | None:
+        """The membership ConfigMap of this incarnation of the job."""
+        key = (job.namespace, names.membership_name(job.name))
+        return self.config_maps.store.owned_by(job.uid).get(key)
+
+
+class Agents(Protocol):
+    """What the coordinator knows; jobs by uid."""
+
+    since: float
+    """When this process began to answer agents as the leader, in Unix seconds."""
+
+    def agents(self, job_uid: str) -> Mapping[str, AgentView]:
+        """Agents of a job by pod uid."""
+        ...
+
+    def published(self, job_uid: str) -> int:
+        """Generation that is served; 0 for none."""
+        ...
+
+
+class Observer:
+    """Builds `Observed`."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        agents: Agents,
+        *,
+        ca_bundle: Callable[[], str],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._caches = caches
+        self._agents = agents
+        self._ca_bundle = ca_bundle
+        self._wall_clock = wall_clock
+
+    def observe(self, job: JobView) -> Observed:
+        """One job as it is known now; children and pods of an earlier job of the same name are left out."""
+        caches = self._caches
+        pods = tuple(sorted(caches.pods.store.owned_by(job.uid).values(), key=lambda pod: pod.ordinal))
+        children = {
+            f"{kind}/{name}": record.content_hash
+            for kind, lister in (("ConfigMap", caches.config_maps), ("Service", caches.services))
+            for (_, name), record in lister.store.owned_by(job.uid).items()
+        }
+        membership = caches.membership_of(job)
+        return Observed(
+            job=job,
+            pods=pods,
+            nodes=self._nodes({pod.node for pod in pods if pod.node} | set(job.status.avoided_nodes)),
+            agents=dict(self._agents.agents(job.uid)),
+            membership=membership.membership if membership else None,
+            published=self._agents.published(job.uid),
+            children=children,
+            ca_bundle=self._ca_bundle(),
+            coordinator_since=self._agents.since,
+            now=self._wall_clock(),
+        )
+
+    def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
+        if self._caches.nodes is None:
+            # Nobody told us otherwise: pods and heartbeats alone say what is lost.
+            return {name: NodeView(name=name) for name in wanted}
+        store = self._caches.nodes.store
+        found = ((name, store.get(("", name))) for name in wanted)
+        return {name: view for name, view in found if view is not None}
+
+
+def enqueue_on_change(caches: Caches, queue: WorkQueue[Key]) -> None:
+    """Have a job reconciled whenever something that its plan can see has changed."""
+
+    def job_changed(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+        if old is None or new is None or old.view != new.view:
+            queue.put(key)
+
+    def child_changed(
+        _key: Key, old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
+    ) -> None:
+        entry = new or old
+        if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
+            return
+        queue.put((entry.owner.namespace, entry.owner.name))
+
+    def node_changed(key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+        if old is not None and new is not None and old.view == new.view:
+            return
+        for entry in caches.pods.store.snapshot().values():
+            if entry.owner is not None and entry.view.node == key[1]:
+                queue.put((entry.owner.namespace, entry.owner.name))
+
+    caches.jobs.store.listen(job_changed)
+    caches.pods.store.listen(child_changed)
+    caches.config_maps.store.listen(child_changed)
+    caches.services.store.listen(child_changed)
+    if caches.nodes is not None:
+        caches.nodes.store.listen(node_changed)

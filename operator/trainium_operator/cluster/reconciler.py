@@ -1,0 +1,145 @@
+"""The workers: take a job's key, observe, plan, execute, and say when to look again.
+
+Invariants: the key says only that something may have changed; everything else is read anew from the caches. A failed
+write is repeated with back-off and shows as an event on the job; a defect in a plan is logged, counted and repeated
+with back-off, and never stops the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_operator.cluster.errors import ApiError, ConflictError, UnavailableError
+from trainium_operator.cluster.events import Note
+from trainium_operator.cluster.executor import reference_to
+from trainium_operator.cluster.work_queue import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.cluster.events import EventRecorder
+    from trainium_operator.cluster.executor import Executor
+    from trainium_operator.cluster.observe import Caches, Observer
+    from trainium_operator.cluster.store import Key
+    from trainium_operator.cluster.views import JobRecord
+    from trainium_operator.cluster.work_queue import WorkQueue
+    from trainium_operator.plan.model import JobView, Observed, Plan
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE_SECONDS = 300.0
+
+
+class Meter(Protocol):
+    """What the workers report to the metrics."""
+
+    def reconciled(self, seconds: float, error: str) -> None:
+        """One reconcile ended; `error` is empty, or the class of the error."""
+        ...
+
+    def planned(self, job: JobView, status: TrainingJobStatus) -> None:
+        """A plan was carried out."""
+        ...
+
+
+class Reconciler:
+    """Runs plans for the keys of a queue."""
+
+    def __init__(
+        self,
+        *,
+        queue: WorkQueue[Key],
+        caches: Caches,
+        observer: Observer,
+        plan: Callable[[Observed], Plan],
+        executor: Executor,
+        recorder: EventRecorder,
+        meter: Meter,
+    ) -> None:
+        self._queue = queue
+        self._caches = caches
+        self._observer = observer
+        self._plan = plan
+        self._executor = executor
+        self._recorder = recorder
+        self._meter = meter
+
+    async def work(self) -> None:
+        """One worker; returns when the queue is closed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                key = await self._queue.get()
+            except ClosedError:
+                return
+            started, error = loop.time(), ""
+            try:
+                await self._reconcile(key)
+            except ApiError as failure:
+                error = type(failure).__name__
+                self._failed(key, failure)
+            except Exception:
+                error = "Defect"
+                logger.exception("reconciling %s/%s failed", *key, extra={"namespace": key[0], "job": key[1]})
+                self._queue.retry(key)
+            finally:
+                self._queue.done(key)
+                self._meter.reconciled(loop.time() - started, error)
+
+    async def resync(self, seconds: float) -> None:
+        """Put every job once per period, spread over it, and list the jobs authoritatively; runs until cancelled."""
+        while True:
+            await asyncio.sleep(seconds * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
+            try:
+                await self._caches.jobs.refresh()
+            except ApiError as error:
+                logger.warning("listing the jobs: %s", error)
+            for key in self._caches.jobs.store.snapshot():
+                self._queue.put_after(key, random.uniform(0.0, min(10.0, seconds)))  # noqa: S311
+
+    async def _reconcile(self, key: Key) -> None:
+        record = self._caches.jobs.store.get(key)
+        if record is None:  # deleted; what it owned is the garbage collector's
+            self._queue.forget(key)
+            return
+        if record.view is None:
+            self._unreadable(key, record)
+            return
+        observed = self._observer.observe(record.view)
+        plan = self._plan(observed)
+        await self._executor.execute(record.view, plan)
+        self._queue.forget(key)
+        self._meter.planned(record.view, plan.status)
+        if plan.requeue_after is not None:
+            self._queue.put_after(key, max(0.01, plan.requeue_after))
+
+    def _failed(self, key: Key, error: ApiError) -> None:
+        delay = self._queue.retry(key)
+        labels = {"namespace": key[0], "job": key[1]}
+        logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=labels)
+        # A conflict is the normal answer to an old copy, and an unavailable server takes no events either.
+        record = self._caches.jobs.store.get(key)
+        if record is None or (isinstance(error, ConflictError) and delay < 5) or isinstance(error, UnavailableError):
+            return
+        self._tell(record, "WriteFailed", str(error))
+
+    def _unreadable(self, key: Key, record: JobRecord) -> None:
+        sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
+        logger.warning("%s/%s: %s", *key, sentence, extra={"namespace": key[0], "job": key[1]})
+        self._tell(record, "Unreadable", sentence)
+        self._queue.put_after(key, UNREADABLE_SECONDS)
+
+    def _tell(self, record: JobRecord, reason: str, text: str) -> None:
+        self._recorder.record(
+            Note(
+                namespace=record.namespace,
+                regarding=reference_to(record.namespace, record.name, record.uid),
+                reason=reason,
+                text=text,
+                warning=True,
+            )
+        )

@@ -1,0 +1,46 @@
+"""The kinds of objects that the operator reads and writes, and their paths in the Kubernetes API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainium_contract.worker_env import GROUP, KIND, PLURAL, VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind of object; `group` is empty for the core group."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`apiVersion` of its objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """Path of an object, or of the collection when no name is given; an empty namespace means all of them."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        parts = [root]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        parts += [part for part in (name, subresource) if part]
+        return "/".join(parts)
+
+
+JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
+PODS = Resource("", "v1", "pods", "Pod")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+SERVICES = Resource("", "v1", "services", "Service")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
+
+ALL = (JOBS, PODS, NODES, CONFIG_MAPS, SERVICES, SECRETS, EVENTS, LEASES, TOKEN_REVIEWS)

@@ -1,0 +1,133 @@
+"""In-memory copies of objects, kept by a reflector, read by everybody.
+
+Invariants: an older version of an object never replaces a newer one; `replace` removes what a list no longer has,
+except objects that were written through after that list was made; every change that somebody else made is told once,
+synchronously, to the listeners (a write of our own is known to its writer). Kubernetes compares resource
+versions as integers, and so do we. Not for use from other threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+V = TypeVar("V")
+Key = tuple[str, str]
+"""Namespace and name; the namespace is empty for objects without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The controller of an object, from its ownerReferences."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[V]):
+    """One object: its view, and what identifies the incarnation and its version."""
+
+    view: V
+    uid: str
+    version: int
+    owner: Owner | None = None
+
+
+class Store(Generic[V]):
+    """Objects of one kind by key, with one secondary index."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Entry[V]] = {}
+        self._owned: dict[str, dict[Key, Entry[V]]] = {}
+        self._listeners: list[Callable[[Key, Entry[V] | None, Entry[V] | None], None]] = []
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def listen(self, listener: Callable[[Key, Entry[V] | None, Entry[V] | None], None]) -> None:
+        """Call `listener(key, old, new)` on every change; None stands for absent."""
+        self._listeners.append(listener)
+
+    def get(self, key: Key) -> V | None:
+        """The view of an object."""
+        entry = self._entries.get(key)
+        return entry.view if entry else None
+
+    def entry(self, key: Key) -> Entry[V] | None:
+        """The view with its uid and version."""
+        return self._entries.get(key)
+
+    def snapshot(self) -> dict[Key, Entry[V]]:
+        """All entries at this moment."""
+        return dict(self._entries)
+
+    def owned_by(self, uid: str) -> dict[Key, V]:
+        """Views of the objects whose controller has this uid: an earlier job of the same name has another."""
+        return {key: entry.view for key, entry in self._owned.get(uid, {}).items()}
+
+    def put(self, key: Key, entry: Entry[V]) -> bool:
+        """Take an object from the watch; False when we know a newer version."""
+        self._seen = max(self._seen, entry.version)
+        return self._put(key, entry)
+
+    def write_through(self, key: Key, entry: Entry[V]) -> bool:
+        """Take an object from the answer to our own write, unless the watch has passed that version already."""
+        return entry.version > self._seen and self._put(key, entry, tell=False)
+
+    def remove(self, key: Key, version: int) -> None:
+        """The watch said that the object was deleted, at `version`."""
+        self._seen = max(self._seen, version)
+        old = self._entries.get(key)
+        if old is not None and old.version <= version:
+            self._drop(key, old)
+
+    def forget(self, key: Key, uid: str) -> None:
+        """The API server said that this incarnation no longer exists (404)."""
+        old = self._entries.get(key)
+        if old is not None and old.uid == uid:
+            self._drop(key, old)
+
+    def replace(self, entries: Mapping[Key, Entry[V]], version: int) -> None:
+        """Make the store equal to a list made at `version`: also tells what vanished unseen."""
+        self._seen = max(self._seen, version)
+        for key, old in list(self._entries.items()):
+            if key not in entries and old.version <= version:
+                self._drop(key, old)
+        for key, entry in entries.items():
+            self._put(key, entry)
+
+    def _put(self, key: Key, entry: Entry[V], *, tell: bool = True) -> bool:
+        old = self._entries.get(key)
+        if old is not None and old.version >= entry.version:
+            return False
+        if old is not None:
+            self._disown(key, old)
+        self._entries[key] = entry
+        if entry.owner is not None:
+            self._owned.setdefault(entry.owner.uid, {})[key] = entry
+        if tell:
+            self._tell(key, old, entry)
+        return True
+
+    def _drop(self, key: Key, old: Entry[V]) -> None:
+        del self._entries[key]
+        self._disown(key, old)
+        self._tell(key, old, None)
+
+    def _disown(self, key: Key, old: Entry[V]) -> None:
+        if old.owner is None:
+            return
+        children = self._owned[old.owner.uid]
+        del children[key]
+        if not children:
+            del self._owned[old.owner.uid]
+
+    def _tell(self, key: Key, old: Entry[V] | None, new: Entry[V] | None) -> None:
+        for listener in self._listeners:
+            listener(key, old, new)

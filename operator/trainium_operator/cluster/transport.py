@@ -1,0 +1,216 @@
+"""HTTP to the API server: the one place that holds credentials and connections, on `kubernetes.aio`'s configuration.
+
+Raw bytes only: typed models cost ten times as much per object and drop fields that they do not know.
+Invariants: TLS is always verified; nothing here retries; credentials never reach a log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlencode
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+CONNECT_SECONDS = 10.0
+CONNECTIONS = 128
+"""Above the executor's 64 in flight, the watches and the elector: nobody waits for a connection."""
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class NoClusterError(Exception):
+    """There is no usable configuration of a cluster; the message says what to set."""
+
+
+class ConnectionFailedError(Exception):
+    """No answer: connection refused, reset, or timed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One HTTP answer; `headers` has lower-case keys."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An answer whose body is still coming; `lines` ends when the server closes it."""
+
+    status: int
+    lines: AsyncIterator[bytes]
+
+
+class Transport(Protocol):
+    """What `Api` needs; tests put an in-memory server behind it."""
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str],
+        body: Any,
+        content_type: str,
+        timeout: float,
+    ) -> Answer:
+        """One exchange; `timeout` in seconds. Raises ConnectionFailedError."""
+        ...
+
+    def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AbstractAsyncContextManager[Stream]:
+        """A GET whose body is read line by line; `silence` seconds without a byte raise ConnectionFailedError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The same identity for another client (kopf has its own connections)."""
+
+    server: str
+    ca_path: str | None
+    ca_data: str | None
+    token: str | None
+    certificate_path: str | None
+    key_path: str | None
+    default_namespace: str
+
+
+class KubernetesTransport:
+    """Transport on aiohttp through `kubernetes.aio`; made by `connect`."""
+
+    def __init__(self, configuration: Any, namespace: str) -> None:
+        # Imported here: it takes half a second, and the command line's help does not need it.
+        from kubernetes.aio.client.rest import RESTClientObject  # noqa: PLC0415
+
+        self._configuration = configuration
+        self._client: Any = RESTClientObject(configuration)
+        self.namespace = namespace
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    async def _headers(self, content_type: str) -> dict[str, str]:
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "trainium-operator"}
+        # Re-reads a projected token by itself (once a minute), and asks exec plug-ins for a new one.
+        for setting in (await self._configuration.auth_settings()).values():
+            headers[setting["key"]] = setting["value"]
+        return headers
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str],
+        body: Any,
+        content_type: str,
+        timeout: float,
+    ) -> Answer:
+        """See Transport."""
+        try:
+            raw = await self._client.request(
+                method,
+                self._url(path, query),
+                headers=await self._headers(content_type),
+                body=body,
+                _request_timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
+            )
+            data = await raw.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
+        return Answer(raw.status, {key.lower(): value for key, value in raw.headers.items()}, data)
+
+    @asynccontextmanager
+    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[Stream]:
+        """See Transport."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
+        try:
+            raw = await self._client.request(
+                "GET", self._url(path, query), headers=await self._headers("application/json"), _request_timeout=limits
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ConnectionFailedError(f"GET {path}: {error or type(error).__name__}") from error
+        try:
+            yield Stream(raw.status, self._lines(path, raw.response))
+        finally:
+            raw.response.close()
+
+    async def _lines(self, path: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        try:
+            async for line in response.content:
+                yield line
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ConnectionFailedError(f"GET {path}: {error or type(error).__name__}") from error
+
+    def _url(self, path: str, query: Mapping[str, str]) -> str:
+        return f"{self._configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+
+    async def credentials(self) -> Credentials:
+        """Who we are, for kopf; call it again when the server says 401."""
+        configuration = self._configuration
+        settings = list((await configuration.auth_settings()).values())
+        bearer: str = settings[0]["value"] or "" if settings else ""
+        return Credentials(
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert,
+            ca_data=configuration.ca_cert_data,
+            token=bearer.partition(" ")[2].strip() or None,
+            certificate_path=configuration.cert_file,
+            key_path=configuration.key_file,
+            default_namespace=self.namespace,
+        )
+
+
+async def connect(kubeconfig: str | None) -> KubernetesTransport:
+    """Credentials from a kubeconfig file, else from the pod's ServiceAccount, else from KUBECONFIG or ~/.kube/config.
+
+    Raises NoClusterError with what to set.
+    """
+    # Imported here for the same reason as above; the package's own annotations are incomplete.
+    from kubernetes.aio import config as kubernetes_config  # noqa: PLC0415
+    from kubernetes.aio.client.configuration import Configuration  # noqa: PLC0415
+
+    config: Any = kubernetes_config
+    configuration = Configuration()
+    namespace = "default"
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        try:
+            config.load_incluster_config(client_configuration=configuration)
+            namespace = (await asyncio.to_thread(_NAMESPACE_FILE.read_text)).strip()
+        except (config.ConfigException, OSError) as error:
+            raise NoClusterError(f"the pod's ServiceAccount token is not usable: {error}") from error
+    else:
+        path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+        try:
+            loader = await config.load_kube_config(config_file=path, client_configuration=configuration)
+        except (config.ConfigException, OSError) as error:
+            raise NoClusterError(
+                f"no cluster: kubeconfig {path} is not usable ({error}); give --kubeconfig FILE, set KUBECONFIG, "
+                "or run in a pod with a ServiceAccount"
+            ) from error
+        namespace = loader.current_context["context"].get("namespace") or "default"
+    if not configuration.verify_ssl:
+        raise NoClusterError(
+            "the kubeconfig turns TLS verification off (insecure-skip-tls-verify); give the cluster's CA instead"
+        )
+    # Certificate authorities of managed clusters lack the key identifiers that Python 3.13's strict flag demands; the
+    # chain and the host name are verified in any case.
+    configuration.disable_strict_ssl_verification = True
+    configuration.connection_pool_maxsize = CONNECTIONS
+    return KubernetesTransport(configuration, namespace)
+
+
+def decode_secret(data: Mapping[str, str] | None) -> dict[str, bytes]:
+    """The values of a Secret's or ConfigMap's base64 `data`."""
+    return {key: base64.b64decode(value) for key, value in (data or {}).items()}

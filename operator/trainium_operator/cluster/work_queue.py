@@ -1,0 +1,142 @@
+"""The queue of keys between everything that notices a change and the workers that reconcile.
+
+Guarantees, each with a test:
+1. A key that waits is there once, however often it is put.
+2. A key is never given to two workers at the same time.
+3. A key that is put while a worker has it is given out again after `done`: no change is missed.
+4. Keys are given out in the order in which they first came.
+5. `put_after` puts the key once its delay is over; of several delays the earliest wins.
+6. `retry` puts the key after an exponential delay of its own; `forget` starts that delay anew.
+7. After `close`, `get` raises ClosedError at once, delays are dropped, and `drained` returns when the last worker is
+   done.
+Times are those of the running event loop. Not for use from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+K = TypeVar("K", bound="Hashable")
+
+
+class ClosedError(Exception):
+    """The queue was closed."""
+
+
+class WorkQueue(Generic[K]):
+    """A deduplicating queue with delays; see the module's guarantees."""
+
+    def __init__(self, *, first_delay: float = 0.2, longest_delay: float = 60.0) -> None:
+        self._first_delay = first_delay
+        self._longest_delay = longest_delay
+        self._ready: deque[K] = deque()
+        self._waiting: set[K] = set()
+        self._active: set[K] = set()
+        self._delayed: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+        self._wakeups: deque[asyncio.Future[None]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Keys that could be given out now."""
+        return len(self._ready)
+
+    def put(self, key: K) -> None:
+        """Have the key reconciled soon."""
+        if self._closed or key in self._waiting:
+            return
+        self._waiting.add(key)
+        if key not in self._active:
+            self._ready.append(key)
+            self._wake()
+
+    def put_after(self, key: K, seconds: float) -> None:
+        """Have the key reconciled after a delay, or earlier when something else puts it."""
+        if self._closed:
+            return
+        if seconds <= 0:
+            self.put(key)
+            return
+        loop = asyncio.get_running_loop()
+        pending = self._delayed.get(key)
+        if pending is not None:
+            if pending.when() <= loop.time() + seconds:
+                return
+            pending.cancel()
+        self._delayed[key] = loop.call_later(seconds, self._due, key)
+
+    def retry(self, key: K) -> float:
+        """Have a failed key reconciled again after its back-off; returns the delay in seconds."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay = min(self._longest_delay, self._first_delay * 2.0 ** min(failures, 32))
+        self.put_after(key, delay)
+        return delay
+
+    def forget(self, key: K) -> None:
+        """The key succeeded: its next failure starts with the first delay."""
+        self._failures.pop(key, None)
+
+    async def get(self) -> K:
+        """The next key; call `done` with it. Raises ClosedError."""
+        while not self._ready:
+            if self._closed:
+                raise ClosedError
+            wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._wakeups.append(wakeup)
+            try:
+                await wakeup
+            except asyncio.CancelledError:
+                # The wake-up that this worker will not use belongs to the next one.
+                if wakeup.done() and not wakeup.cancelled():
+                    self._wake()
+                elif wakeup in self._wakeups:
+                    self._wakeups.remove(wakeup)
+                raise
+        if self._closed:
+            raise ClosedError
+        key = self._ready.popleft()
+        self._waiting.discard(key)
+        self._active.add(key)
+        self._idle.clear()
+        return key
+
+    def done(self, key: K) -> None:
+        """The worker has finished with the key."""
+        self._active.discard(key)
+        if key in self._waiting and not self._closed:
+            self._ready.append(key)
+            self._wake()
+        if not self._active:
+            self._idle.set()
+
+    def close(self) -> None:
+        """Give out nothing more."""
+        self._closed = True
+        for handle in self._delayed.values():
+            handle.cancel()
+        self._delayed.clear()
+        while self._wakeups:
+            self._wake()
+
+    async def drained(self) -> None:
+        """Wait until no worker has a key."""
+        await self._idle.wait()
+
+    def _due(self, key: K) -> None:
+        del self._delayed[key]
+        self.put(key)
+
+    def _wake(self) -> None:
+        while self._wakeups:
+            wakeup = self._wakeups.popleft()
+            if not wakeup.done():
+                wakeup.set_result(None)
+                return
