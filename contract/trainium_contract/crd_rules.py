@@ -283,7 +283,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         f"the name has at most {MAX_NAME} characters, so that host names of its workers stay within 63",
         ".metadata.name",
         _said(
-            f"the name has %s characters, more than {MAX_NAME}: shorten it, so that host names of its workers stay within 63",
+            f"the name has %s characters: shorten it to {MAX_NAME}, so that host names of its workers stay within 63",
             "size(self.metadata.name)",
         ),
     ),

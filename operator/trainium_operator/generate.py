@@ -82,7 +82,10 @@ def install_text(root: Path, helm: str) -> str:
         capture_output=True,
         text=True,
     ).stdout
-    return f"# {_HEADER}\n# kubectl apply --server-side -f install.yaml\n---\n{to_yaml(namespace)}{rendered}"
+    # Nobody's release: what helm would recognise as its own must not stand there.
+    kept = "\n".join(line for line in rendered.splitlines() if "helm.sh/chart:" not in line)
+    kept = kept.replace("app.kubernetes.io/managed-by: Helm", "app.kubernetes.io/managed-by: kubectl")
+    return f"# {_HEADER}\n# kubectl apply --server-side -f install.yaml\n---\n{to_yaml(namespace)}{kept}\n"
 
 
 def find_helm() -> str | None:
