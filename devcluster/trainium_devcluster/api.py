@@ -1,6 +1,7 @@
 """A small HTTPS client of the Kubernetes API, with nothing but the standard library.
 
-Invariants: the server is always verified; one connection at a time, opened again after any error; every failure is an ApiError with a sentence.
+Invariants: the server is always verified; one connection at a time, opened again after any error; every failure is an
+ApiError with a sentence.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import contextlib
 import http.client
 import json
 import ssl
-from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import TracebackType
 
 
 class ApiError(ClusterError):
@@ -38,10 +41,12 @@ class ApiClient:
         self._context.load_cert_chain(certificate, key)
         self._connection: http.client.HTTPSConnection | None = None
 
-    def __enter__(self) -> ApiClient:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -90,12 +95,16 @@ class ApiClient:
             self.close()
             # A kept connection that the server closed meanwhile says nothing about the server; a write is not repeated.
             if not (reused and method == "GET"):
-                raise ApiError(f"{method} {path}: the API server at port {self._port} does not answer: {error}.") from error
+                raise ApiError(
+                    f"{method} {path}: the API server at port {self._port} does not answer: {error}."
+                ) from error
             try:
                 status, text = self._exchange(method, path, body, headers)
             except (OSError, http.client.HTTPException) as again:
                 self.close()
-                raise ApiError(f"{method} {path}: the API server at port {self._port} does not answer: {again}.") from again
+                raise ApiError(
+                    f"{method} {path}: the API server at port {self._port} does not answer: {again}."
+                ) from again
         if status >= http.client.BAD_REQUEST:
             raise ApiError(f"{method} {path}: the API server answers {status}: {_message(text)}", status)
         return text

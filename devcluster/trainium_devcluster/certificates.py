@@ -1,22 +1,26 @@
 """The cluster's own certificate authority and what it signs.
 
-Invariants: every connection of the cluster is TLS and verified against this authority; keys are P-256 (made in a millisecond, so start-up does not wait
-for them), readable by their owner only, and never leave the state folder except inside a kubeconfig.
+Invariants: every connection of the cluster is TLS and verified against this authority; keys are P-256 (made in a
+millisecond, so start-up does not wait for them), readable by their owner only, and never leave the state folder except
+inside a kubeconfig.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 LIFETIME = timedelta(days=365)
 _CLOCK_SKEW = timedelta(minutes=5)
@@ -87,7 +91,8 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(authority=False), critical=True)
             .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
             )
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             # Python's default context is strict about chains and wants this link to the issuer.
@@ -108,9 +113,7 @@ class Authority:
 def signing_pair() -> tuple[bytes, bytes]:
     """Return private and public PEM of a key that signs ServiceAccount tokens."""
     key = ec.generate_private_key(ec.SECP256R1())
-    public = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return _key_pem(key), public
 
 

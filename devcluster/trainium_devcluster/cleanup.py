@@ -1,6 +1,7 @@
 """Ends and removes what a cluster left behind whose supervisor is gone.
 
-Invariant: nothing is killed by its name: only processes that a pid file identifies or that carry the cluster's own marker.
+Invariant: nothing is killed by its name: only processes that a pid file identifies or that carry the cluster's own
+marker.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def remove_files(paths: ClusterPaths) -> bool:
     """Remove the cluster's folder; not when something is mounted in it, whose content is not the cluster's."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     if any(Path(mount).is_relative_to(paths.root) for mount in mounts):
-        logger.error("something is still mounted below %s, so its files stay; unmount it and run down again", paths.root)
+        logger.error(
+            "something is still mounted below %s, so its files stay; unmount it and run down again", paths.root
+        )
         return False
     shutil.rmtree(paths.root, ignore_errors=True)
     if paths.root.exists():

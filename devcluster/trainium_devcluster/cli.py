@@ -1,6 +1,7 @@
 """The command `trainium-devcluster`.
 
-Invariants: results go to standard output, progress and errors to standard error; an error is one sentence and a non-zero exit code.
+Invariants: results go to standard output, progress and errors to standard error; an error is one sentence and a non-
+zero exit code.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +54,7 @@ GraceSeconds = Annotated[
 
 @app.command()
 def up(
+    *,
     name: Name = "trainium",
     nodes: NodeCount = 4,
     neuron: Neuron = 16,
@@ -69,9 +70,7 @@ def up(
     specs = node_specs(
         nodes, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=parse_labels(label), taints=tuple(taint or ())
     )
-    cluster = Cluster.start(
-        name, specs, node_monitor_grace_seconds=node_monitor_grace, detached=True, write=to_stderr
-    )
+    cluster = Cluster.start(name, specs, node_monitor_grace_seconds=node_monitor_grace, detached=True, write=to_stderr)
     server = cluster.ports.server
     to_stderr(f"cluster {name} is ready after {time.monotonic() - begun:.1f} s: {server}, {nodes} nodes")
     to_stderr(f"  use it:     eval $(trainium-devcluster env{_suffix(name)}); kubectl get nodes")
@@ -188,7 +187,7 @@ def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> T
 
 def _megabytes(state: dict[str, Any]) -> float:
     rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
-    return sum(row["bytes"] for row in rows) / 1e6
+    return float(sum(row["bytes"] for row in rows)) / 1e6
 
 
 if __name__ == "__main__":

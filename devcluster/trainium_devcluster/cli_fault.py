@@ -1,4 +1,4 @@
-"""`trainium-devcluster node ...` and `trainium-devcluster fault ...`: nodes that come and go, and faults made on purpose."""
+"""Commands `node ...` and `fault ...`: nodes that come and go, and faults made on purpose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainium_devcluster.cluster import Cluster
-from trainium_devcluster.controlplane import Component
+from trainium_devcluster.controlplane import Component  # noqa: TC001 - typer reads annotations at run time
 from trainium_devcluster.options import Cpu, Efa, Memory, Name, Neuron, NodeLabels, NodeTaints, parse_labels
 from trainium_devcluster.progress import to_stderr
 from trainium_devcluster.state import NodeSpec
@@ -24,6 +24,7 @@ Container = Annotated[str | None, typer.Option("--container", "-c", help="The co
 @node_app.command("add")
 def add_node(
     node: NodeName,
+    *,
     name: Name = "trainium",
     neuron: Neuron = 16,
     efa: Efa = 8,
@@ -84,8 +85,11 @@ def thaw_node(node: NodeName, name: Name = "trainium") -> None:
 @fault_app.command("slow-node")
 def slow_node(
     node: NodeName,
+    *,
     name: Name = "trainium",
-    share: Annotated[float, typer.Option("--share", help="Share of the time that its pods run; 1 is full speed.")] = 0.25,
+    share: Annotated[
+        float, typer.Option("--share", help="Share of the time that its pods run; 1 is full speed.")
+    ] = 0.25,
 ) -> None:
     """A straggler: the node's pods run only a share of the time."""
     Cluster.connect(name).faults.slow_node(node, share)
@@ -111,6 +115,7 @@ def set_condition(
     node: NodeName,
     kind: Annotated[str, typer.Argument(metavar="TYPE", help="Type of the condition.")],
     status: Annotated[str, typer.Argument(metavar="STATUS", help="True, False or Unknown.")],
+    *,
     name: Name = "trainium",
     reason: Annotated[str, typer.Option("--reason", help="One word in CamelCase.")] = "SetByHand",
     message: Annotated[str, typer.Option("--message", help="A sentence.")] = "",
@@ -134,6 +139,7 @@ def clear_condition(
 @fault_app.command("kill-container")
 def kill_container(
     pod: PodName,
+    *,
     name: Name = "trainium",
     namespace: Namespace = "default",
     container: Container = None,

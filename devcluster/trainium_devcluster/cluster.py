@@ -1,7 +1,8 @@
 """One development cluster, as tests, the demo and the command line use it.
 
-Invariants: a cluster that `start` made belongs to this process: it ends with the `with` block and with the process itself, even one that is killed
-(unless it is detached); a cluster reached by `connect` is left as it is; every method either did what it says or raises ClusterError.
+Invariants: a cluster that `start` made belongs to this process: it ends with the `with` block and with the process
+itself, even one that is killed (unless it is detached); a cluster reached by `connect` is left as it is; every method
+either did what it says or raises ClusterError.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from trainium_devcluster import controlplane
 from trainium_devcluster.api import ApiClient, ApiError
@@ -27,6 +26,10 @@ from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
 from trainium_devcluster.progress import Write, silent
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec, check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import TracebackType
 
 _START_SECONDS = 90.0
 _NODE_SECONDS = 60.0
@@ -42,7 +45,7 @@ class Cluster:
         self._owner = owner
         self._api: ApiClient | None = None
 
-    # --- life -----------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------------------------
 
     @classmethod
     def start(
@@ -61,8 +64,8 @@ class Cluster:
     ) -> Cluster:
         """Start a cluster and wait until its control plane and nodes are ready.
 
-        `venv_bin` is the folder of programs that pods find on their PATH; by default that of this interpreter. A detached cluster
-        goes on until `stop`, any other ends with this process. `keep_files` leaves logs and data behind.
+        `venv_bin` is the folder of programs that pods find on their PATH; by default that of this interpreter. A
+        detached cluster goes on until `stop`, any other ends with this process. `keep_files` leaves logs and data.
         """
         name = name or f"c{os.getpid()}-{secrets.token_hex(3)}"
         spec = ClusterSpec(
@@ -81,7 +84,9 @@ class Cluster:
             remove_files(paths)
         binaries = ensure_binaries(write=write)
         write(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
-        cluster = cls(paths, binaries, _launch(spec, paths, binaries, venv_bin, detached=detached, keep_files=keep_files))
+        cluster = cls(
+            paths, binaries, _launch(spec, paths, binaries, venv_bin, detached=detached, keep_files=keep_files)
+        )
         try:
             cluster.supervisor({"op": "wait-ready"}, timeout=_START_SECONDS)
             if nodes:
@@ -89,7 +94,7 @@ class Cluster:
                 cluster.wait_for_nodes([node.name for node in nodes])
         except BaseException:
             if detached:  # a person will want to read the logs
-                (paths.root / "keep").touch()
+                paths.keep.touch()
             cluster.stop()
             raise
         return cluster
@@ -122,13 +127,15 @@ class Cluster:
             _wait_while_running(self.paths, 20.0)
         take_down_leftovers(self.paths)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self.stop()
 
-    # --- use ------------------------------------------------------------------------------------------------------------
+    # --- use ---------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -184,7 +191,7 @@ class Cluster:
             raise ClusterError(f"`{shown}` failed: {done.stderr.strip() or done.stdout.strip() or done.returncode}")
         return done.stdout
 
-    # --- nodes ----------------------------------------------------------------------------------------------------------
+    # --- nodes -------------------------------------------------------------------------------------------------------
 
     def add_node(self, node: NodeSpec, *, wait: bool = True) -> None:
         """Start one more node; with `wait`, return when it is Ready."""
@@ -203,7 +210,9 @@ class Cluster:
         """Raise ClusterError unless the cluster has this node."""
         known = self.status()["nodes"]
         if node not in known:
-            raise ClusterError(f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}.")
+            raise ClusterError(
+                f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}."
+            )
 
     def ready_nodes(self) -> dict[str, bool]:
         """Return for each Node object whether it is Ready."""
@@ -233,11 +242,10 @@ class Cluster:
             if name in nodes and nodes[name]["code"] is not None:
                 log = self.paths.logs / f"node-{name}.log"
                 lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-                raise ClusterError(
-                    f"Node {name!r} ended with code {nodes[name]['code']}; {log} ends: {lines[-1] if lines else 'nothing'}"
-                )
+                last = lines[-1] if lines else "nothing"
+                raise ClusterError(f"Node {name!r} ended with code {nodes[name]['code']}; {log} ends: {last}")
 
-    # --- supervisor -----------------------------------------------------------------------------------------------------
+    # --- supervisor --------------------------------------------------------------------------------------------------
 
     def supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
         """Send one request to the supervisor and return its answer."""
@@ -265,17 +273,23 @@ def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeS
 
 
 def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
-    """End what a dead supervisor left behind and remove the files, unless they are to be kept; returns the number of processes."""
+    """End what a dead supervisor left running; remove its files unless they are to be kept; return the number ended."""
     if paths.is_running() or not paths.root.exists():
         return 0
     found = end_leftovers(paths)
-    if even_kept or not (paths.root / "keep").exists():
+    if even_kept or not paths.keep.exists():
         remove_files(paths)
     return found
 
 
 def _launch(
-    spec: ClusterSpec, paths: ClusterPaths, binaries: Binaries, venv_bin: Path | None, *, detached: bool, keep_files: bool
+    spec: ClusterSpec,
+    paths: ClusterPaths,
+    binaries: Binaries,
+    venv_bin: Path | None,
+    *,
+    detached: bool,
+    keep_files: bool,
 ) -> subprocess.Popen[bytes]:
     """Start the supervisor and wait until it takes requests."""
     check_name(spec.name, "cluster")
@@ -284,9 +298,11 @@ def _launch(
         paths.root.chmod(0o700)
         paths.spec.write_text(spec.to_json())
         if keep_files:
-            (paths.root / "keep").touch()
+            paths.keep.touch()
     except OSError as error:
-        raise ClusterError(f"The folder {paths.root} cannot be used ({error}); set XDG_STATE_HOME to another.") from error
+        raise ClusterError(
+            f"The folder {paths.root} cannot be used ({error}); set XDG_STATE_HOME to another."
+        ) from error
     bin_folder = (venv_bin or Path(sys.executable).parent).absolute()
     command = [sys.executable, "-m", "trainium_devcluster.supervisor", "--root", str(paths.root)]
     command += ["--binaries", str(binaries.folder), "--venv-bin", str(bin_folder)]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.errors import ClusterError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
 
 def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-    """Send one request and return its answer; raises ClusterError when it is refused or nobody answers within `timeout` seconds."""
+    """Send one request and return its answer; raises ClusterError when refused or not answered in `timeout` seconds."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)

@@ -1,7 +1,8 @@
 """The command lines, certificates and readiness checks of etcd and the three Kubernetes components.
 
-Invariants: everything listens on loopback and speaks TLS verified against the cluster's own authority; authorization is Node and RBAC with the admission
-plugins of a default cluster; ports stay the same while a cluster lives, so that a component can be restarted under its clients.
+Invariants: everything listens on loopback and speaks TLS verified against the cluster's own authority; authorization is
+Node and RBAC with the admission plugins of a default cluster; ports stay the same while a cluster lives, so that a
+component can be restarted under its clients.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import contextlib
 import json
 import random
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from trainium_devcluster.api import ApiClient, ApiError
 from trainium_devcluster.certificates import Authority, Pair, signing_pair, write_private
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.kubeconfig import render_kubeconfig
-from trainium_devcluster.state import ClusterPaths, ClusterSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_devcluster.state import ClusterPaths, ClusterSpec
 
 HOST = "127.0.0.1"
 SERVICE_RANGE = "10.96.0.0/16"
@@ -30,10 +35,10 @@ _API_NAMES = (
     "kubernetes.default.svc",
     "kubernetes.default.svc.cluster.local",
 )
-# Below the range from which the kernel takes ports for outgoing connections, which could be taken between choice and use.
+# Below the kernel's range for outgoing connections, which could take a port between choice and use.
 _PORT_RANGE = range(18000, 32000)
 
-# The API server refuses loopback addresses in endpoints, and every pod here has one; the controllers would only fail again and again.
+# The API server refuses loopback addresses in endpoints, and every pod here has one: the controllers would only fail.
 _CONTROLLERS_OFF = ("endpoints-controller", "endpointslice-controller", "endpointslice-mirroring-controller")
 
 
@@ -80,7 +85,9 @@ def choose_ports() -> Ports:
             chosen.append(port)
         if len(chosen) == 5:
             return Ports(*chosen)
-    raise ClusterError(f"Fewer than five of the ports {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1} are free on loopback.")
+    raise ClusterError(
+        f"Fewer than five of the ports {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1} are free on loopback."
+    )
 
 
 def prepare(paths: ClusterPaths, ports: Ports) -> None:
@@ -94,7 +101,9 @@ def prepare(paths: ClusterPaths, ports: Ports) -> None:
     authority.issue("etcd", **local).write(paths.pki, "etcd")
     authority.issue("kube-apiserver", names=_API_NAMES, addresses=(HOST, "10.96.0.1")).write(paths.pki, "apiserver")
     authority.issue("etcd-client").write(paths.pki, "etcd-client")
-    authority.issue("kube-apiserver-kubelet-client", organizations=("system:masters",)).write(paths.pki, "kubelet-client")
+    authority.issue("kube-apiserver-kubelet-client", organizations=("system:masters",)).write(
+        paths.pki, "kubelet-client"
+    )
     for component in (Component.CONTROLLER_MANAGER, Component.SCHEDULER):
         pair = authority.issue(f"system:{component}", **local)
         pair.write(paths.pki, component)
@@ -120,7 +129,9 @@ def issue_node(paths: ClusterPaths, ports: Ports, node: str) -> None:
     write_private(folder / "kubeconfig", content)
 
 
-def _write_kubeconfig(paths: ClusterPaths, ports: Ports, authority: Authority, component: Component, pair: Pair) -> None:
+def _write_kubeconfig(
+    paths: ClusterPaths, ports: Ports, authority: Authority, component: Component, pair: Pair
+) -> None:
     content = render_kubeconfig(
         cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user=component, pair=pair
     )
@@ -283,8 +294,8 @@ def listens(port: int) -> bool:
         return False
 
 
-# What nodes may do beyond Kubernetes' own role for them: the node runtime stands in for kube-proxy too, and, since endpoints cannot
-# hold loopback addresses, finds the pods behind a Service by its selector.
+# What nodes may do beyond Kubernetes' own role for them: the node runtime stands in for kube-proxy too and, since
+# endpoints cannot hold loopback addresses, finds the pods behind a Service by its selector.
 NODE_ROLE: Mapping[str, object] = {
     "apiVersion": "rbac.authorization.k8s.io/v1",
     "kind": "ClusterRole",

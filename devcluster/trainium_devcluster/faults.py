@@ -1,13 +1,12 @@
 """Faults for tests and people: what power cuts, hung machines, bad links and bad devices do, on purpose.
 
-Invariants: a fault acts at once and is not reported to Kubernetes by the tool itself: what the cluster notices, it notices by its own means
-(missing Leases, exit codes, conditions); every fault but a kill can be taken back.
+Invariants: a fault acts at once and is not reported to Kubernetes by the tool itself: what the cluster notices, it
+notices by its own means (missing Leases, exit codes, conditions); every fault but a kill can be taken back.
 """
 
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.control import request
@@ -15,6 +14,8 @@ from trainium_devcluster.controlplane import Component
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainium_devcluster.cluster import Cluster
 
 _STOP_SECONDS = 20.0
@@ -26,7 +27,7 @@ class Faults:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    # --- whole nodes ----------------------------------------------------------------------------------------------------
+    # --- whole nodes -------------------------------------------------------------------------------------------------
 
     def kill_node(self, node: str) -> None:
         """Power loss: the node's runtime and every process of its pods are gone at once."""
@@ -59,7 +60,7 @@ class Faults:
         self._node(node, {"op": "partition", "on": False})
 
     def set_condition(self, node: str, kind: str, status: str, reason: str, message: str = "") -> None:
-        """Set a condition of the Node object, as a health monitor on the node does; it stays until `clear_condition`."""
+        """Set a condition of the Node object, as a health monitor does; it stays until `clear_condition`."""
         if status not in {"True", "False", "Unknown"}:
             raise ClusterError(f"The status of a condition is True, False or Unknown, not {status!r}.")
         fields = {"type": kind, "status": status, "reason": reason, "message": message}
@@ -69,7 +70,7 @@ class Faults:
         """Take back a condition that `set_condition` set."""
         self._node(node, {"op": "clear-condition", "type": kind})
 
-    # --- processes of a pod ---------------------------------------------------------------------------------------------
+    # --- processes of a pod ------------------------------------------------------------------------------------------
 
     def kill_container(
         self,
@@ -80,7 +81,7 @@ class Faults:
         signal: int = signals.SIGKILL,
         match: str | None = None,
     ) -> None:
-        """Signal a container's main process, or the first process in it whose command line matches a regular expression."""
+        """Signal a container's main process, or the first in it whose command line matches a regular expression."""
         self._container("kill-container", namespace, pod, container, signal=int(signal), match=match)
 
     def freeze_container(self, namespace: str, pod: str, container: str | None = None) -> None:
@@ -91,7 +92,7 @@ class Faults:
         """Let a frozen container go on."""
         self._container("thaw-container", namespace, pod, container)
 
-    # --- control plane --------------------------------------------------------------------------------------------------
+    # --- control plane -----------------------------------------------------------------------------------------------
 
     def stop(self, component: Component, *, seconds: float = _STOP_SECONDS) -> None:
         """End a component, politely for up to `seconds`, and leave it ended; 0 kills it."""

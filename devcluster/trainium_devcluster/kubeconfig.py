@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+from typing import TYPE_CHECKING
 
-from trainium_devcluster.certificates import Pair
+if TYPE_CHECKING:
+    from trainium_devcluster.certificates import Pair
 
 
 def render_kubeconfig(*, cluster: str, server: str, authority: bytes, user: str, pair: Pair) -> bytes:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainium_devcluster.controlplane import HOST, Ports
 from trainium_devcluster.state import MARKER, ClusterPaths, NodeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 
 class NodeState(StrEnum):

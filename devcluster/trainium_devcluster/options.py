@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Name = Annotated[str, typer.Option("--name", envvar="TRAINIUM_DEVCLUSTER", help="Which cluster.")]
 Neuron = Annotated[int, typer.Option("--neuron", min=0, help="aws.amazon.com/neuron of each node.")]
@@ -15,7 +17,9 @@ Efa = Annotated[int, typer.Option("--efa", min=0, help="vpc.amazonaws.com/efa of
 Cpu = Annotated[str, typer.Option("--cpu", help="cpu of each node, a Kubernetes quantity.")]
 Memory = Annotated[str, typer.Option("--memory", help="memory of each node, a Kubernetes quantity.")]
 NodeLabels = Annotated[list[str] | None, typer.Option("--label", help="key=value on each node; may be repeated.")]
-NodeTaints = Annotated[list[str] | None, typer.Option("--taint", help="key=value:Effect on each node; may be repeated.")]
+NodeTaints = Annotated[
+    list[str] | None, typer.Option("--taint", help="key=value:Effect on each node; may be repeated.")
+]
 
 
 def parse_labels(pairs: Sequence[str] | None) -> dict[str, str]:

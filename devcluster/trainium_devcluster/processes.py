@@ -1,7 +1,8 @@
-"""Operating-system processes: started so that they cannot outlive their supervisor, found and signalled as whole families.
+"""Operating-system processes that cannot outlive their supervisor, found and signalled as whole families.
 
-Invariants: a child is the leader of its own session and is killed by the kernel when the supervisor dies; a pid read from a file is used only
-when the process that has it now began when the file says; a family is stopped from its root on, so that none of it escapes while it is killed.
+Invariants: a child is the leader of its own session and is killed by the kernel when the supervisor dies; a pid read
+from a file is used only when the process that has it now began when the file says; a family is stopped from its root
+on, so that none of it escapes while it is killed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -123,7 +127,7 @@ def descendants(root: int) -> list[int]:
 
 
 def marked(variable: str, value: str, *, prefix: bool = False) -> list[int]:
-    """Return the pids of this user's processes that carry an environment variable with a value (or a value that begins so)."""
+    """Return the pids of this user's processes that carry an environment variable with a value (or its beginning)."""
     wanted = f"{variable}={value}".encode()
     found = []
     for pid in _all_pids():

@@ -1,6 +1,7 @@
 """Progress lines for work that takes long enough to make a person wonder.
 
-Invariant: a running step prints its name when it begins, its age every few seconds, and its duration when it ends, so that no wait is silent.
+Invariant: a running step prints its name when it begins, its age every few seconds, and its duration when it ends, so
+that no wait is silent.
 """
 
 from __future__ import annotations

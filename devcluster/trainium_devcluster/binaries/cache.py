@@ -1,7 +1,7 @@
 """The cache of programs under the user's cache folder, filled by download or build.
 
-Invariants: a file that stands under a program's name is complete (it was renamed there); one process at a time fills a version's folder,
-others wait for it and then use what it made; a cache that is full needs no lock and no network.
+Invariants: a file that stands under a program's name is complete (it was renamed there); one process at a time fills a
+version's folder, others wait for it and then use what it made; a cache that is full needs no lock and no network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainium_devcluster.binaries.build import SOURCES, build_source
-from trainium_devcluster.binaries.catalog import Architecture, Program, Release, release_of, this_architecture, version_key
+from trainium_devcluster.binaries.catalog import (
+    Architecture,
+    Program,
+    Release,
+    release_of,
+    this_architecture,
+    version_key,
+)
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.progress import Progress, Write, to_stderr
@@ -61,7 +68,7 @@ def ensure_binaries(
     releases: ReleaseOf = release_of,
     limits: Limits | None = None,
 ) -> Binaries:
-    """Return the folder with all programs, filling the cache when something is missing; raises ClusterError when that fails."""
+    """Return the folder with all programs after filling it where needed; raises ClusterError when that fails."""
     architecture = this_architecture()
     root = root or cache_root()
     folder = root / "bin" / version_key(architecture)
@@ -71,15 +78,26 @@ def ensure_binaries(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ClusterError(f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another.") from error
+        raise ClusterError(
+            f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another."
+        ) from error
     with _lock(folder.with_name(folder.name + ".lock"), write):
         missing = _missing(folder)
         progress = Progress(len(missing), write)
         if missing and origin is not Origin.BUILD:
-            _download_all(missing, folder, releases, limits or Limits(), architecture, progress)
+            _download_all(
+                missing,
+                folder,
+                releases=releases,
+                limits=limits or Limits(),
+                architecture=architecture,
+                progress=progress,
+            )
             missing = _missing(folder)
         if missing and origin is Origin.DOWNLOAD:
-            raise ClusterError(f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source.")
+            raise ClusterError(
+                f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source."
+            )
         sources = [source for source in SOURCES if missing & set(source.programs)]
         progress = Progress(len(sources), write)
         for source in sources:
@@ -102,12 +120,13 @@ def _missing(folder: Path) -> frozenset[Program]:
 def _download_all(
     missing: frozenset[Program],
     folder: Path,
+    *,
     releases: ReleaseOf,
     limits: Limits,
     architecture: Architecture,
     progress: Progress,
 ) -> None:
-    """Download what can be had. The first failure is told in one line; after it only files from other hosts are tried."""
+    """Download what can be had; a failure is told in one line, and its host is not tried again."""
     dead_hosts: set[str] = set()
     for program in sorted(missing):
         release = releases(program, architecture)

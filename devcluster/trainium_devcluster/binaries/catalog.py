@@ -1,7 +1,7 @@
 """Which programs the development cluster needs, in which versions, and where their official releases lie.
 
-Invariants: a version appears here and in the pinned Go modules, and a test holds the two equal; a checksum is either written down here or is
-fetched from the release's own host over verified TLS; never is a program used unchecked.
+Invariants: a version appears here and in the pinned Go modules, and a test holds the two equal; a checksum is either
+written down here or is fetched from the release's own host over verified TLS; never is a program used unchecked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Downloads one official release file, checks it and puts the program in its place.
 
-Invariants: nothing appears under the final name before its checksum was right; no network state can make this hang: opening a connection,
-each read, and the whole download have limits of their own.
+Invariants: nothing appears under the final name before its checksum was right; no network state can make this hang:
+opening a connection, each read, and the whole download have limits of their own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
-from trainium_devcluster.binaries.catalog import Release
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_devcluster.binaries.catalog import Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def _fetch(url: str, target: Path, limits: Limits) -> str:
 
 
 def _open(url: str, limits: Limits) -> BinaryIO:
-    """Open a URL within `limits.open` seconds, name look-up included, which has no time-out of its own and so runs in a thread."""
+    """Open a URL within `limits.open` seconds, in a thread because looking up a name has no time-out of its own."""
     answers: queue.Queue[BinaryIO | Exception] = queue.Queue()
 
     def work() -> None:
