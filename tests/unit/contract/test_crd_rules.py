@@ -1,0 +1,63 @@
+"""The rules as data; `tests/cluster/test_crd.py` has the API server evaluate them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from trainium_contract.crd import object_schema
+from trainium_contract.crd_rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Reason, Rule
+from trainium_contract.trainer import TrainerSpec
+
+ROOT = object_schema()
+SPEC = ROOT["properties"]["spec"]
+STORAGE = SPEC["properties"]["checkpoint"]["properties"]["storage"]
+ALL = [
+    *((rule, ROOT) for rule in ROOT_RULES),
+    *((rule, SPEC) for rule in SPEC_RULES),
+    *((rule, STORAGE) for rule in STORAGE_RULES),
+]
+
+
+@pytest.mark.parametrize(("rule", "schema"), ALL, ids=[rule.message[:40] for rule, _ in ALL])
+def test_a_rule_points_at_a_field_that_exists(rule: Rule, schema: dict[str, Any]) -> None:
+    for name in rule.field.split(".")[1:]:
+        schema = schema["properties"][name]
+
+
+@pytest.mark.parametrize(("rule", "schema"), ALL, ids=[rule.message[:40] for rule, _ in ALL])
+def test_a_rule_reads_only_fields_that_exist(rule: Rule, schema: dict[str, Any]) -> None:
+    read = re.findall(
+        r"\b(?:self|oldSelf(?:\.value\(\))?)((?:\.\??[a-zA-Z]+(?!\w*\())+)", f"{rule.rule} {rule.expression}"
+    )
+    for path in read:
+        node = schema
+        for name in path.replace("?", "").split(".")[1:]:
+            if name == "metadata":
+                break
+            node = node["properties"][name]
+
+
+@pytest.mark.parametrize(("rule", "schema"), ALL, ids=[rule.message[:40] for rule, _ in ALL])
+def test_a_rule_has_one_sentence_in_one_line(rule: Rule, schema: dict[str, Any]) -> None:
+    written = rule.to_schema()
+    assert "\n" not in "".join(str(value) for value in written.values())
+    assert len(written["message"]) < 200
+    assert "'" not in written["message"] or not rule.expression
+
+
+def test_everything_in_the_trainer_but_the_monitor_is_fixed_while_the_job_runs() -> None:
+    fixed = {rule.field for rule in ROOT_RULES if rule.reason is Reason.FORBIDDEN}
+    trainer = {f".spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"}
+    assert fixed == trainer | {".spec.parallelism", ".spec.workers.accelerator", ".spec.checkpoint.storage"}
+
+
+def test_a_field_that_is_compared_as_a_whole_always_has_a_value() -> None:
+    for rule in ROOT_RULES:
+        if rule.reason is Reason.FORBIDDEN and "has(self." not in rule.rule:
+            node = ROOT
+            for name in rule.field.split(".")[1:]:
+                node = node["properties"][name]
+            assert "default" in node, rule.field

@@ -1,0 +1,178 @@
+"""The generated schema: structural, closed, bounded, described, and with the defaults that the models have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+from trainium_contract.crd import SchemaError, custom_resource_definition, model_schema, object_schema
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+
+
+def every_node(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    found = [(path, schema)]
+    for name, child in schema.get("properties", {}).items():
+        found += every_node(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            found += every_node(schema[key], f"{path}[{key}]")
+    return found
+
+
+NODES = [(path, node) for path, node in every_node(object_schema()) if not path.startswith(".metadata")]
+
+
+def with_defaults(schema: dict[str, Any], value: Any) -> Any:
+    """What the API server stores: defaults filled in from the schema, outside in."""
+    if not isinstance(value, dict):
+        return value
+    properties = schema.get("properties", {})
+    filled = {name: child["default"] for name, child in properties.items() if "default" in child} | value
+    return {name: with_defaults(properties.get(name, {}), item) for name, item in filled.items()}
+
+
+def spec_schema() -> dict[str, Any]:
+    schema: dict[str, Any] = object_schema()["properties"]["spec"]
+    return schema
+
+
+@pytest.mark.parametrize(("path", "node"), NODES, ids=[path or "root" for path, _ in NODES])
+def test_every_field_is_typed_and_described_without_alternatives(path: str, node: dict[str, Any]) -> None:
+    assert node["type"] in {"object", "array", "string", "integer", "number", "boolean"}
+    assert node["description"].strip()
+    assert "\n" not in node["description"]
+    assert not {"$ref", "$defs", "anyOf", "oneOf", "allOf", "title", "const", "propertyNames"} & set(node)
+
+
+@pytest.mark.parametrize(("path", "node"), NODES, ids=[path or "root" for path, _ in NODES])
+def test_every_text_list_and_map_of_the_spec_and_status_is_bounded(path: str, node: dict[str, Any]) -> None:
+    if path in {".apiVersion", ".kind"}:
+        return
+    if node["type"] == "string":
+        assert "maxLength" in node or "enum" in node
+    if node["type"] == "array":
+        assert "maxItems" in node
+    if "additionalProperties" in node:
+        assert "maxProperties" in node
+
+
+def test_no_object_but_the_pod_template_takes_unknown_fields() -> None:
+    free = [path for path, node in NODES if node.get("x-kubernetes-preserve-unknown-fields")]
+    assert free == [".spec.workers.template"]
+    open_ended = [
+        path
+        for path, node in NODES
+        if node["type"] == "object" and not node.get("properties") and "additionalProperties" not in node
+    ]
+    assert open_ended == free
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"workers": {"replicas": 4, "spares": 1, "accelerator": {"device": "cpu"}}},
+        {"trainer": {"steps": 7, "model": {"preset": "Small"}, "data": {"tokenizer": {"path": "t.json"}}}},
+        {"checkpoint": {"storage": {"hostPath": {"path": "/data"}}, "durable": {"everySteps": 5}}},
+        {"recovery": {"budgets": {"process": {"maxFailures": 1}}}},
+    ],
+)
+def test_the_stored_defaults_are_those_of_the_models(given: dict[str, Any]) -> None:
+    stored = with_defaults(spec_schema(), given)
+    assert TrainingJobSpec.model_validate(stored) == TrainingJobSpec.model_validate(given)
+
+
+def test_what_the_api_server_stores_pins_the_trainer_against_later_defaults() -> None:
+    stored = with_defaults(spec_schema(), {})
+    assert stored["trainer"] == TrainingJobSpec().trainer.to_wire()
+
+
+def test_the_scale_subresource_always_finds_a_size() -> None:
+    version = custom_resource_definition()["spec"]["versions"][0]
+    assert version["subresources"]["scale"]["specReplicasPath"] == ".spec.workers.replicas"
+    assert with_defaults(spec_schema(), {})["workers"]["replicas"] == 1
+
+
+def test_printer_columns_read_fields_that_exist() -> None:
+    paths = {path for path, _ in NODES} | {".metadata.creationTimestamp"}
+    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
+    assert [column["jsonPath"] for column in columns if column["jsonPath"] not in paths] == []
+    assert [column["name"] for column in columns if not column.get("priority")] == [
+        "Phase", "Ready", "Desired", "Step", "Loss", "Ckpt", "Restarts", "Age",
+    ]  # fmt: skip
+
+
+def test_conditions_are_a_map_by_type_and_other_lists_are_atomic() -> None:
+    status = object_schema()["properties"]["status"]["properties"]
+    assert status["conditions"]["x-kubernetes-list-type"] == "map"
+    assert status["conditions"]["x-kubernetes-list-map-keys"] == ["type"]
+    assert status["history"]["x-kubernetes-list-type"] == "atomic"
+    assert status["failures"]["x-kubernetes-list-type"] == "atomic"
+
+
+def test_an_older_definition_accepts_a_status_word_of_a_newer_operator() -> None:
+    status = [node for path, node in NODES if path.startswith(".status")]
+    assert [node for node in status if "enum" in node or "default" in node] == []
+
+
+def test_every_model_field_is_in_the_schema() -> None:
+    properties = object_schema()["properties"]
+    for model, part in ((TrainingJobSpec, "spec"), (TrainingJobStatus, "status")):
+        assert set(properties[part]["properties"]) == {str(field.alias) for field in model.model_fields.values()}
+
+
+def test_exclusive_bounds_are_written_in_the_dialect_of_kubernetes() -> None:
+    rate = spec_schema()["properties"]["trainer"]["properties"]["optimizer"]["properties"]["learningRate"]
+    assert (rate["minimum"], rate["exclusiveMinimum"], rate["maximum"]) == (0, True, 1)
+
+
+class Undescribed(ContractModel):
+    """A model."""
+
+    field: int = 0
+
+
+class Unbounded(ContractModel):
+    """A model."""
+
+    names: tuple[Annotated[str, Field(max_length=9)], ...] = ()
+    """A list."""
+
+
+class UnboundedText(ContractModel):
+    """A model."""
+
+    name: str = ""
+    """A text."""
+
+
+class UnboundedMap(ContractModel):
+    """A model."""
+
+    names: dict[str, int]
+    """A map."""
+
+
+class Alternatives(ContractModel):
+    """A model."""
+
+    size: int | str = 0
+    """A number or a text."""
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Undescribed, r"spec\.field: no description"),
+        (Unbounded, r"spec\.names: the list has no bound"),
+        (UnboundedText, r"spec\.name: the text has no bound"),
+        (UnboundedMap, r"spec\.names: the map has no bound"),
+        (Alternatives, r"spec\.size: a union"),
+    ],
+)
+def test_a_model_that_has_no_good_schema_stops_the_generation(model: type[ContractModel], sentence: str) -> None:
+    with pytest.raises(SchemaError, match=sentence):
+        model_schema(model, "spec", strict=True)

@@ -1,0 +1,75 @@
+"""Generated files are those that the code gives now, and the chart's values and their schema list the same names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_contract.crd import custom_resource_definition
+from trainium_operator import generate
+
+if TYPE_CHECKING:
+    import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_written_definition_is_the_one_of_the_models() -> None:
+    assert generate.stale(ROOT, helm=None) == [], "run `python -m trainium_operator.generate`"
+
+
+def test_the_plain_install_has_the_same_definition() -> None:
+    documents = list(yaml.safe_load_all((ROOT / generate.INSTALL).read_text(encoding="utf-8")))
+    (definition,) = [one for one in documents if one and one["kind"] == "CustomResourceDefinition"]
+    assert definition["spec"] == custom_resource_definition()["spec"], "run `python -m trainium_operator.generate`"
+
+
+def test_check_names_the_stale_file_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(generate, "find_helm", lambda: None)
+    assert generate.main(["--root", str(tmp_path)]) == 0
+    assert generate.main(["--root", str(tmp_path), "--check"]) == 0
+    (tmp_path / generate.CRD).write_text("old", encoding="utf-8")
+    assert generate.main(["--root", str(tmp_path), "--check"]) == 1
+    assert "manifests/crd.yaml is stale" in capsys.readouterr().err
+
+
+def listed(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
+    """Names that stand in only one of values.yaml and values.schema.json; free-form objects are not looked into."""
+    if not isinstance(values, dict) or "properties" not in schema:
+        return []
+    assert schema.get("additionalProperties") is False, f"{path or 'the root'} must refuse unknown names"
+    different = set(values) ^ (set(schema["properties"]) - {"global"})
+    inside = [
+        name
+        for key, value in values.items()
+        for name in listed(value, schema["properties"].get(key, {}), f"{path}.{key}")
+    ]
+    return [f"{path}.{name}" for name in different] + inside
+
+
+def test_the_values_and_their_schema_list_the_same_names() -> None:
+    chart = ROOT / generate.CHART
+    values = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
+    schema = json.loads((chart / "values.schema.json").read_text(encoding="utf-8"))
+    assert listed(values, schema) == []
+
+
+def test_every_value_is_explained() -> None:
+    lines = (ROOT / generate.CHART / "values.yaml").read_text(encoding="utf-8").splitlines()
+    self_evident = {
+        "nameOverride", "fullnameOverride", "imagePullSecrets", "resources", "podSecurityContext", "securityContext",
+        "podAnnotations", "podLabels", "priorityClassName", "nodeSelector", "tolerations", "affinity",
+        "topologySpreadConstraints", "terminationGracePeriodSeconds", "extraVolumes", "extraVolumeMounts", "image",
+        "crds", "rbac", "serviceAccount", "metrics", "podDisruptionBudget", "networkPolicy", "logLevel",
+    }  # fmt: skip
+    bare = [
+        line.split(":")[0]
+        for before, line in zip(["", *lines], lines, strict=False)
+        if line[:1].isalpha() and not before.startswith("#")
+    ]
+    assert set(bare) <= self_evident
