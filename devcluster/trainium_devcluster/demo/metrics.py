@@ -1,0 +1,72 @@
+"""What the trainer's files say: one record per step of the final history, and the samples it was trained on.
+
+`StepLog` re-reads `metrics.jsonl`, so it notices a step that is computed again after a fault: its record changes.
+Times are Unix seconds of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """Step -> its record; a line that is still being written is left out."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    steps: dict[int, dict[str, Any]] = {}
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        steps[record["step"]] = record
+    return steps
+
+
+@dataclass
+class StepLog:
+    """The steps of one run, and how often each was computed."""
+
+    path: Path
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    recomputed: list[tuple[int, float]] = field(default_factory=list)
+    """(step, time of the newer record), in the order in which it was noticed."""
+
+    def refresh(self) -> None:
+        """Read the file again."""
+        fresh = read_steps(self.path)
+        for step, record in fresh.items():
+            known = self.steps.get(step)
+            if known is not None and known["time"] != record["time"]:
+                self.recomputed.append((step, record["time"]))
+        self.steps.update(fresh)
+
+    @property
+    def newest(self) -> int:
+        """The highest step seen; 0 before the first."""
+        return max(self.steps, default=0)
+
+    def steps_lost_after(self, moment: float) -> int:
+        """Steps that had been completed before `moment` and were computed again after it."""
+        return len({step for step, time in self.recomputed if time > moment})
+
+    def time_of(self, step: int) -> float | None:
+        """When `step` ended; None when it has not."""
+        record = self.steps.get(step)
+        return None if record is None else float(record["time"])
+
+
+def every_sample_once(folder: Path, expected: int) -> bool:
+    """Whether the sample files of a run hold each global sample number below `expected` exactly once."""
+    seen: list[int] = []
+    for path in sorted(folder.glob("samples*.jsonl")):
+        for line in path.read_text().splitlines():
+            seen.extend(json.loads(line)["samples"])
+    return sorted(seen) == list(range(expected))
