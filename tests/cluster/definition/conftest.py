@@ -1,0 +1,89 @@
+"""A real API server for the definition and the chart; these tests need no node.
+
+`--cluster=existing` uses the cluster of KUBECONFIG, with the kubectl and helm on PATH; any other choice starts a
+control plane of the development cluster without nodes, for this folder alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.crd import custom_resource_definition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[3]
+NAMESPACE = "definition-tests"
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """kubectl and helm against one API server."""
+
+    variables: dict[str, str]
+    existing: bool
+    root: Path = ROOT
+    chart: str = str(ROOT / "helm/trainium-operator")
+    namespace: str = NAMESPACE
+    base: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            input=stdin,
+            env=os.environ | self.variables,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=50,
+        )
+
+    def kubectl(self, *arguments: str, stdin: str = "") -> str:
+        """Standard output of a kubectl that must succeed."""
+        done = self.run("kubectl", "--namespace", self.namespace, *arguments, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def helm(self, *arguments: str) -> str:
+        """Standard output of a helm that must succeed."""
+        done = self.run("helm", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def refusal(self, document: dict[str, Any], *arguments: str) -> str:
+        """What `kubectl apply` says against the object; empty when it takes it."""
+        done = self.run(
+            "kubectl", "--namespace", self.namespace, "apply", *arguments, "-f", "-", stdin=json.dumps(document)
+        )
+        return done.stderr if done.returncode else ""
+
+
+@pytest.fixture(scope="session")
+def api(request: pytest.FixtureRequest) -> Iterator[Api]:
+    if request.config.getoption("--cluster", default="local") == "existing":
+        yield Api(variables={}, existing=True)
+        return
+    from trainium_devcluster.cluster import Cluster
+
+    with Cluster.start(nodes=()) as cluster:
+        yield Api(variables=cluster.variables(), existing=False)
+
+
+@pytest.fixture(scope="session")
+def defined(api: Api) -> Iterator[Api]:
+    """The API server with the definition and a namespace to write in."""
+    api.kubectl(
+        "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(custom_resource_definition())
+    )
+    api.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev", "--timeout=20s")
+    api.run("kubectl", "create", "namespace", NAMESPACE)
+    yield api
+    api.run("kubectl", "delete", "namespace", NAMESPACE, "--wait=false")

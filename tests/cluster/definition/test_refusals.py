@@ -1,0 +1,270 @@
+"""What `kubectl apply` says to a bad TrainingJob: a real API server evaluates schema and rules."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainium_contract.sizes import BatchShape
+
+if TYPE_CHECKING:
+    from conftest import Api
+
+pytestmark = pytest.mark.cluster
+
+GOOD = """
+workers: {replicas: 4, accelerator: {device: cpu}}
+trainer: {batch: {globalSize: 12}}
+"""
+
+
+def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    inside = {
+        key: merged(base[key], value)
+        for key, value in change.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    }
+    return base | change | inside
+
+
+def job(change: str = "", name: str = "good") -> dict[str, Any]:
+    """The good job with a YAML fragment of its spec merged in."""
+    return {
+        "apiVersion": "trainium.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": merged(yaml.safe_load(GOOD), yaml.safe_load(change) or {}),
+    }
+
+
+BAD_AT_CREATION = {
+    # Unknown and misspelt fields.
+    "trainer: {modell: {}}": 'unknown field "spec.trainer.modell"',
+    "workers: {replica: 3}": 'unknown field "spec.workers.replica"',
+    "trainers: {}": 'unknown field "spec.trainers"',
+    # Zero, negative and too large sizes.
+    "workers: {replicas: 0}": "spec.workers.replicas in body should be greater than or equal to 1",
+    "workers: {replicas: -3}": "spec.workers.replicas in body should be greater than or equal to 1",
+    "workers: {replicas: 10001}": "spec.workers.replicas in body should be less than or equal to 10000",
+    "workers: {spares: -1}": "spec.workers.spares in body should be greater than or equal to 0",
+    "parallelism: {tensor: 0}": "spec.parallelism.tensor in body should be greater than or equal to 1",
+    "parallelism: {pipeline: 2}": "spec.parallelism.pipeline in body should be less than or equal to 1",
+    "trainer: {batch: {globalSize: 0}}": "spec.trainer.batch.globalSize in body should be greater than or equal to 1",
+    "trainer: {batch: {microSize: -1}}": "spec.trainer.batch.microSize in body should be greater than or equal to 1",
+    "workers: {accelerator: {coresPerNode: 0}}": "coresPerNode in body should be greater than or equal to 1",
+    "trainer: {optimizer: {learningRate: 0}}": "learningRate in body should be greater than 0",
+    "trainer: {precision: Float8}": 'supported values: "Float32", "BFloat16"',
+    # Floors above sizes.
+    "workers: {minReplicas: 5}": "minReplicas 5 is above workers.replicas 4: lower minReplicas or raise replicas",
+    "workers: {maxReplicas: 3}": "workers.replicas 4 is above workers.maxReplicas 3: lower replicas or raise maxRep",
+    # Sizes that are not legal.
+    "workers: {replicas: 5}": (
+        "workers.replicas 5 gives a data-parallel degree of 5, but trainer.batch.globalSize 12 is not divisible by "
+        "that x microSize 1: change replicas or trainer.batch; legal sizes within 100 of it: [4, 3, 2, 1] below, "
+        "[6, 12] above"
+    ),
+    "{workers: {replicas: 3, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 4}}": (
+        "workers.replicas 3 x 2 cores per node = 6 training processes, not divisible by parallelism.tensor x pipeline "
+        "= 4: change replicas or parallelism; legal sizes within 100 of it: [2] below, [4, 6, 8, 12, 24] above"
+    ),
+    """{workers: {replicas: 100, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {tensor: 8},
+    trainer: {batch: {globalSize: 1024}}}""": "legal sizes within 100 of it: [64, 32, 16, 8, 4, 2, 1] below, [128] ab",
+    "trainer: {batch: {globalSize: 12, microSize: 5}}": "not divisible by that x microSize 5",
+    # Accelerators.
+    "workers: {accelerator: {device: neuron}}": "say what a worker computes on: workers.accelerator.instanceType",
+    "workers: {accelerator: {device: neuron, instanceType: trn9.metal}}": (
+        "unknown instance type trn9.metal; known are trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge"
+    ),
+    # Storage.
+    "checkpoint: {storage: {}}": "give exactly one of hostPath and persistentVolumeClaim",
+    "checkpoint: {storage: {hostPath: {path: /a}, persistentVolumeClaim: {claimName: b}}}": "give exactly one of",
+    "checkpoint: {storage: {hostPath: {path: a}}}": "spec.checkpoint.storage.hostPath.path in body should match",
+    # The model and the schedule.
+    "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}}": (
+        "numAttentionHeads 6 is not divisible by parallelism.tensor 4: each rank of the tensor group holds whole heads"
+    ),
+    "trainer: {model: {numAttentionHeads: 6, numKeyValueHeads: 4}}": "must be divisible by numKeyValueHeads",
+    "trainer: {model: {numAttentionHeads: 6, hiddenSize: 64}}": "hiddenSize must be divisible by numAttentionHeads",
+    "trainer: {steps: 5}": "warmupSteps 10 is above trainer.steps 5: the warm-up must end within the run",
+}
+
+
+@pytest.mark.parametrize("change", BAD_AT_CREATION)
+def test_a_bad_job_is_refused_with_a_sentence_that_says_what_to_change(defined: Api, change: str) -> None:
+    said = defined.refusal(job(change, name="bad"))
+    assert BAD_AT_CREATION[change] in said
+    assert "evaluating rule" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("n" * 51, "the name has 51 characters: shorten it to 50"),
+        ("9lives", "begins with a small letter"),
+        ("a.b", "only small letters, digits and '-'"),
+    ],
+)
+def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sentence: str) -> None:
+    assert sentence in defined.refusal(job(name=name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "",
+        "workers: {minReplicas: 2, maxReplicas: 8, spares: 1}",
+        "workers: {accelerator: {device: cuda, coresPerNode: 3}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn9.metal, coresPerNode: 3, resources: {a.b/c: '1'}}}",
+        "workers: {template: {spec: {nodeSelector: {pool: a}, containers: [{name: trainer, env: []}]}}}",
+        "checkpoint: {storage: {persistentVolumeClaim: {claimName: fsx}, subPath: runs/one}}",
+        "trainer: {schedule: {warmupSteps: 100}}",
+    ],
+)
+def test_a_good_job_is_taken(defined: Api, change: str) -> None:
+    assert defined.refusal(job(change), "--dry-run=server") == ""
+
+
+def test_the_rules_agree_with_the_arithmetic_of_the_trainer(defined: Api) -> None:
+    chance = random.Random(7)
+
+    def pick(*numbers: int) -> int:
+        return chance.choice(numbers)
+
+    jobs, legal = [], {}
+    for number in range(120):
+        shape = BatchShape(
+            cores_per_node=pick(1, 2, 3, 32),
+            tensor=pick(1, 2, 4, 8),
+            pipeline=1,
+            global_batch_size=pick(12, 96, 256, 1000),
+            micro_batch_size=pick(1, 1, 2),
+        )
+        nodes = pick(1, 2, 3, 4, 5, 6, 8, 12, 16, 40)
+        legal[f"shape-{number}"] = shape.is_legal(nodes)
+        change = (
+            f"{{workers: {{replicas: {nodes}, accelerator: {{coresPerNode: {shape.cores_per_node}}}}}, parallelism: "
+            f"{{tensor: {shape.tensor}}}, trainer: {{batch: {{globalSize: {shape.global_batch_size}, microSize: "
+            f"{shape.micro_batch_size}}}}}}}"
+        )
+        jobs.append(job(change, name=f"shape-{number}"))
+    items = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
+    done = defined.run(
+        "kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "-o", "name", "-f", "-", stdin=items
+    )
+    taken = {line.rsplit("/", 1)[1] for line in done.stdout.split()}
+    assert taken == {name for name, good in legal.items() if good}
+    assert 20 < len(taken) < 100
+
+
+def report_status(api: Api, name: str, status: dict[str, Any]) -> None:
+    patch = json.dumps({"status": status})
+    api.kubectl("patch", "trn", name, "--subresource=status", "--type=merge", "--patch", patch)
+
+
+@pytest.fixture
+def running(defined: Api) -> Any:
+    """A job that an operator has taken up."""
+    assert defined.refusal(job("workers: {minReplicas: 2}")) == ""
+    report_status(defined, "good", {"phase": "Running"})
+    yield defined
+    defined.kubectl("delete", "trn", "good", "--wait=false")
+
+
+IMMUTABLE = {
+    "parallelism: {tensor: 2}": "parallelism",
+    "parallelism: {sequence: true}": "parallelism",
+    "workers: {accelerator: {coresPerNode: 3}}": "workers.accelerator",
+    "checkpoint: {storage: {hostPath: {path: /data}}}": "checkpoint.storage",
+    "trainer: {steps: 200}": "trainer.steps",
+    "trainer: {seed: 1}": "trainer.seed",
+    "trainer: {model: {preset: Small}}": "trainer.model",
+    "trainer: {data: {source: /other.txt}}": "trainer.data",
+    "trainer: {optimizer: {learningRate: 0.1}}": "trainer.optimizer",
+    "trainer: {batch: {globalSize: 24}}": "trainer.batch",
+}
+
+
+@pytest.mark.parametrize("change", IMMUTABLE)
+def test_what_training_depends_on_is_fixed_while_the_job_runs(running: Api, change: str) -> None:
+    minimum = merged({"workers": {"minReplicas": 2}}, yaml.safe_load(change))
+    said = running.refusal(job(json.dumps(minimum)))
+    assert f"{IMMUTABLE[change]} cannot change while the job runs: suspend it first (spec.suspend: true), wait" in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "trainer: {monitor: {recordSamples: true}}",
+        "workers: {template: {spec: {nodeSelector: {pool: b}}}}",
+        "workers: {replicas: 6, minReplicas: 1, spares: 2}",
+        "checkpoint: {durable: {everySteps: 5}}",
+        "recovery: {rescaleAfterSeconds: 1}",
+        "trainer: {precision: Float32, steps: 100}",
+        "suspend: true",
+    ],
+)
+def test_what_training_does_not_depend_on_may_change_while_the_job_runs(running: Api, change: str) -> None:
+    assert running.refusal(job(change)) == ""
+
+
+def test_a_suspended_job_may_be_changed_once_no_worker_is_left(running: Api) -> None:
+    longer = "{suspend: true, trainer: {steps: 200}}"
+    assert running.refusal(job("suspend: true")) == ""
+    assert "trainer.steps cannot change while the job runs" in running.refusal(job(longer))
+    report_status(running, "good", {"phase": "Suspended"})
+    assert running.refusal(job(longer)) == ""
+    assert running.refusal(job("{suspend: false, trainer: {steps: 300}}")) == ""
+    assert "trainer.steps cannot change" in running.refusal(job("{suspend: false, trainer: {steps: 400}}"))
+
+
+def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(running: Api) -> None:
+    running.kubectl("scale", "trn/good", "--replicas=5")
+    assert running.kubectl("get", "trn", "good", "-o", "jsonpath={.spec.workers.replicas}") == "5"
+    below = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=1")
+    assert "minReplicas 2 is above workers.replicas 1" in below.stderr
+
+
+def test_a_range_without_any_legal_size_is_refused_later_too(running: Api) -> None:
+    said = running.refusal(job("workers: {replicas: 8, minReplicas: 7}"))
+    assert "no size from 7 to 8 is legal" in said
+    assert "[6, 4, 3, 2, 1] below, [12] above" in said
+
+
+def test_the_dearest_check_stays_within_the_budget(defined: Api) -> None:
+    change = "{{workers: {{replicas: {}, minReplicas: {}}}, trainer: {{batch: {{globalSize: 69769, microSize: 7}}}}}}"
+    assert defined.refusal(job(change.format(1, 1), name="dear")) == ""
+    assert "no size from 2 to 9966 is legal" in defined.refusal(job(change.format(9966, 2), name="dear"))
+    defined.kubectl("delete", "trn", "dear", "--wait=false")
+
+
+def test_the_columns_show_how_training_goes(running: Api) -> None:
+    report_status(
+        running,
+        "good",
+        {
+            "phase": "Running",
+            "readyReplicas": 4,
+            "progress": {"step": 70, "loss": 4.25},
+            "checkpoint": {"durableStep": 60},
+            "restarts": {"total": 2},
+            "goodput": {"ratio": 0.97},
+        },
+    )
+    head, row = running.kubectl("get", "trn", "-o", "wide").splitlines()
+    assert head.split()[:8] == ["NAME", "PHASE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
+    assert row.split()[:8] == ["good", "Running", "4", "4", "70", "4.25", "60", "2"]
+    assert row.split()[-1] == "0.97"
+    assert "good" in running.kubectl("get", "training")
+
+
+def test_a_status_word_that_the_definition_does_not_know_is_taken(running: Api) -> None:
+    report_status(running, "good", {"phase": "Levitating"})
+
+
+def test_every_field_can_be_explained(defined: Api) -> None:
+    said = defined.kubectl("explain", "trn.spec.workers.minReplicas")
+    assert "Elastic floor" in said
