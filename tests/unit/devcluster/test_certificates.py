@@ -1,0 +1,101 @@
+"""The cluster's authority: what it signs verifies with TLS, and what another signs does not."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import ssl
+import stat
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_devcluster.certificates import Authority, signing_pair
+from trainium_devcluster.kubeconfig import render_kubeconfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def handshake(folder: Path, *, trusted: str, server: str, client: str | None, name: str) -> str:
+    """Connect over a socket pair; returns the client's common name as the server saw it, or the error."""
+    theirs, ours = socket.socketpair()
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / f"{trusted}.crt"))
+    serving.verify_mode = ssl.CERT_REQUIRED
+    serving.load_cert_chain(folder / f"{server}.crt", folder / f"{server}.key")
+    calling = ssl.create_default_context(cafile=str(folder / f"{trusted}.crt"))
+    if client is not None:
+        calling.load_cert_chain(folder / f"{client}.crt", folder / f"{client}.key")
+    seen: list[str] = []
+
+    def serve() -> None:
+        try:
+            with serving.wrap_socket(theirs, server_side=True) as connection:
+                connection.recv(1)
+                subject = connection.getpeercert()["subject"]  # type: ignore[index]
+                seen.append(dict(pair[0] for pair in subject)["commonName"])  # type: ignore[index, misc]
+        except (ssl.SSLError, OSError) as error:
+            seen.append(f"server: {error}")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with calling.wrap_socket(ours, server_hostname=name) as connection:
+            connection.sendall(b"x")
+    except (ssl.SSLError, OSError) as error:
+        seen.insert(0, f"client: {error}")
+    thread.join()
+    ours.close()
+    theirs.close()
+    return seen[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pki")
+    authority = Authority.create("ours")
+    authority.pair.write(folder, "ca")
+    authority.issue("server", names=("localhost",), addresses=("127.0.0.1",)).write(folder, "server")
+    authority.issue("alice", organizations=("system:masters",)).write(folder, "alice")
+    Authority.create("theirs").issue("mallory", names=("localhost",)).write(folder, "mallory")
+    return folder
+
+
+def test_both_ends_of_a_connection_are_verified(folder: Path) -> None:
+    assert handshake(folder, trusted="ca", server="server", client="alice", name="127.0.0.1") == "alice"
+
+
+def test_a_certificate_of_another_authority_is_refused(folder: Path) -> None:
+    assert "verify failed" in handshake(folder, trusted="ca", server="mallory", client="alice", name="localhost")
+    assert "server:" in handshake(folder, trusted="ca", server="server", client="mallory", name="localhost")
+
+
+def test_a_server_under_another_name_is_refused(folder: Path) -> None:
+    assert "mismatch" in handshake(folder, trusted="ca", server="server", client="alice", name="example.org")
+
+
+def test_an_authority_read_back_signs_for_the_same_trust(folder: Path) -> None:
+    Authority.load(folder).issue("bob").write(folder, "bob")
+    assert handshake(folder, trusted="ca", server="server", client="bob", name="localhost") == "bob"
+
+
+def test_keys_are_for_their_owner_only(folder: Path) -> None:
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.glob("*.key")} == {0o600}
+
+
+def test_the_token_signing_pair_is_private_and_public() -> None:
+    private, public = signing_pair()
+    assert b"PRIVATE KEY" in private
+    assert b"PUBLIC KEY" in public
+
+
+def test_a_kubeconfig_holds_all_that_a_client_needs() -> None:
+    pair = Authority.create("ca").issue("alice")
+    text = render_kubeconfig(cluster="c", server="https://127.0.0.1:1", authority=b"CA", user="alice", pair=pair)
+    document = json.loads(text)
+    assert document["current-context"] == "c"
+    user = document["users"][0]["user"]
+    assert base64.b64decode(user["client-certificate-data"]) == pair.certificate
+    assert base64.b64decode(document["clusters"][0]["cluster"]["certificate-authority-data"]) == b"CA"
