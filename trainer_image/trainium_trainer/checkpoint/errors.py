@@ -1,0 +1,40 @@
+"""Failures of checkpoints: a sentence for a person; the base classes carry the exit code of the contract."""
+
+from __future__ import annotations
+
+import errno
+
+from trainium_trainer.exits import PeerLostError, StorageError, UserError
+
+__all__ = ["StaleGenerationError", "StorageError", "UnusableCheckpointError", "is_transient", "storage_error"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_LASTING = _FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR}
+
+
+class StaleGenerationError(PeerLostError):
+    """A newer start of the run owns this folder: this process is a leftover and must not write."""
+
+
+class UnusableCheckpointError(UserError):
+    """The checkpoints that are there cannot be continued by this configuration; a person must decide."""
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether trying again may help: a full disk or a network fault may pass, a missing permission does not."""
+    return error.errno not in _LASTING
+
+
+def storage_error(error: OSError, where: str) -> StorageError:
+    """The sentence for an I/O error: what, where, what to do."""
+    if error.errno in _FULL:
+        advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
+    elif error.errno in _FORBIDDEN:
+        advice = "it is not writable: give the worker write permission or choose another checkpoint.path"
+    elif error.errno in _NOT_A_FOLDER:
+        advice = "the path is not a usable folder: choose another checkpoint.path"
+    else:
+        advice = "check the volume behind checkpoint.path"
+    return StorageError(f"checkpoint storage {where}: {error.strerror or error}: {advice}")

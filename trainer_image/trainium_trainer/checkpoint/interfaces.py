@@ -1,0 +1,75 @@
+"""What the checkpoint code needs of the trainer, and the few values that both exchange.
+
+Invariant: everything here is structural (Protocols) or a frozen value, so that no back end and no loop is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainium_contract.trainer import DataParallelMode
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """Where the run stands: equal on all ranks and valid at every data-parallel size."""
+
+    step: int
+    """Optimizer steps completed."""
+    samples: int
+    """Global samples consumed by those steps."""
+    tokens: int
+    """Valid tokens trained on."""
+
+
+class ResumeSource(StrEnum):
+    """Where a rank's state came from when the run (re)started."""
+
+    MEMORY = "memory"
+    """A snapshot in this node's memory."""
+    PEER = "peer"
+    """A snapshot that another node sent."""
+    DURABLE = "durable"
+    """A committed checkpoint on storage."""
+    FRESH = "fresh"
+    """Nothing was found: the initial weights."""
+
+
+class TrainingState(Protocol):
+    """The state that is saved and restored: parameters and optimizer, tensors only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors and DTensors under names that are the same at every parallel size; cheap, no copies."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a `state_dict()` whose tensors were filled in place."""
+        ...
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's live local shards, optimizer moments included, from construction on; restored in place."""
+        ...
+
+
+class Mesh(Protocol):
+    """Where this rank stands in the device mesh."""
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102 - the names say it
+    @property
+    def world_size(self) -> int: ...  # noqa: D102
+    @property
+    def dp_rank(self) -> int: ...  # noqa: D102
+    @property
+    def dp_size(self) -> int: ...  # noqa: D102
+    @property
+    def tp_rank(self) -> int: ...  # noqa: D102
+    @property
+    def tp_size(self) -> int: ...  # noqa: D102
+    @property
+    def dp_mode(self) -> DataParallelMode: ...  # noqa: D102

@@ -1,0 +1,293 @@
+"""The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
+
+The training thread copies the state straight into a mapped, preallocated file (the only cost in the step); a thread
+then sums it and writes the header. Three files per shard rotate, so the newest two finished ones are always there.
+
+Invariants: a finished snapshot among the newest two is never touched; a writer whose generation is below the folder's
+GENERATION stops; file names carry the generation; a step is complete on any rank only after every rank has sealed its
+snapshot of the step before (see `settle`), hence at most one step is lost; snapshots newer than the resumed step belong
+to an abandoned history and are removed at resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from trainium_contract.manifest import GENERATION_FENCE_NAME
+from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_trainer.checkpoint.layout import Layout, copy_all
+from trainium_trainer.checkpoint.snapshot import (
+    DamagedSnapshotError,
+    Header,
+    SnapshotFile,
+    open_verified,
+    read_header,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+    from trainium_trainer.checkpoint.agreement import Claim, Moment, ShardKey
+
+_SLOTS = 3
+"""Two finished snapshots plus the one being written."""
+_SUFFIX = ".snapshot"
+_STORE_ID = "STORE_ID"
+
+
+class MemoryTier:
+    """Snapshots of one rank's shard in one folder; all methods are local and called from the training thread."""
+
+    def __init__(
+        self, directory: Path, *, key: ShardKey, layout: Layout, generation: int, session: str, config_digest: str
+    ) -> None:
+        self.directory = directory
+        self.key = key
+        self.layout = layout
+        self.generation = generation
+        self.session = session
+        """Agreed among the ranks at resume; set before the first snapshot is staged."""
+        self.local_keys = frozenset({key})
+        """The shards of all ranks that share this folder; the others' files are leftovers."""
+        self.config_digest = config_digest
+        self.sealed_step: int | None = None
+        self.warnings: list[str] = []
+        self._slots: list[SnapshotFile] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
+        self._sealing: Future[Claim] | None = None
+        self._rejected: set[Path] = set()
+        self._staged_in_session = 0
+        self._fence_stamp: tuple[int, int] | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    # ---- the folder -------------------------------------------------------------------------------------------------
+
+    def store_id(self) -> str:
+        """An id that all processes which see this folder read alike."""
+        path = self.directory / _STORE_ID
+        if not path.exists():
+            draft = self.directory / f".{_STORE_ID}.{os.getpid()}"
+            draft.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            draft.unlink()
+        return path.read_text()
+
+    def claim_fence(self) -> None:
+        """Raise the folder's generation to ours; StaleGenerationError when it is already higher."""
+        if self._fence() < self.generation:
+            draft = self.directory / f".{GENERATION_FENCE_NAME}.{os.getpid()}"
+            draft.write_text(f"{self.generation}\n")
+            draft.replace(self.directory / GENERATION_FENCE_NAME)
+        self._check_fence()
+
+    def claims(self) -> frozenset[Claim]:
+        """The finished snapshots of all shards in the folder whose headers are whole and fit the configuration."""
+        return frozenset(header.claim for header in self._headers().values())
+
+    def open_claim(self, claim: Claim) -> torch.Tensor | None:
+        """The verified payload of a claimed snapshot; None, with a warning, when it is damaged or gone."""
+        for path, header in self._headers().items():
+            if header.claim != claim:
+                continue
+            try:
+                return open_verified(path, header)
+            except (DamagedSnapshotError, OSError) as error:
+                self._reject(path, error)
+        return None
+
+    def restore(self, payload: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy a payload of this rank's layout into the live tensors."""
+        copy_all(self.layout.ordered(tensors), self.layout.views(payload))
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def open_slots(self) -> bool:
+        """Reserve the files of this shard; False, with a warning, when the memory volume has no room for them."""
+        try:
+            self._adopt_slots()
+            while len(self._slots) < _SLOTS:
+                name = self._name()
+                self._slots.append(SnapshotFile.create(self.directory / name, self.layout.payload_bytes))
+        except OSError as error:
+            need = _SLOTS * self.layout.payload_bytes / 2**20
+            self.warnings.append(
+                f"memory snapshots are off on this worker: {self.directory}: {error.strerror}: {need:.0f} MiB are "
+                "needed; raise the memory volume's size, or set checkpoint.memory.everySteps to 0"
+            )
+            for slot in self._slots:
+                if slot.header is None:
+                    slot.path.unlink(missing_ok=True)
+            self._slots.clear()
+            return False
+        return True
+
+    def receiving_slot(self) -> SnapshotFile:
+        """A file to receive a peer's snapshot into."""
+        slot = self._oldest_slot()
+        slot.invalidate(self.directory / self._name())
+        return slot
+
+    def seal_received(self, slot: SnapshotFile, claim: Claim) -> bool:
+        """Finish a received snapshot; False when it did not arrive as it was sent."""
+        sealed = slot.seal(claim.moment, claim.key, claim.layout, self.config_digest)
+        if sealed != claim:
+            slot.invalidate(slot.path)
+            return False
+        return True
+
+    def stage(self, moment: Moment, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the state at a step's end; the copy is sealed by the thread. Waits for an earlier seal first."""
+        self.settle()
+        self._check_fence()
+        if self._staged_in_session == _SLOTS - 1:
+            # Every rank has sealed this session's first snapshot by now: what other sessions left is history.
+            self._remove_foreign()
+        slot = self._oldest_slot()
+        slot.invalidate(self.directory / self._name())
+        copy_all(self.layout.views(slot.payload), self.layout.ordered(tensors))
+        self._staged_in_session += 1
+        self._sealing = self._thread.submit(slot.seal, moment, self.key, self.layout.digest, self.config_digest)
+
+    def settle(self) -> None:
+        """Wait until the last staged snapshot is sealed.
+
+        Called before the last collective of every step, it makes the completion of a step on any rank imply that every
+        rank has sealed the step before.
+        """
+        if self._sealing is not None:
+            claim = self._sealing.result()
+            self._sealing = None
+            self.sealed_step = claim.moment.position.step
+
+    def close(self) -> None:
+        """Finish a seal under way and end the thread."""
+        self._thread.shutdown(wait=True)
+        self._slots.clear()
+
+    # ---- cleaning ---------------------------------------------------------------------------------------------------
+
+    def forget_after(self, step: int, *, own: bool, others: bool) -> None:
+        """At resume: drop snapshots newer than the resumed step, which belong to an abandoned history.
+
+        `own`: of this shard (asked of its writer); `others`: of shards that no rank of this folder has, and then also
+        those of another way of cutting the state and those that are not whole (asked of one rank).
+        """
+        if own:
+            for slot in self._slots:
+                if slot.header is not None and slot.header.claim.moment.position.step > step:
+                    slot.invalidate(slot.path)
+        if others:
+            headers = self._headers()
+            for path in self._foreign():
+                header = headers.get(path)
+                useful = (
+                    header is not None
+                    and header.claim.moment.position.step <= step
+                    and header.claim.key.same_layout(self.key)
+                )
+                if not useful:
+                    path.unlink(missing_ok=True)
+
+    def _remove_foreign(self) -> None:
+        """Remove the snapshots of shards that no rank of this folder has any more (ranks moved between nodes)."""
+        for path in self._foreign():
+            path.unlink(missing_ok=True)
+
+    def _foreign(self) -> list[Path]:
+        mine = {str(key) for key in self.local_keys}
+        return [path for path in self.directory.glob(f"*{_SUFFIX}") if _key_text(path) not in mine]
+
+    # ---- internals --------------------------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        return f"g{self.generation}-{self.key}-{secrets.token_hex(4)}{_SUFFIX}"
+
+    def _headers(self) -> dict[Path, Header]:
+        found: dict[Path, Header] = {}
+        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+            if path in self._rejected:
+                continue
+            try:
+                header = read_header(path)
+            except FileNotFoundError:  # another rank of this node removed it
+                continue
+            except (DamagedSnapshotError, OSError) as error:
+                self._reject(path, error)
+                continue
+            if header is None:
+                continue
+            if header.config_digest != self.config_digest:
+                self._rejected.add(path)
+                self.warnings.append(f"memory snapshot {path.name} was written with other settings and is ignored")
+                continue
+            found[path] = header
+        return found
+
+    def _reject(self, path: Path, error: Exception) -> None:
+        # The file stays until its owner reuses or removes it: other ranks of the node may be looking at it.
+        self._rejected.add(path)
+        self.warnings.append(f"memory snapshot is damaged and ignored: {error}")
+        for slot in self._slots:
+            if slot.path == path:
+                slot.invalidate(path)
+
+    def _adopt_slots(self) -> None:
+        """Take over the files that earlier processes left for this shard; what does not fit is removed."""
+        if self._slots:
+            return
+        headers = self._headers()
+        self._slots = [
+            SnapshotFile(path, self.layout.payload_bytes, header)
+            for path, header in headers.items()
+            if header.claim.key == self.key and header.claim.layout == self.layout.digest
+        ]
+        for path in self.directory.glob(f"g*-{self.key}-*{_SUFFIX}"):
+            if all(slot.path != path for slot in self._slots):
+                path.unlink(missing_ok=True)
+        self._slots.sort(key=_age_order)
+        for extra in self._slots[:-_SLOTS]:
+            extra.path.unlink(missing_ok=True)
+        self._slots = self._slots[-_SLOTS:]
+
+    def _oldest_slot(self) -> SnapshotFile:
+        return min(self._slots, key=_age_order)
+
+    def _fence(self) -> int:
+        try:
+            return int((self.directory / GENERATION_FENCE_NAME).read_text())
+        except (FileNotFoundError, ValueError):
+            return -1
+
+    def _check_fence(self) -> None:
+        status = (self.directory / GENERATION_FENCE_NAME).stat()
+        stamp = (status.st_ino, status.st_mtime_ns)
+        if stamp == self._fence_stamp:
+            return
+        newest = self._fence()
+        if newest > self.generation:
+            raise StaleGenerationError(
+                f"{self.directory} belongs to generation {newest}: this process is of generation {self.generation} "
+                "and must not write snapshots"
+            )
+        self._fence_stamp = stamp
+
+
+def _key_text(path: Path) -> str:
+    """The shard in a file name `g<generation>-<shard>-<random>.snapshot`."""
+    return path.name.partition("-")[2].rpartition("-")[0]
+
+
+def _age_order(slot: SnapshotFile) -> tuple[bool, int, int]:
+    """Unfinished files first, then by age."""
+    if slot.header is None:
+        return (False, 0, 0)
+    moment = slot.header.claim.moment
+    return (True, moment.position.step, moment.generation)
