@@ -1,0 +1,1 @@
+"""The trainer: what runs inside a worker pod."""

@@ -1,0 +1,1 @@
+"""Text in, packed token sequences out, addressed by global sample position."""

@@ -1,0 +1,1 @@
+"""Llama: shapes, the model, how it is divided over ranks, and names in and out."""

@@ -1,0 +1,1 @@
+"""What is recorded while training: progress for the agent, metrics and samples for people."""

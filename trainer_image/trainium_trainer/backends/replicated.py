@@ -1,0 +1,208 @@
+"""Replicated data parallelism: each kind of value in one flat buffer, gradients summed bucket by bucket.
+
+Invariants: parameters and their gradients are views of the flat buffers, so a snapshot, an update and a reduction each
+touch a few long stretches; buckets are reduced in one fixed order on every rank, so sums are reproducible bit for bit;
+gradients are sums (not means) over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainium_trainer.backends.adamw import Slot
+from trainium_trainer.backends.store import is_dtensor, local_of, square_sum
+from trainium_trainer.models.state_dict import Part, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import ProcessGroup, Work
+
+_ALIGNMENT = 16  # float32 values: one cache line, so that no two parameters share one
+_BUCKET_VALUES = 6 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One parameter's place in the flat buffers."""
+
+    name: str
+    parameter: nn.Parameter
+    size: torch.Size
+    local_size: torch.Size
+    offset: int
+    divided: bool
+    cuts: tuple[tuple[int, int, int], ...]
+
+
+class ReplicatedStore:
+    """Flat buffers over a model whose parameters may be divided by tensor parallelism."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dp: ProcessGroup | None, tp_rank: int) -> None:
+        self._dp = dp
+        self._entries, self._divided_end, total = _lay_out(model, tp_rank)
+        self._flat = {part: torch.zeros(total, device=device) for part in Part}
+        self._gradients = torch.zeros(total, device=device)
+        self._adopt(model)
+        self._bounds = self._bucket_bounds(total)
+        self._pending = [0] * len(self._bounds)
+        self._next_bucket = 0
+        self._last = False
+        self._works: list[Work] = []
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Make every parameter of the model a view of the flat buffer, with its gradient in place."""
+        replacement: dict[int, nn.Parameter] = {}
+        for index, entry in enumerate(self._entries):
+            parameter = nn.Parameter(self._view(self._flat[Part.WEIGHT], entry))
+            parameter.grad = self._view(self._gradients, entry)
+            replacement[id(entry.parameter)] = parameter
+            if self._dp is not None:
+                hook = functools.partial(self._ready, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            for name, old in list(module._parameters.items()):  # noqa: SLF001 - the place where parameters are replaced
+                if old is not None:
+                    module.register_parameter(name, replacement[id(old)])
+
+    def _view(self, flat: Tensor, entry: _Entry) -> Tensor:
+        local = flat[entry.offset : entry.offset + entry.local_size.numel()].view(entry.local_size)
+        return _like(entry.parameter, local)
+
+    def _bucket_bounds(self, total: int) -> list[tuple[int, int]]:
+        bounds: list[tuple[int, int]] = []
+        start = 0
+        for entry in self._entries[1:]:
+            if entry.offset - start >= _BUCKET_VALUES:
+                bounds.append((start, entry.offset))
+                start = entry.offset
+        bounds.append((start, total))
+        return bounds
+
+    def before_backward(self, *, last: bool) -> None:
+        """Arm the buckets for the last backward pass of a step."""
+        self._last = last
+        if last:
+            self._next_bucket = 0
+            self._pending = [sum(start <= entry.offset < end for entry in self._entries) for start, end in self._bounds]
+
+    def _ready(self, index: int, _: Tensor) -> None:
+        """Called by autograd when a parameter's gradient is complete for this backward pass."""
+        if not self._last:
+            return
+        offset = self._entries[index].offset
+        bucket = next(number for number, (start, end) in enumerate(self._bounds) if start <= offset < end)
+        self._pending[bucket] -= 1
+        # In order, whatever order gradients become ready in: all ranks must issue the same collectives.
+        while self._next_bucket < len(self._bounds) and self._pending[self._next_bucket] == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        start, end = self._bounds[self._next_bucket]
+        self._next_bucket += 1
+        work = torch.distributed.all_reduce(self._gradients[start:end], group=self._dp, async_op=True)
+        self._works.append(work)
+
+    def reduce(self) -> None:
+        """Launch what is left and wait for all buckets."""
+        if self._dp is None:
+            return
+        while self._next_bucket < len(self._bounds):
+            self._launch()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def square_sums(self) -> tuple[float, float]:
+        """Sums of squares of divided and of repeated gradients, over fixed stretches."""
+        end = self._divided_end
+        return square_sum(_stretches(self._gradients[:end])), square_sum(_stretches(self._gradients[end:]))
+
+    def slots(self) -> Iterator[Slot]:
+        """The flat buffers in stretches that keep temporaries small."""
+        for start, end in self._bounds:
+            yield Slot(
+                self._flat[Part.WEIGHT][start:end],
+                self._gradients[start:end],
+                self._flat[Part.EXP_AVG][start:end],
+                self._flat[Part.EXP_AVG_SQ][start:end],
+            )
+
+    def forget(self) -> None:
+        """Set the gradients to zero; they keep their memory."""
+        self._gradients.zero_()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
+        """See `Store.parameters`."""
+        for entry in self._entries:
+            end = entry.offset + entry.local_size.numel()
+            local = self._flat[Part.WEIGHT][entry.offset : end].view(entry.local_size)
+            yield entry.name, entry.size, local, entry.cuts
+
+    def state_dict(self) -> dict[str, Any]:
+        """One view per parameter and kind of value."""
+        return {
+            state_name(part, entry.name): self._view(flat, entry)
+            for part, flat in self._flat.items()
+            for entry in self._entries
+        }
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """The flat buffers themselves."""
+        return {str(part): flat for part, flat in self._flat.items()}
+
+
+def _stretches(flat: Tensor) -> list[Tensor]:
+    return [flat[start : start + _BUCKET_VALUES] for start in range(0, flat.numel(), _BUCKET_VALUES)]
+
+
+def _lay_out(model: nn.Module, tp_rank: int) -> tuple[list[_Entry], int, int]:
+    """Entries, end of the tensor-divided region, and total length.
+
+    Reverse order of use, so that the first bucket is the first whose gradients are complete; what tensor parallelism
+    repeats comes last, so that the norm of either kind is the norm of one stretch. Without tensor parallelism all
+    counts as divided, over one rank.
+    """
+    named = list(model.named_parameters())[::-1]
+    tensor_parallel = any(is_dtensor(parameter) for _, parameter in named)
+    found = []
+    for name, parameter in named:
+        placement = _dtensor(parameter).placements[0] if is_dtensor(parameter) else None
+        split = placement is not None and placement.is_shard()
+        cuts = ((placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement and split else ()
+        local = local_of(parameter).shape
+        found.append((name, parameter, local, cuts, split or not tensor_parallel))
+    found.sort(key=lambda item: not item[4])
+    entries: list[_Entry] = []
+    offset = divided_end = 0
+    for name, parameter, local, cuts, divided in found:
+        entries.append(_Entry(name, parameter, parameter.shape, local, offset, divided, cuts))
+        offset += -(-local.numel() // _ALIGNMENT) * _ALIGNMENT
+        divided_end = offset if divided else divided_end
+    return entries, divided_end, offset
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor divided like `parameter`."""
+    if not is_dtensor(parameter):
+        return local
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only tensor parallelism pays for it
+
+    return DTensor.from_local(
+        local,
+        _dtensor(parameter).device_mesh,
+        _dtensor(parameter).placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _dtensor(parameter: nn.Parameter) -> Any:
+    """The parameter with the attributes that only a DTensor has."""
+    return parameter

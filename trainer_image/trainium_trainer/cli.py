@@ -1,0 +1,88 @@
+"""Command `trainium-trainer`: argument handling, and the way from any exception to an exit code.
+
+Invariant: importing this module reads no environment and imports no torch; `run` may be called in a process that was
+prepared by `warm` long before its rank was known.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from click.exceptions import ClickException, Exit
+
+from trainium_contract import worker_env
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer import exits
+from trainium_trainer.config import launch_of, load, settle
+from trainium_trainer.stop import StopRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+app = typer.Typer(
+    name="trainium-trainer",
+    help="Train Llama models; started by the agent of a worker pod, by torchrun, or by hand.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Train Llama models."""
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path,
+        typer.Option(envvar=worker_env.ENV_CONFIG, help="YAML file with the training configuration."),
+    ] = Path(worker_env.CONFIG_PATH),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Override one field; may be repeated."),
+    ] = None,
+) -> None:
+    """Train from a configuration file; run it under torchrun for more than one process."""
+    stop = StopRequest()
+    stop.listen()
+    settings = settle(load(config, overrides or ()), launch_of())
+    _log_to_stderr(settings.launch.rank)
+    from trainium_trainer.train import train as train_now  # noqa: PLC0415 - torch, only for a sound configuration
+
+    raise Exit(train_now(settings, stop))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; every error is reported, none is raised."""
+    try:
+        result = app(list(argv) if argv is not None else None, standalone_mode=False)
+    except Exit as ending:
+        return int(ending.exit_code)
+    except ClickException as error:
+        error.show()
+        exits.leave_message(error.format_message())
+        return ExitCode.USER_ERROR
+    except BaseException as error:  # noqa: BLE001 - this is the place that turns every error into a code
+        return exits.report(error)
+    return result if isinstance(result, int) else ExitCode.FINISHED
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line and end the process with its exit code."""
+    exits.leave(run(argv))
+
+
+def _log_to_stderr(rank: int) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s rank {rank} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )

@@ -1,0 +1,143 @@
+"""How this program ends: errors that carry an exit code of the contract, and the code of every other exception.
+
+Invariants: each error that a person can act on is one sentence; the last line on stderr is that sentence and is also
+left in the pod's termination log; a code outside the contract means a crash, which the agent may retry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from trainium_contract.exit_codes import ExitCode
+
+TERMINATION_LOG = Path("/dev/termination-log")
+_TERMINATION_LIMIT = 4096
+_CRASH = 1
+_INTERRUPTED = 130
+
+_STORAGE_ERRORS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTCONN}
+)
+# torch raises plain RuntimeErrors for these; the texts are gloo's, NCCL's and the allocators'.
+_PEER_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "wait timeout",
+    "gloo/transport",
+    "nccl error",
+    "connectfullmesh failed",
+    "application timeout caused pair closure",
+    "socket closed",
+)
+_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+_SHAPE_TEXTS = ("shapes cannot be multiplied", "size mismatch", "must match the size", "invalid for input of size")
+
+
+class TrainerError(Exception):
+    """An error that knows its exit code; its text is a sentence for a person."""
+
+    code: ExitCode = ExitCode.USER_ERROR
+
+
+class UserError(TrainerError):
+    """Configuration, data or shape that the user has to change (64)."""
+
+    code = ExitCode.USER_ERROR
+
+
+class NumericalError(TrainerError):
+    """A non-finite loss or gradient that persisted (65)."""
+
+    code = ExitCode.NUMERICAL
+
+
+class PeerLostError(TrainerError):
+    """A collective failed because another rank went away (76)."""
+
+    code = ExitCode.PEER_LOST
+
+
+class StorageError(TrainerError):
+    """Checkpoint storage cannot be read or written (81)."""
+
+    code = ExitCode.STORAGE_UNAVAILABLE
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of any exception; 1 (a crash) when the contract has none for it."""
+    if isinstance(error, TrainerError):
+        return error.code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(bool(error.code))
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    if isinstance(error, ImportError):
+        return ExitCode.USER_ERROR
+    if isinstance(error, MemoryError):
+        return ExitCode.OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+        return ExitCode.STORAGE_UNAVAILABLE
+    if isinstance(error, ConnectionError):
+        return ExitCode.PEER_LOST
+    if isinstance(error, RuntimeError):
+        return _code_of_runtime_error(error)
+    return _CRASH
+
+
+def _code_of_runtime_error(error: RuntimeError) -> int:
+    text = str(error).lower()
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    # By name, so that this module needs no torch: DistError is the base of store, network and backend errors.
+    if "OutOfMemoryError" in kinds or any(part in text for part in _MEMORY_TEXTS):
+        return ExitCode.OUT_OF_MEMORY
+    if "DistError" in kinds or any(part in text for part in _PEER_TEXTS):
+        return ExitCode.PEER_LOST
+    if any(part in text for part in _SHAPE_TEXTS):
+        return ExitCode.USER_ERROR
+    return _CRASH
+
+
+def sentence_of(error: BaseException) -> str:
+    """The one line that is reported for an exception."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, TrainerError):
+        return text
+    if isinstance(error, MemoryError):
+        return f"out of memory: {text}; use fewer samples per micro-batch or more memory per worker"
+    first = text.split(" Exception raised from ")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def report(error: BaseException, *, where: str = "") -> int:
+    """Print why the process ends (a traceback only for what no sentence explains) and return its exit code."""
+    code = code_of(error)
+    if not isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)):
+        traceback.print_exception(error, file=sys.stderr)
+    line = f"{where}{sentence_of(error)}"
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
+    leave_message(line)
+    return code
+
+
+def leave_message(line: str) -> None:
+    """Put the line into the pod's termination log when there is one; never fails."""
+    with contextlib.suppress(OSError):
+        if TERMINATION_LOG.exists() and os.access(TERMINATION_LOG, os.W_OK):
+            TERMINATION_LOG.write_text(line[-_TERMINATION_LIMIT:] + "\n", encoding="utf-8")
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now: flush, and skip interpreter shutdown, which may wait for dead peers or slow writers."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

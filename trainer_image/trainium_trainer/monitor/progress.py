@@ -1,0 +1,191 @@
+"""The progress record: a few numbers in shared memory that a training process writes and its agent reads.
+
+Invariants: one writer, any number of readers, no system call per write; a reader gets a whole record or None (a
+sequence count that is odd while a write is under way, and a checksum); the layout is fixed and versioned, so the two
+sides may be different builds; importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from dataclasses import astuple, dataclass, fields, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_MAGIC = 0x544E5250
+_VERSION = 1
+_HEADER = struct.Struct("<IIQ")  # magic, version, sequence
+_CHECKSUM = struct.Struct("<I")
+_READ_ATTEMPTS = 5
+
+
+class ProgressPhase(IntEnum):
+    """What a training process is doing."""
+
+    LOADING = 1
+    TRAINING = 2
+    YIELDED = 3
+    FINISHED = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressRecord:
+    """Progress of one training process; -1 stands for "none yet" in the step fields, NaN in the measured ones."""
+
+    pid: int
+    generation: int = 0
+    attempt: int = 0
+    phase: ProgressPhase = ProgressPhase.LOADING
+    step: int = -1
+    """Optimizer steps completed."""
+    resume_step: int = -1
+    """Step that this process resumed from; 0 for a fresh start."""
+    tokens: int = 0
+    samples: int = 0
+    memory_step: int = -1
+    durable_step: int = -1
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    learning_rate: float = math.nan
+    tokens_per_second: float = math.nan
+    """Over the whole job, newest steps."""
+    updated: float = 0.0
+    """Unix seconds when the newest step ended; 0 before the first."""
+    monotonic: float = 0.0
+    """The same by the machine's monotonic clock."""
+    step_seconds: float = 0.0
+    """Length of the newest step."""
+    productive_seconds: float = 0.0
+    """Time in steps that are in the history, over all attempts of the generation."""
+
+
+_PAYLOAD = struct.Struct("<10q8d")
+_SIZE = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
+
+
+class ProgressWriter:
+    """Writes the record of this process; opening it announces generation and attempt at once."""
+
+    def __init__(self, path: Path | None, *, generation: int = 0, attempt: int = 0) -> None:
+        """Create or take over the file; without a path nobody can read the record. Raises OSError."""
+        self._previous = read_progress(path) if path else None
+        self._map = _map(path) if path else mmap.mmap(-1, _SIZE)
+        self._sequence = 0
+        self.record = ProgressRecord(pid=os.getpid(), generation=generation, attempt=attempt)
+        self._write()
+
+    def resumed(self, step: int, *, tokens: int, samples: int) -> None:
+        """Training starts after `step`; time of an earlier attempt counts as far as its steps are in the history."""
+        productive = 0.0
+        before = self._previous
+        if before is not None and before.generation == self.record.generation:
+            lost = max(0, before.step - step)
+            productive = max(0.0, before.productive_seconds - lost * before.step_seconds)
+        self.record = replace(
+            self.record,
+            phase=ProgressPhase.TRAINING,
+            step=step,
+            resume_step=step,
+            tokens=tokens,
+            samples=samples,
+            productive_seconds=productive,
+        )
+        self._write()
+
+    def step_done(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        tokens: int,
+        samples: int,
+        seconds: float,
+        tokens_per_second: float,
+    ) -> None:
+        """Record a completed step that took `seconds`."""
+        self.record = replace(
+            self.record,
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            tokens=tokens,
+            samples=samples,
+            tokens_per_second=tokens_per_second,
+            updated=time.time(),
+            monotonic=time.monotonic(),
+            step_seconds=seconds,
+            productive_seconds=self.record.productive_seconds + seconds,
+        )
+        self._write()
+
+    def checkpoints(self, *, memory_step: int, durable_step: int) -> None:
+        """Record the newest checkpoints."""
+        if (memory_step, durable_step) != (self.record.memory_step, self.record.durable_step):
+            self.record = replace(self.record, memory_step=memory_step, durable_step=durable_step)
+            self._write()
+
+    def phase(self, phase: ProgressPhase) -> None:
+        """Record what the process does now."""
+        self.record = replace(self.record, phase=phase)
+        self._write()
+
+    def close(self) -> None:
+        """Unmap; the file stays for its readers."""
+        self._map.close()
+
+    def _write(self) -> None:
+        payload = _PAYLOAD.pack(*astuple(self.record))
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence + 1)
+        self._map[_HEADER.size :] = payload + _CHECKSUM.pack(zlib.crc32(payload))
+        self._sequence += 2
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence)
+
+
+def _map(path: Path) -> mmap.mmap:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(descriptor, _SIZE)
+        return mmap.mmap(descriptor, _SIZE)
+    finally:
+        os.close(descriptor)
+
+
+def read_progress(path: Path) -> ProgressRecord | None:
+    """The newest whole record; None when there is none, it has another layout, or it keeps changing."""
+    for _ in range(_READ_ATTEMPTS):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if len(data) != _SIZE:
+            return None
+        magic, version, sequence = _HEADER.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION):
+            return None
+        payload = data[_HEADER.size : -_CHECKSUM.size]
+        if sequence % 2 == 0 and _CHECKSUM.unpack_from(data, _SIZE - _CHECKSUM.size)[0] == zlib.crc32(payload):
+            return _unpack(payload)
+        time.sleep(0.0005)
+    return None
+
+
+def _unpack(payload: bytes) -> ProgressRecord | None:
+    values = dict(zip((field.name for field in fields(ProgressRecord)), _PAYLOAD.unpack(payload), strict=True))
+    try:
+        values["phase"] = ProgressPhase(values["phase"])
+    except ValueError:
+        return None
+    return ProgressRecord(**values)

@@ -1,0 +1,183 @@
+"""Files that people and tools read: `metrics.jsonl`, `samples-<rank>.jsonl`, TensorBoard.
+
+Invariants: each file is always the final history, one line per step in order: a resume at step S first drops the lines
+of later steps (and a line cut off by a kill); a step's line is written before the step's snapshot can exist, so no line
+is ever missing; only rank 0 drops lines, of every rank's file, before any rank writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import mmap
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.exits import StorageError
+from trainium_trainer.monitor.tensorboard import ScalarWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+METRICS_NAME = "metrics.jsonl"
+TENSORBOARD_NAME = "tensorboard"
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`, and an unfinished last line; one truncation, so readers see it whole.
+
+    Raises StorageError.
+    """
+    try:
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            keep = _end_of_step(file.fileno(), step) if size else 0
+            if keep < size:
+                file.truncate(keep)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _storage(path, error) from error
+
+
+def _end_of_step(descriptor: int, step: int) -> int:
+    """Offset after the last whole line of a step <= `step`; looks from the end, where the resume step is near."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+        end = data.rfind(b"\n") + 1
+        while end > 0:
+            begin = data.rfind(b"\n", 0, end - 1) + 1
+            number = _step_of(data[begin:end])
+            if number is not None and number <= step:
+                break
+            end = begin
+        return end
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _storage(path: Path, error: OSError) -> StorageError:
+    advice = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make checkpoint.path writable"
+    return StorageError(f"{path}: cannot be written ({error.strerror}): {advice}")
+
+
+class LineWriter:
+    """Appends one JSON object per line; a line is in the file when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending. Raises StorageError."""
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise _storage(path, error) from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line with one system call. Raises StorageError."""
+        data = (json.dumps(record, separators=(",", ":")) + "\n").encode()
+        try:
+            written = os.write(self._descriptor, data)
+        except OSError as error:
+            raise _storage(self._path, error) from error
+        if written < len(data):
+            raise _storage(self._path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+class Recorder:
+    """All files that one rank writes; most ranks write none."""
+
+    def __init__(
+        self, root: Path, *, rank: int, dp_rank: int | None, tensorboard: bool, record_samples: bool, resume_step: int
+    ) -> None:
+        """Open the files of this rank; `dp_rank` is None for ranks that read the same samples as another one."""
+        self._metrics = LineWriter(root / METRICS_NAME) if rank == 0 else None
+        self._samples = None
+        if record_samples and dp_rank is not None:
+            self._samples = LineWriter(root / f"samples-{dp_rank}.jsonl")
+        self._tensorboard_folder = root / TENSORBOARD_NAME if rank == 0 and tensorboard else None
+        self._tensorboard: ScalarWriter | None = None
+        self._resume_step = resume_step
+
+    @staticmethod
+    def rewind(root: Path, step: int) -> None:
+        """Make all files the history up to `step`; by rank 0, before anyone opens them."""
+        forget_after(root / METRICS_NAME, step)
+        for path in root.glob("samples-*.jsonl"):
+            forget_after(path, step)
+
+    def samples(self, step: int, samples: Sequence[int]) -> None:
+        """Record which samples this rank saw in `step`. Raises StorageError."""
+        if self._samples is not None:
+            self._samples.write({"step": step, "samples": list(samples)})
+
+    def step(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        tokens: int,
+        samples: int,
+        seconds: float,
+        tokens_per_second: float,
+    ) -> None:
+        """Record a completed step; `tokens` and `samples` count from the beginning of the run. Raises StorageError."""
+        if self._metrics is None:
+            return
+        self._metrics.write(
+            {
+                "step": step,
+                "loss": _finite(loss),
+                "gradNorm": _finite(grad_norm),
+                "learningRate": learning_rate,
+                "tokens": tokens,
+                "samples": samples,
+                "seconds": round(seconds, 6),
+                "time": round(time.time(), 6),
+            }
+        )
+        self._write_tensorboard(
+            step,
+            {
+                "train/loss": loss,
+                "train/gradNorm": grad_norm,
+                "train/learningRate": learning_rate,
+                "train/tokensPerSecond": tokens_per_second,
+                "train/tokens": float(tokens),
+            },
+        )
+
+    def _write_tensorboard(self, step: int, scalars: dict[str, float]) -> None:
+        if self._tensorboard_folder is None:
+            return
+        try:
+            if self._tensorboard is None:
+                self._tensorboard = ScalarWriter(self._tensorboard_folder, resume_step=self._resume_step)
+            self._tensorboard.write(step, scalars)
+        except OSError as error:
+            raise _storage(self._tensorboard_folder, error) from error
+
+    def close(self) -> None:
+        """Close all files."""
+        for writer in (self._metrics, self._samples, self._tensorboard):
+            if writer is not None:
+                writer.close()
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
