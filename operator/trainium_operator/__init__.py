@@ -1,0 +1,1 @@
+"""The operator: decisions (`plan`), cluster I/O (`cluster`), the agents' endpoint (`coordinator`)."""

@@ -67,6 +67,7 @@ class Reconciler:
         self._executor = executor
         self._recorder = recorder
         self._meter = meter
+        self._started: dict[Key, float] = {}
 
     async def work(self) -> None:
         """One worker; returns when the queue is closed."""
@@ -77,6 +78,7 @@ class Reconciler:
             except ClosedError:
                 return
             started, error = loop.time(), ""
+            self._started[key] = started
             try:
                 await self._reconcile(key)
             except ApiError as failure:
@@ -87,8 +89,13 @@ class Reconciler:
                 logger.exception("reconciling %s/%s failed", *key, extra={"namespace": key[0], "job": key[1]})
                 self._queue.retry(key)
             finally:
+                del self._started[key]
                 self._queue.done(key)
                 self._meter.reconciled(loop.time() - started, error)
+
+    def busy_seconds(self) -> float:
+        """How long the longest reconcile in hand has taken so far."""
+        return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
     async def resync(self, seconds: float) -> None:
         """Put every job once per period, spread over it, and list the jobs authoritatively; runs until cancelled."""

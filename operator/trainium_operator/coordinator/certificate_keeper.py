@@ -1,0 +1,125 @@
+"""Keeps the coordinator's certificates: in a Secret that all replicas share, and loaded in the running server.
+
+Invariants: only the leader writes, and only over the version that it read; followers take what they find. The TLS
+context is the same object for the life of the process: a renewed certificate serves new connections and leaves the
+others alone. Keys are in memory, in the Secret, and for the blink of an eye in a private file, because `ssl` loads from
+files only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_operator.coordinator.certificates import Material, UnusableMaterialError, renewed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 60.0
+FIRST_CHECK_SECONDS = 1.0
+
+
+class SecretConflictError(Exception):
+    """Somebody wrote the Secret since it was read."""
+
+
+class SecretUnavailableError(Exception):
+    """The Secret is missing or cannot be reached; the message says what to do."""
+
+
+class SecretBox(Protocol):
+    """One Secret."""
+
+    async def read(self) -> tuple[Mapping[str, bytes], str]:
+        """Content and version. Raises SecretUnavailableError."""
+        ...
+
+    async def write(self, data: Mapping[str, bytes], version: str) -> str:
+        """Replace the content of that version; the new version. Raises SecretConflictError, SecretUnavailableError."""
+        ...
+
+
+class CertificateKeeper:
+    """`await refresh(write=...)` once at start, then `run` beside the rest."""
+
+    def __init__(
+        self,
+        box: SecretBox,
+        names: Sequence[str],
+        *,
+        wall_clock: Callable[[], float],
+        on_new_bundle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.loaded = asyncio.Event()
+        """A certificate is in `context`."""
+        self._box = box
+        self._names = tuple(names)
+        self._wall_clock = wall_clock
+        self._on_new_bundle = on_new_bundle
+        self._material: Material | None = None
+        self._check = asyncio.Event()
+
+    @property
+    def ca_bundle(self) -> str:
+        """PEM that agents must trust; empty before the first certificate."""
+        return self._material.ca_bundle.decode() if self._material else ""
+
+    async def run(self, is_leader: Callable[[], bool]) -> None:
+        """Check now and then until cancelled; only the leader makes what is missing or due."""
+        while True:
+            try:
+                await self.refresh(write=is_leader())
+            except SecretConflictError:
+                continue  # another writer was faster: read again
+            except SecretUnavailableError as error:
+                logger.warning("certificates: %s", error)
+            self._check.clear()
+            pause = CHECK_SECONDS if self.loaded.is_set() else FIRST_CHECK_SECONDS
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._check.wait()
+
+    def check_now(self) -> None:
+        """Do not wait for the next check: we have just become the leader."""
+        self._check.set()
+
+    async def refresh(self, *, write: bool) -> None:
+        """Read the Secret, renew what is due when we may write, load what is new.
+
+        Raises SecretConflictError and SecretUnavailableError.
+        """
+        data, version = await self._box.read()
+        try:
+            held = Material.from_data(data)
+        except UnusableMaterialError as error:
+            logger.warning("the certificates in the Secret are unusable (%s)%s", error, "; made anew" if write else "")
+            held = None
+        if write:
+            fresh = renewed(held, self._names, self._wall_clock())
+            if fresh != held:
+                await self._box.write(fresh.to_data(), version)
+                logger.info("renewed the coordinator's certificates" if held else "made the coordinator's certificates")
+            held = fresh
+        if held is not None and held != self._material:
+            self._load(held)
+
+    def _load(self, material: Material) -> None:
+        with tempfile.TemporaryDirectory(prefix="trainium-tls-") as folder:  # mode 0700
+            certificate, key = Path(folder, "tls.crt"), Path(folder, "tls.key")
+            certificate.write_bytes(material.server_cert)
+            key.write_bytes(material.server_key)
+            self.context.load_cert_chain(certificate, key)
+        old, self._material = self._material, material
+        self.loaded.set()
+        if old is None or old.ca_bundle != material.ca_bundle:
+            self._on_new_bundle()

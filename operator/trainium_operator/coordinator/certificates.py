@@ -1,0 +1,197 @@
+"""The coordinator's own certificate authority and server certificate: made, renewed, and bundled; no I/O here.
+
+Invariants: at every moment the server certificate is signed by an authority in the bundle that agents were given at
+least one server renewal earlier: when the authority is renewed, the old one first signs a fresh server certificate, and
+stays in the bundle until it expires. Keys appear in no `repr`. Times are Unix seconds, given by the caller.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+CA_DAYS = 365.0
+SERVER_DAYS = 30.0
+RENEW_AT = 2 / 3
+"""Part of its life after which a certificate is renewed."""
+_SKEW = timedelta(minutes=5)
+
+CA_KEY, CA_CERT, SERVER_KEY, SERVER_CERT = "ca.key", "ca.crt", "tls.key", "tls.crt"
+
+
+class UnusableMaterialError(ValueError):
+    """What the Secret holds is not a usable set of certificates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the Secret holds, all PEM."""
+
+    ca_key: bytes = field(repr=False)
+    ca_bundle: bytes
+    """The current authority first, then those that are still valid."""
+    server_key: bytes = field(repr=False)
+    server_cert: bytes
+
+    def to_data(self) -> dict[str, bytes]:
+        """By key of the Secret."""
+        return {
+            CA_KEY: self.ca_key,
+            CA_CERT: self.ca_bundle,
+            SERVER_KEY: self.server_key,
+            SERVER_CERT: self.server_cert,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, bytes]) -> Material | None:
+        """None for an empty Secret. Raises UnusableMaterialError."""
+        if not any(data.get(key) for key in (CA_KEY, CA_CERT, SERVER_KEY, SERVER_CERT)):
+            return None
+        try:
+            material = cls(data[CA_KEY], data[CA_CERT], data[SERVER_KEY], data[SERVER_CERT])
+            _key(material.ca_key)
+            _key(material.server_key)
+            x509.load_pem_x509_certificates(material.ca_bundle)
+            x509.load_pem_x509_certificate(material.server_cert)
+        except (KeyError, ValueError, TypeError) as error:
+            raise UnusableMaterialError(f"missing or damaged: {type(error).__name__}") from error
+        return material
+
+
+def server_names(service: str, namespace: str) -> tuple[str, ...]:
+    """Every name by which a worker or a port-forward may reach the coordinator."""
+    full = f"{service}.{namespace}"
+    return (service, full, f"{full}.svc", f"{full}.svc.cluster.local", "localhost")
+
+
+def renewed(material: Material | None, names: Sequence[str], now: float) -> Material:
+    """The same material while it is good, else with what is due made anew."""
+    moment = datetime.fromtimestamp(now, UTC)
+    if material is None:
+        return _made(names, moment)
+    bundle = x509.load_pem_x509_certificates(material.ca_bundle)
+    authority = _Authority(bundle[0], _key(material.ca_key))
+    if authority.certificate.not_valid_after_utc <= moment:
+        return _made(names, moment)
+    server = x509.load_pem_x509_certificate(material.server_cert)
+    ca_due = _is_due(authority.certificate, moment)
+    if ca_due or _is_due(server, moment) or not _serves(server, names, bundle):
+        key, certificate = _make_server(authority, names, moment)
+        material = replace(material, server_key=key, server_cert=certificate)
+    valid = [old for old in bundle if old.not_valid_after_utc > moment]
+    if ca_due:
+        authority = _make_authority(moment)
+        valid.insert(0, authority.certificate)
+        material = replace(material, ca_key=_pem_key(authority.key))
+    joined = b"".join(_pem(certificate) for certificate in valid)
+    return material if valid == bundle else replace(material, ca_bundle=joined)
+
+
+@dataclass(frozen=True, slots=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def _made(names: Sequence[str], moment: datetime) -> Material:
+    authority = _make_authority(moment)
+    key, certificate = _make_server(authority, names, moment)
+    return Material(_pem_key(authority.key), _pem(authority.certificate), key, certificate)
+
+
+def _is_due(certificate: x509.Certificate, moment: datetime) -> bool:
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return moment >= begin + (end - begin) * RENEW_AT
+
+
+def _serves(server: x509.Certificate, names: Sequence[str], bundle: Sequence[x509.Certificate]) -> bool:
+    held = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    signed = any(server.issuer == authority.subject for authority in bundle)
+    return signed and set(names) <= set(held.get_values_for_type(x509.DNSName))
+
+
+def _make_authority(moment: datetime) -> _Authority:
+    key = ec.generate_private_key(ec.SECP256R1())
+    serial = x509.random_serial_number()
+    # The serial in the name keeps two authorities in one bundle apart.
+    name = _name(f"trainium-operator coordinator CA {serial:x}"[:64])
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(serial)
+        .not_valid_before(moment - _SKEW)
+        .not_valid_after(moment + timedelta(days=CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return _Authority(certificate, key)
+
+
+def _make_server(authority: _Authority, names: Sequence[str], moment: datetime) -> tuple[bytes, bytes]:
+    """Key and certificate, PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    alternatives: list[x509.GeneralName] = [x509.DNSName(name) for name in names]
+    alternatives.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_name("trainium-operator coordinator"))
+        .issuer_name(authority.certificate.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(moment - _SKEW)
+        .not_valid_after(moment + timedelta(days=SERVER_DAYS))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(issuer_key, critical=False)
+        .sign(authority.key, hashes.SHA256())
+    )
+    return _pem_key(key), _pem(certificate)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    key = serialization.load_pem_private_key(pem, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise TypeError("not an elliptic-curve key")
+    return key

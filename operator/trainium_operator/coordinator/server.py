@@ -1,0 +1,219 @@
+"""The HTTPS server that agents call: register, long poll for membership, heartbeat.
+
+Invariants: nothing is answered but 503 unless this process leads and its caches are in sync; every message is
+authenticated before it is believed; bodies and waits are bounded; every refusal is one sentence (`ErrorResponse`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from trainium_contract.messages import (
+    HEARTBEAT_PATH,
+    MEMBERSHIP_PATH,
+    PREVIOUS_PROTOCOL,
+    PROTOCOL,
+    REGISTER_PATH,
+    ErrorResponse,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    RegisterResponse,
+)
+from trainium_operator.coordinator.authentication import (
+    RefusedError,
+    ReviewUnavailableError,
+    UnauthenticatedError,
+)
+from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from trainium_contract.base import MessageModel
+    from trainium_contract.messages import Membership
+    from trainium_operator.coordinator.authentication import Authenticator
+    from trainium_operator.coordinator.state import CoordinatorState
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BODY = 64 * 1024
+LONGEST_POLL = 60.0
+SHUTDOWN_SECONDS = 2.0
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class CoordinatorServer:
+    """`start`, then `stop`; the state outlives it."""
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        authenticator: Authenticator,
+        *,
+        is_serving: Callable[[], bool],
+        notify: Callable[[str, str, bool], None],
+        heartbeat_seconds: float = 1.0,
+        on_message: Callable[[str, int], None] = lambda _kind, _status: None,
+    ) -> None:
+        """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while."""
+        self._state = state
+        self._authenticator = authenticator
+        self._is_serving = is_serving
+        self._notify = notify
+        self._heartbeat_seconds = heartbeat_seconds
+        self._on_message = on_message
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
+        """Listen; returns the port, which matters when 0 was asked for. Raises OSError."""
+        application = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._answer_errors])
+        application.router.add_post(REGISTER_PATH, self._register)
+        application.router.add_post(HEARTBEAT_PATH, self._heartbeat)
+        application.router.add_get(MEMBERSHIP_PATH, self._membership)
+        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=75.0)
+        await self._runner.setup()
+        site = web.TCPSite(
+            self._runner, host, port, ssl_context=context, backlog=1024, shutdown_timeout=SHUTDOWN_SECONDS
+        )
+        await site.start()
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def stop(self) -> None:
+        """End long polls with 503 and close."""
+        self._state.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _register(self, request: web.Request) -> web.StreamResponse:
+        message = RegisterRequest.model_validate_json(await request.read())
+        job_uid = await self._authenticator.admit(
+            request.headers.get("Authorization", ""),
+            namespace=message.namespace,
+            job=message.job,
+            pod_name=message.pod_name,
+            pod_uid=message.pod_uid,
+        )
+        if self._state.register(job_uid, message):
+            logger.info("%s registered", message.pod_name, extra={"namespace": message.namespace, "job": message.job})
+            self._notify(message.namespace, message.job, True)
+        answer = RegisterResponse(
+            protocol=message.protocol,
+            heartbeat_seconds=self._heartbeat_seconds,
+            membership=_spoken(self._state.membership(job_uid), message.protocol),
+        )
+        return _json(200, answer)
+
+    async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
+        message = HeartbeatRequest.model_validate_json(await request.read())
+        job_uid = await self._authenticator.admit(
+            request.headers.get("Authorization", ""),
+            namespace=message.namespace,
+            job=message.job,
+            pod_name=message.pod_name,
+            pod_uid=message.pod_uid,
+        )
+        taken = self._state.heartbeat(job_uid, message)
+        if taken.matters or taken.progressed:
+            self._notify(message.namespace, message.job, taken.matters)
+        return _json(200, HeartbeatResponse(protocol=message.protocol, generation=self._state.published(job_uid)))
+
+    async def _membership(self, request: web.Request) -> web.StreamResponse:
+        pod_uid = request.query.get("podUid", "")
+        after = _number(request.query, "after", 0)
+        seconds = min(LONGEST_POLL, float(_number(request.query, "timeoutSeconds", 30)))
+        job_uid = await self._authenticator.admit(
+            request.headers.get("Authorization", ""),
+            namespace=request.match_info["namespace"],
+            job=request.match_info["job"],
+            pod_name=None,
+            pod_uid=pod_uid,
+        )
+        protocol = self._state.heard(job_uid, pod_uid).registration.protocol
+        membership = await self._state.newer_membership(job_uid, after, seconds)
+        if self._state.closed or not self._is_serving():
+            return _refusal(503, "the coordinator is shutting down; try the next address", headers=RETRY_AFTER)
+        spoken = _spoken(membership, protocol)
+        return web.Response(status=204) if spoken is None else _json(200, spoken)
+
+    @web.middleware
+    async def _answer_errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        response = await self._answered(request, handler)
+        self._on_message(request.path.rpartition("/")[2], response.status)
+        return response
+
+    async def _answered(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not self._is_serving():
+            return _refusal(503, "not leader", headers=RETRY_AFTER)
+        try:
+            return await handler(request)
+        except (ValidationError, _BadMessageError) as error:
+            return _refusal(400, _sentence(error))
+        except UnauthenticatedError as error:
+            return _refusal(401, str(error), headers={"WWW-Authenticate": "Bearer"})
+        except RefusedError as error:
+            logger.warning("refused %s: %s", request.path, error)
+            return _refusal(403, str(error))
+        except NotRegisteredError:
+            return _refusal(404, "this agent has not registered with this coordinator; register first")
+        except OldGenerationError as error:
+            return _refusal(409, str(error), generation=error.current)
+        except ReviewUnavailableError:
+            return _refusal(503, "the API server cannot check the token now; try again", headers=RETRY_AFTER)
+        except web.HTTPException as error:
+            return _refusal(error.status, error.reason)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("answering %s failed", request.path)
+            return _refusal(500, "defect in the coordinator; its log has the details")
+
+
+class _BadMessageError(Exception):
+    """The request cannot be read."""
+
+
+def _spoken(membership: Membership | None, protocol: int) -> Membership | None:
+    """The membership in the protocol that the agent speaks; both have the same fields."""
+    return membership.model_copy(update={"protocol": protocol}) if membership is not None else None
+
+
+def _number(query: Mapping[str, str], key: str, default: int) -> int:
+    text = query.get(key, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise _BadMessageError(f"{key} must be a whole number from 0 to 999999999, not {text[:40]!r}")
+    return int(text)
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    spoken = f"{PREVIOUS_PROTOCOL} and {PROTOCOL}"
+    hint = f" (this coordinator speaks protocols {spoken})" if "protocol" in where else ""
+    return f"the message is not valid: {where or 'body'}: {first['msg']}{hint}"[:1024]
+
+
+def _json(status: int, message: MessageModel) -> web.Response:
+    return web.Response(status=status, body=json.dumps(message.to_wire()).encode(), content_type="application/json")
+
+
+def _refusal(
+    status: int, sentence: str, *, generation: int | None = None, headers: dict[str, str] | None = None
+) -> web.Response:
+    response = _json(status, ErrorResponse(error=sentence, generation=generation))
+    response.headers.update(headers or {})
+    return response

@@ -1,0 +1,96 @@
+"""kopf, and nothing else: it discovers and watches TrainingJobs for us, and writes nothing.
+
+Invariants: only `on.event` (which needs no finalizer, annotation or status of kopf's own); handlers return nothing;
+kopf's own events stay off; credentials are ours. A list that kopf repeats does not tell what vanished meanwhile, so
+the jobs are also listed by us now and then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+import kopf
+
+from trainium_contract.worker_env import GROUP, PLURAL, VERSION
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from trainium_operator.cluster.transport import Credentials
+
+WATCH_SECONDS = 240
+
+
+class _Backoffs:
+    """Delays between tries, for ever: kopf would end the operator after the last one."""
+
+    def __iter__(self) -> Iterator[float]:
+        for attempt in itertools.count():
+            yield min(15.0, 0.2 * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load
+
+
+def make_registry(
+    *,
+    observe: Callable[[dict[str, Any], bool], None],
+    credentials: Callable[[], Awaitable[Credentials]],
+) -> kopf.OperatorRegistry:
+    """Handlers of one operator; `observe(body, deleted)` gets every TrainingJob that kopf hears of."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=registry)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        apply_settings(settings)
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        ours = await credentials()
+        return kopf.ConnectionInfo(
+            server=ours.server,
+            ca_path=ours.ca_path,
+            ca_data=ours.ca_data,
+            token=ours.token,
+            certificate_path=ours.certificate_path,
+            private_key_path=ours.key_path,
+            default_namespace=ours.default_namespace,
+        )
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
+    async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
+        observe(dict(event["object"]), event["type"] == "DELETED")
+
+    return registry
+
+
+def apply_settings(settings: kopf.OperatorSettings) -> None:
+    """What kopf must be told, with the reasons in docs and in this module's invariants."""
+    settings.posting.enabled = False
+    settings.posting.loggers = False
+    settings.scanning.disabled = True  # no right to list CRDs and namespaces is needed then
+    settings.peering.standalone = True  # the Lease decides who acts
+    settings.watching.server_timeout = WATCH_SECONDS * random.uniform(1.0, 1.25)  # noqa: S311
+    settings.watching.client_timeout = settings.watching.server_timeout + 30
+    settings.watching.connect_timeout = 10
+    settings.watching.chunk_size = 500
+    settings.networking.request_timeout = 30
+    settings.networking.error_backoffs = _Backoffs()
+    settings.networking.enforce_retry_after = True
+    settings.process.ultimate_exiting_timeout = 20
+
+
+async def run_kopf(
+    registry: kopf.OperatorRegistry, *, namespace: str, stop: asyncio.Event, ready: asyncio.Event
+) -> None:
+    """Watch until `stop`; an empty namespace means all. Create every long-lived task before this one."""
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    await kopf.operator(
+        registry=registry,
+        standalone=True,
+        clusterwide=not namespace,
+        namespaces=[namespace] if namespace else [],
+        stop_flag=stop,
+        ready_flag=ready,
+    )

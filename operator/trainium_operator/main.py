@@ -1,0 +1,219 @@
+"""The command `trainium-operator`: starts the parts, supervises them, and stops them in order.
+
+Invariants: any task that ends with an error ends the process (the kubelet starts it again; nothing is kept that is not
+in the cluster); a lost Lease does so too. SIGTERM and SIGINT are orderly: agents are sent on, the plan in hand is
+finished, the Lease is released. Every long-lived task is created before kopf's, because kopf takes what comes later
+for its own. Start-up is short because a restart is a recovery: what is slow to import is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from trainium_operator.logs import configure_logs
+from trainium_operator.settings import parse_settings, process_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from trainium_operator.cluster.transport import KubernetesTransport
+    from trainium_operator.runtime import Runtime
+    from trainium_operator.settings import Settings
+
+logger = logging.getLogger("trainium_operator")
+
+DRAIN_SECONDS = 10.0
+KOPF_STOP_SECONDS = 8.0
+FIRST_LIST_RETRY_SECONDS = 2.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until told to stop; the exit code is 0 then, and 1 after a failure."""
+    settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
+    configure_logs(settings.log_level, settings.log_format)
+    sys.exit(asyncio.run(operate(settings)))
+
+
+async def operate(settings: Settings) -> int:
+    """Connect and run; the exit code."""
+    from trainium_operator.cluster.transport import NoClusterError, connect  # noqa: PLC0415 - after --help
+    from trainium_operator.runtime import Runtime  # noqa: PLC0415 - after --help
+
+    try:
+        transport = await connect(settings.kubeconfig or None)
+    except NoClusterError as error:
+        logger.error("%s", error)  # noqa: TRY400 - the sentence says it all
+        return 1
+    namespace = settings.namespace or transport.namespace
+    runtime = Runtime(settings, transport, namespace=namespace, identity=process_identity(os.environ))
+    try:
+        return await Supervisor(runtime, transport).run()
+    finally:
+        await transport.close()
+
+
+class Supervisor:
+    """Starts, watches over and stops the parts of one runtime."""
+
+    def __init__(self, runtime: Runtime, transport: KubernetesTransport) -> None:
+        self._runtime = runtime
+        self._transport = transport
+        self._stop = asyncio.Event()
+        self._kopf_stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        """Until a signal (0) or a failure (1)."""
+        from trainium_operator.cluster.lease import LeaseLostError  # noqa: PLC0415
+
+        self._take_signals()
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._start(group)
+                await self._stop.wait()
+                await self._shut_down()
+        except BaseExceptionGroup as failures:
+            for failure in _leaves(failures):
+                told = None if isinstance(failure, OSError | LeaseLostError) else failure
+                logger.error("%s: %s", type(failure).__name__, failure, exc_info=told)  # noqa: TRY400
+            return 1
+        else:
+            return 0
+        finally:
+            self._runtime.stop_leading()
+            await self._runtime.elector.release()
+
+    async def _start(self, group: asyncio.TaskGroup) -> None:
+        runtime, settings = self._runtime, self._runtime.settings
+        host = settings.bind_address or "0.0.0.0"  # noqa: S104 - in a pod without POD_IP, all addresses are the pod's
+        await runtime.health.start(host, settings.metrics_port)
+        for reflector in runtime.caches.reflectors():
+            self._spawn(group, reflector.run(), f"watch of {reflector.resource.plural}")
+        self._spawn(group, self._first_list(), "first list of trainingjobs")
+        self._spawn(group, runtime.recorder.run(), "events")
+        self._spawn(group, self._lead(), "lease")
+        self._spawn(group, runtime.keeper.run(lambda: runtime.elector.leading), "certificates")
+        self._spawn(group, self._serve_agents(host), "coordinator")
+        self._spawn(group, self._when_leading_resync(), "resync")
+        for number in range(settings.workers):
+            self._spawn(group, self._when_leading_work(), f"worker {number}")
+        self._spawn(group, self._watch_jobs(), "kopf")
+
+    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[None, None, None], name: str) -> None:
+        self._tasks.append(group.create_task(work, name=name))
+
+    async def _first_list(self) -> None:
+        """List the jobs; says what is missing while the CRD is not installed."""
+        from trainium_operator.cluster.errors import ApiError, NotFoundError  # noqa: PLC0415
+
+        while True:
+            try:
+                await self._runtime.caches.jobs.refresh()
+            except NotFoundError:
+                logger.warning(
+                    "the CustomResourceDefinition trainingjobs.trainium.dev is not installed; waiting for it"
+                )
+            except ApiError as error:
+                logger.warning("listing the jobs: %s", error)
+            else:
+                return
+            await asyncio.sleep(FIRST_LIST_RETRY_SECONDS)
+
+    async def _lead(self) -> None:
+        """Wait for the Lease, begin to act, keep the Lease. Raises LeaseLostError."""
+        runtime = self._runtime
+        await runtime.elector.acquire()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(runtime.elector.hold())
+            runtime.keeper.check_now()
+            await runtime.caches.synced()
+            await runtime.keeper.loaded.wait()
+            runtime.begin_leading()
+
+    async def _serve_agents(self, host: str) -> None:
+        """Listen as soon as there is a certificate, on followers too: they answer 503, so agents try the next."""
+        runtime = self._runtime
+        await runtime.keeper.loaded.wait()
+        port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.context)
+        logger.info("agents are served on port %d", port)
+
+    async def _when_leading_work(self) -> None:
+        await self._runtime.leading.wait()
+        await self._runtime.reconciler.work()
+
+    async def _when_leading_resync(self) -> None:
+        # Followers list too: their copy of the jobs must not grow old either.
+        await self._runtime.caches.jobs.synced.wait()
+        await self._runtime.reconciler.resync(self._runtime.settings.resync)
+
+    async def _watch_jobs(self) -> None:
+        """Run kopf; when it ends by itself, so do we."""
+        runtime = self._runtime
+        handlers = await asyncio.to_thread(importlib.import_module, "trainium_operator.handlers")
+        await runtime.caches.jobs.synced.wait()
+        registry = handlers.make_registry(
+            observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
+            credentials=self._transport.credentials,
+        )
+        ready = asyncio.Event()
+        retake = asyncio.ensure_future(self._retake_signals(ready))
+        try:
+            await handlers.run_kopf(
+                registry, namespace=runtime.settings.watch_namespace, stop=self._kopf_stop, ready=ready
+            )
+        finally:
+            retake.cancel()
+        self._stop.set()
+
+    async def _retake_signals(self, ready: asyncio.Event) -> None:
+        """Take the signals back from kopf, which would stop before the rest of us."""
+        await ready.wait()
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+
+    async def _shut_down(self) -> None:
+        """In order: agents elsewhere, plans in hand done, events written, Lease free, kopf, everything else."""
+        runtime = self._runtime
+        logger.info("stopping")
+        runtime.stop_leading()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await runtime.queue.drained()
+        await runtime.coordinator.stop()
+        await runtime.recorder.flush(2.0)
+        await self._end("lease")
+        await runtime.elector.release()
+        self._kopf_stop.set()
+        await self._end("kopf", patience=KOPF_STOP_SECONDS)
+        await runtime.health.stop()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _end(self, name: str, *, patience: float = 0.0) -> None:
+        task = next(task for task in self._tasks if task.get_name() == name)
+        if patience:
+            await asyncio.wait([task], timeout=patience)
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for each in group.exceptions:
+        found += _leaves(each) if isinstance(each, BaseExceptionGroup) else [each]
+    return found
+
+
+if __name__ == "__main__":
+    main()

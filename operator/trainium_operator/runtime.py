@@ -1,0 +1,192 @@
+"""The operator's parts, wired together; `main` runs them.
+
+Invariant: nothing here touches the network. Everything that decides or writes is gated by `leading`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainium_contract.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from trainium_operator.cluster.api import Api
+from trainium_operator.cluster.events import EventRecorder
+from trainium_operator.cluster.executor import Executor
+from trainium_operator.cluster.lease import LeaseElector
+from trainium_operator.cluster.observe import Caches, Observer, enqueue_on_change
+from trainium_operator.cluster.ports import KubernetesSecret, TokenReviewer, WorkerPods
+from trainium_operator.cluster.reconciler import Reconciler
+from trainium_operator.cluster.reflector import Lister, Reflector
+from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, SERVICES
+from trainium_operator.cluster.store import Store
+from trainium_operator.cluster.views import child_record, job_record, node_view, pod_view
+from trainium_operator.cluster.work_queue import WorkQueue
+from trainium_operator.coordinator.authentication import Authenticator
+from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
+from trainium_operator.coordinator.certificates import server_names
+from trainium_operator.coordinator.server import CoordinatorServer
+from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.health import HealthServer
+from trainium_operator.metrics import Metrics
+from trainium_operator.plan.model import PlanSettings
+from trainium_operator.plan.planner import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_operator.cluster.store import Entry, Key
+    from trainium_operator.cluster.transport import Transport
+    from trainium_operator.cluster.views import JobRecord
+    from trainium_operator.plan.model import PodView
+    from trainium_operator.settings import Settings
+
+DEAF_SECONDS = 180.0
+"""A watch that is silent this long although the API server answers is broken (bookmarks come each minute)."""
+STUCK_SECONDS = 900.0
+
+
+class Runtime:
+    """All parts of one operator process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        transport: Transport,
+        *,
+        namespace: str,
+        identity: str,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings
+        self.leading = asyncio.Event()
+        self.metrics = Metrics()
+        self.api_heard = 0.0
+        self.api = Api(transport, on_request=self._on_request)
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.caches = make_caches(self.api, settings)
+        self.state = CoordinatorState(wall_clock)
+        self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
+        self.elector = LeaseElector(self.api, namespace, settings.lease_name, identity, wall_clock=wall_clock)
+        self.keeper = CertificateKeeper(
+            KubernetesSecret(self.api, namespace, settings.secret_name),
+            server_names(settings.coordinator_service, namespace),
+            wall_clock=wall_clock,
+            on_new_bundle=self.enqueue_all,
+        )
+        self.coordinator = CoordinatorServer(
+            self.state,
+            Authenticator(TokenReviewer(self.api).review, WorkerPods(self.caches.pods.store), wall_clock=wall_clock),
+            is_serving=self.leading.is_set,
+            notify=self._notify,
+            on_message=self.metrics.message,
+        )
+        self.health = HealthServer(live=self.live_problem, ready=self.ready_problem, metrics=self._exposition)
+        observer = Observer(self.caches, self.state, ca_bundle=lambda: self.keeper.ca_bundle, wall_clock=wall_clock)
+        self.reconciler = Reconciler(
+            queue=self.queue,
+            caches=self.caches,
+            observer=observer,
+            plan=partial(plan, settings=plan_settings(settings, namespace)),
+            executor=Executor(self.api, self.caches, self.recorder, self.state),
+            recorder=self.recorder,
+            meter=self.metrics,
+        )
+        enqueue_on_change(self.caches, self.queue)
+        self.caches.jobs.store.listen(self._forget_job)
+        self.caches.pods.store.listen(self._forget_pod)
+
+    def begin_leading(self) -> None:
+        """The Lease is ours and the caches are in sync: serve what is recorded, and plan every job."""
+        for entry in self.caches.jobs.store.snapshot().values():
+            view = entry.view.view
+            record = self.caches.membership_of(view) if view is not None else None
+            if view is not None and record is not None and record.membership is not None:
+                self.state.publish(view.uid, record.membership)
+        self.state.begin()
+        self.leading.set()
+        self.metrics.leader.set(1)
+        self.enqueue_all()
+
+    def stop_leading(self) -> None:
+        """Answer no agent and start no plan any more."""
+        self.leading.clear()
+        self.metrics.leader.set(0)
+        self.queue.close()
+        self.state.close()
+
+    def enqueue_all(self) -> None:
+        """Have every job planned."""
+        for key in self.caches.jobs.store.snapshot():
+            self.queue.put(key)
+
+    def live_problem(self) -> str:
+        """Why a restart would help; empty when it would not."""
+        now = asyncio.get_running_loop().time()
+        if now - self.api_heard > DEAF_SECONDS:
+            return ""  # the API server is away: a restart would only lose what agents told us
+        for reflector in self.caches.reflectors():
+            if reflector.synced.is_set() and now - reflector.heard > DEAF_SECONDS:
+                return f"the watch of {reflector.resource.plural} has been silent for {now - reflector.heard:.0f} s"
+        busy = self.reconciler.busy_seconds()
+        return f"a worker has been busy with one job for {busy:.0f} s" if busy > STUCK_SECONDS else ""
+
+    def ready_problem(self) -> str:
+        """What is missing before this replica could act."""
+        if not self.caches.jobs.synced.is_set():
+            return "trainingjobs are not listed yet"
+        missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
+        return f"not listed yet: {', '.join(missing)}" if missing else ""
+
+    def _on_request(self, verb: str, status: int) -> None:
+        if 0 < status < 500:
+            self.api_heard = asyncio.get_running_loop().time()
+        self.metrics.request(verb, status)
+
+    def _notify(self, namespace: str, job: str, at_once: bool) -> None:
+        if at_once:
+            self.queue.put((namespace, job))
+        else:
+            self.queue.put_after((namespace, job), self.settings.status_interval)
+
+    def _forget_job(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+        if old is not None and (new is None or new.uid != old.uid):
+            self.state.forget_job(old.uid)
+            self.metrics.forget(old.uid)
+
+    def _forget_pod(self, _key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        if old is not None and old.owner is not None and (new is None or new.uid != old.uid):
+            self.state.forget_pod(old.owner.uid, old.uid)
+
+    def _exposition(self) -> bytes:
+        self.metrics.queue_depth.set(len(self.queue))
+        self.metrics.agents.set(self.state.agent_count())
+        self.metrics.events_dropped.set(self.recorder.dropped)
+        return self.metrics.exposition()
+
+
+def make_caches(api: Api, settings: Settings) -> Caches:
+    """Caches of what the settings let us see, still empty."""
+    watched = settings.watch_namespace
+    children = Reflector(api, CONFIG_MAPS, Store(), child_record, namespace=watched, labels=LABEL_JOB)
+    return Caches(
+        jobs=Lister(api, JOBS, Store(), job_record, namespace=watched),
+        pods=Reflector(api, PODS, Store(), pod_view, namespace=watched, labels=f"{LABEL_ROLE}={ROLE_WORKER}"),
+        config_maps=children,
+        services=Reflector(api, SERVICES, Store(), child_record, namespace=watched, labels=LABEL_JOB),
+        nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
+    )
+
+
+def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
+    """The part of the settings that plans depend on."""
+    address = f"{settings.coordinator_service}.{namespace}.svc:{settings.coordinator_port}"
+    return PlanSettings(
+        image=settings.trainer_image,
+        coordinator=settings.coordinator_address or address,
+        status_interval_seconds=settings.status_interval,
+        image_pull_policy=settings.image_pull_policy,
+        image_pull_secrets=tuple(name for name in settings.image_pull_secrets.split(",") if name),
+        worker_user=settings.worker_user,
+    )

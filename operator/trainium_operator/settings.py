@@ -1,0 +1,121 @@
+"""The operator's settings: one typed list, from flags, from `TRAINIUM_OPERATOR_*` variables, else from defaults.
+
+Invariant: a flag wins over its variable; a value that is not usable is refused with a sentence before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import uuid
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from trainium_contract.worker_env import COORDINATOR_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PREFIX = "TRAINIUM_OPERATOR_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _setting(default: Any, text: str, *, variable: str = "") -> Any:
+    """A setting: default, help text, and another variable to read it from (the downward API's)."""
+    return field(default=default, metadata={"help": text, "variable": variable})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """See the help texts; times in seconds."""
+
+    namespace: str = _setting(
+        "", "namespace of the operator itself (Lease, Secret); default: the pod's", variable="POD_NAMESPACE"
+    )
+    watch_namespace: str = _setting("", "serve the jobs of this namespace only; empty: of all")
+    watch_nodes: bool = _setting(True, "read nodes, to see lost ones early; false where no ClusterRole may be given")
+    kubeconfig: str = _setting("", "kubeconfig file, for running outside of a pod")
+    trainer_image: str = _setting("trainium-trainer:latest", "worker image of jobs that name none")
+    image_pull_policy: str = _setting("IfNotPresent", "imagePullPolicy of worker containers")
+    image_pull_secrets: str = _setting("", "names of image pull secrets of worker pods, separated by commas")
+    worker_user: int = _setting(1000, "user and group id of worker processes")
+    lease_name: str = _setting("trainium-operator", "name of the Lease that the acting replica holds")
+    coordinator_service: str = _setting(
+        "trainium-operator-coordinator", "name of the headless Service by which workers find the coordinator"
+    )
+    coordinator_port: int = _setting(COORDINATOR_PORT, "port of the coordinator (HTTPS); 0: any free one")
+    coordinator_address: str = _setting(
+        "", "host:port that workers are given; default: the Service's name and the coordinator's port"
+    )
+    tls_secret_name: str = _setting(
+        "", "Secret with the coordinator's certificates; default: <coordinator service>-tls"
+    )
+    metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
+    bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
+    workers: int = _setting(4, "jobs that are reconciled at the same time")
+    status_interval: float = _setting(5.0, "shortest time between two status writes that only bring progress")
+    resync: float = _setting(300.0, "every job is looked at once in this time even when nothing has changed")
+    log_level: str = _setting("info", "debug, info, warning or error")
+    log_format: str = _setting("json", "json or text")
+
+    @property
+    def secret_name(self) -> str:
+        """Name of the Secret with the certificates."""
+        return self.tls_secret_name or f"{self.coordinator_service}-tls"
+
+    def problems(self) -> list[str]:
+        """What is wrong, one sentence each."""
+        checks = (
+            ("--workers", self.workers, self.workers >= 1, "at least 1"),
+            ("--status-interval", self.status_interval, self.status_interval > 0, "above 0 seconds"),
+            ("--resync", self.resync, self.resync > 0, "above 0 seconds"),
+            ("--coordinator-port", self.coordinator_port, 0 <= self.coordinator_port <= 65535, "from 0 to 65535"),
+            ("--metrics-port", self.metrics_port, 0 <= self.metrics_port <= 65535, "from 0 to 65535"),
+            ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
+            ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
+        )
+        return [f"{flag} must be {rule}, not {value!r}" for flag, value, good, rule in checks if not good]
+
+
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Settings of a command line. Ends the process with a sentence when they are not usable, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="trainium-operator",
+        description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
+    )
+    parser.add_argument("command", nargs="?", choices=["run"], default="run", help="`run` (may be left out)")
+    types = get_type_hints(Settings)
+    for each in fields(Settings):
+        default = each.default if each.default is not MISSING else None
+        flag = f"--{each.name.replace('_', '-')}"
+        variable = PREFIX + each.name.upper()
+        given = environment.get(variable) or environment.get(each.metadata["variable"] or variable)
+        convert = _boolean if types[each.name] is bool else types[each.name]
+        if given is not None:
+            try:
+                default = convert(given)
+            except ValueError:
+                parser.error(f"variable {variable}: {given!r} is not a value for {flag}")
+        shown = f"{each.metadata['help']} [{variable}, default {each.default!r}]"
+        parser.add_argument(flag, type=convert, default=default, metavar="VALUE", help=shown.replace("%", "%%"))
+    parsed = vars(parser.parse_args(arguments))
+    parsed.pop("command")
+    settings = Settings(**parsed)
+    for problem in settings.problems():
+        parser.error(problem)
+    return settings
+
+
+def process_identity(environment: Mapping[str, str]) -> str:
+    """Who holds the Lease: the same after a restart of the container in its pod, else unique."""
+    pod, uid = environment.get("POD_NAME"), environment.get("POD_UID")
+    return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise ValueError(text)
