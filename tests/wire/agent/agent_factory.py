@@ -1,0 +1,72 @@
+"""Forks real agents from one process that has imported torch, so that a test does not pay for the import each time.
+
+Lines of JSON on standard input: {"env": {...}, "log": path}; on standard output: {"started": pid}, {"ended": pid, "code": n}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+
+
+def main() -> None:
+    import torch.distributed.elastic.agent.server.api
+    from trainium_trainer.agent import elastic, generation_store, main, supervisor  # noqa: F401
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write_end)
+    say({"ready": True})
+    while True:
+        readable, _, _ = select.select([sys.stdin, read_end], [], [])
+        if read_end in readable:
+            os.read(read_end, 4096)
+        collect()
+        if sys.stdin in readable:
+            line = sys.stdin.buffer.raw.readline()
+            if not line:
+                return
+            start(json.loads(line))
+
+
+def start(order: dict) -> None:
+    pid = os.fork()
+    if pid != 0:
+        say({"started": pid})
+        return
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.path[:0] = order["env"].get("PYTHONPATH", "").split(":")
+    from trainium_trainer.agent import main
+
+    main.main()
+
+
+def collect() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def say(message: dict) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A coordinator for tests: real HTTPS, the contract's messages, and knobs for every way in which it can misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+from pathlib import Path
+
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from trainium_contract import messages as m
+from trainium_contract.exit_codes import Cause
+
+
+class Authority:
+    """A certificate authority made for one test."""
+
+    def __init__(self, name: str = "test authority") -> None:
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.certificate = self._builder(self.name, self.key.public_key()).add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        ).sign(self.key, hashes.SHA256())
+
+    @property
+    def pem(self) -> bytes:
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+    def server(self, ips: list[str], folder: Path) -> ssl.SSLContext:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator")])
+        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(ip)) for ip in ips])
+        certificate = self._builder(subject, key.public_key()).add_extension(names, critical=False).sign(
+            self.key, hashes.SHA256()
+        )
+        pair = folder / f"server-{id(key)}.pem"
+        pair.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+            + certificate.public_bytes(serialization.Encoding.PEM)
+        )
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(pair)
+        return context
+
+    def _builder(self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        now = datetime.datetime.now(datetime.UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self.name)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(hours=1))
+        )
+
+
+class Jobs:
+    """What all replicas of the coordinator know: it survives any of them."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, m.RegisterRequest] = {}
+        self.registrations: list[tuple[str, str]] = []
+        self.heartbeats: dict[str, list[m.HeartbeatRequest]] = {}
+        self.membership: m.Membership | None = None
+        self.refused: list[tuple[str, int]] = []
+        self.changed = asyncio.Condition()
+        self.token = "token-1"
+
+    async def publish(
+        self, pods: list[str], transition: m.Transition = m.Transition.IMMEDIATE, processes: int = 1
+    ) -> m.Membership:
+        members = [
+            m.Member(
+                pod_uid=self.registered[pod].pod_uid, pod_name=pod, pod_ip=self.registered[pod].pod_ip,
+                node_name=self.registered[pod].node_name, node_rank=rank,
+                rendezvous_port=self.registered[pod].rendezvous_port,
+            )
+            for rank, pod in enumerate(pods)
+        ]
+        generation = (self.membership.generation if self.membership else 0) + 1
+        async with self.changed:
+            self.membership = m.Membership(
+                generation=generation, transition=transition, cause=Cause.RESIZE, members=tuple(members),
+                processes_per_node=processes,
+            )
+            self.changed.notify_all()
+        return self.membership
+
+    def last(self, pod: str) -> m.HeartbeatRequest | None:
+        beats = self.heartbeats.get(pod)
+        return beats[-1] if beats else None
+
+
+class Server:
+    """One replica of the coordinator."""
+
+    def __init__(self, jobs: Jobs, ip: str, authority: Authority, folder: Path) -> None:
+        self.jobs, self.ip, self.authority, self.folder = jobs, ip, authority, folder
+        self.leader = True
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post(m.REGISTER_PATH, self._register)
+        app.router.add_post(m.HEARTBEAT_PATH, self._heartbeat)
+        app.router.add_get(m.MEMBERSHIP_PATH, self._membership)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(
+            self._runner, self.ip, self.port, ssl_context=self.authority.server([self.ip], self.folder),
+            reuse_address=True,
+        )
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _refuse(self, request: web.Request) -> web.Response | None:
+        status = 0
+        if not self.leader:
+            status, error = 503, "not leader"
+        elif request.headers.get("Authorization") != f"Bearer {self.jobs.token}":
+            status, error = 401, "the token is not valid"
+        if not status:
+            return None
+        self.jobs.refused.append((self.ip, status))
+        return answer(m.ErrorResponse(error=error), status)
+
+    async def _register(self, request: web.Request) -> web.Response:
+        if refusal := self._refuse(request):
+            return refusal
+        body = m.RegisterRequest.model_validate(await request.json())
+        self.jobs.registered[body.pod_name] = body
+        self.jobs.registrations.append((body.pod_name, self.ip))
+        return answer(m.RegisterResponse(heartbeat_seconds=0.2, membership=self.jobs.membership))
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        if refusal := self._refuse(request):
+            return refusal
+        body = m.HeartbeatRequest.model_validate(await request.json())
+        current = self.jobs.membership.generation if self.jobs.membership else 0
+        if body.generation < current:
+            return answer(m.ErrorResponse(error="older generation", generation=current), 409)
+        self.jobs.heartbeats.setdefault(body.pod_name, []).append(body)
+        return answer(m.HeartbeatResponse(generation=current))
+
+    async def _membership(self, request: web.Request) -> web.Response:
+        if refusal := self._refuse(request):
+            return refusal
+        after = int(request.query["after"])
+
+        def newer() -> bool:
+            return self.jobs.membership is not None and self.jobs.membership.generation > after
+
+        async with self.jobs.changed:
+            try:
+                await asyncio.wait_for(self.jobs.changed.wait_for(newer), float(request.query["timeoutSeconds"]))
+            except TimeoutError:
+                return web.Response(status=204)
+        return answer(self.jobs.membership)
+
+
+def answer(message: m.MessageModel, status: int = 200) -> web.Response:
+    return web.json_response(message.to_wire(), status=status)

@@ -1,0 +1,3 @@
+"""A user's program that cannot be imported."""
+
+import a_module_that_nobody_has  # noqa: F401

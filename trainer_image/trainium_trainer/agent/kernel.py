@@ -1,0 +1,94 @@
+"""Linux calls that Python does not offer: parent-death signal, child subreaper, thread priority, process title.
+
+Invariant: none of them needs a privilege, and a kernel that refuses one of the cosmetic ones changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_IDLE = 3 << 13
+_LOWEST = 19
+_NAME_BYTES = 15
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def die_with_parent() -> None:
+    """Have the kernel SIGKILL this process when the thread that is its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends, as PID 1 is anyway."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def lower_thread_priority() -> None:
+    """Lowest CPU and I/O priority for the calling thread alone; the process keeps its own."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    number = _SYS_IOPRIO_SET.get(os.uname().machine)
+    if number is not None:
+        _libc.syscall(number, _IOPRIO_WHO_PROCESS, threading.get_native_id(), _IOPRIO_IDLE)
+
+
+def raise_thread_priority(native_id: int) -> None:
+    """Normal CPU priority for a thread again, where that is allowed."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, native_id, 0)
+
+
+def set_process_title(title: str) -> None:
+    """Show `title` in ps and in /proc/self/cmdline, as far as it fits into the room of the original arguments."""
+    try:
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        # Fields 48 and 49 of proc(5), counted from the third, which is the first one after the name.
+        start, end = int(fields[45]), int(fields[46])
+    except (OSError, IndexError, ValueError):
+        return
+    if 0 < start < end:
+        room = end - start
+        ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+    _libc.prctl(_PR_SET_NAME, title.encode()[:_NAME_BYTES].ljust(_NAME_BYTES + 1, b"\0"), 0, 0, 0)
+
+
+def thread_names() -> tuple[str, ...]:
+    """Names of this process's threads other than the main one, native ones too."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                names.append((task / "comm").read_text().strip())
+    return tuple(sorted(names))
+
+
+def descendants(pid: int) -> list[int]:
+    """Every live descendant of a process, parents before children."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    children = [int(child) for child in (task / "children").read_text().split()]
+                    found += children
+                    pending += children
+    return found

@@ -1,0 +1,77 @@
+"""`trainium-agent`: PID 1 of a worker pod.
+
+Invariants: a wrong environment ends it within milliseconds with one sentence and code 64; the standby is forked before
+any thread exists; everything that it started has ended when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.agent import kernel
+from trainium_trainer.agent.preflight import preflight
+from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
+
+
+def main() -> None:
+    """Run the agent; leaves with the pod's exit code."""
+    try:
+        settings = settings_from(os.environ)
+    except SettingsError as error:
+        sys.stderr.write(f"trainium-agent: {error}\n")
+        sys.exit(ExitCode.USER_ERROR)
+    # Read by torch when it is imported; the ranks share the agent's import.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    sys.exit(run(settings))
+
+
+def run(settings: AgentSettings) -> int:
+    """Check the pod, fork the standby and live; the pod's exit code."""
+    kernel.adopt_orphans()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s agent %(message)s", stream=sys.stderr, force=True
+    )
+    findings = preflight(settings)
+    for finding in findings:
+        logging.getLogger(__name__).log(
+            logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
+        )
+    importlib.import_module("torch.distributed")
+    from trainium_trainer.agent.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
+
+    standby = Standby.fork(settings)
+    return asyncio.run(_supervise(settings, standby, findings))
+
+
+async def _supervise(settings: AgentSettings, standby: Any, findings: Any) -> int:
+    from trainium_trainer.agent.generation_store import serve_store  # noqa: PLC0415 - imports torch
+    from trainium_trainer.agent.supervisor import Supervisor  # noqa: PLC0415 - imports torch
+
+    try:
+        store = serve_store(settings.pod_ip)
+    except OSError as error:
+        sys.stderr.write(f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror}).\n")
+        standby.kill()
+        return int(ExitCode.USER_ERROR)
+    return await Supervisor(settings, standby, store, _progress_reader()).run(findings)
+
+
+def _progress_reader() -> Any:
+    from trainium_trainer.monitor.progress import read_progress  # noqa: PLC0415 - after the fork
+
+    def read(path: Path) -> Any:
+        return read_progress(path)
+
+    return read
+
+
+if __name__ == "__main__":
+    main()

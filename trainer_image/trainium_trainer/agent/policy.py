@@ -1,0 +1,129 @@
+"""What a pod does about one exit of a training process: a pure function of the exit, the shared state and the limits.
+
+Invariants: the state is shared by all agents of a generation through its store, so each of them judges alike and
+failures at the same moment count once; a step is new only when nobody had completed it before, so re-computing old
+steps never refills the budget.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+
+from trainium_contract.exit_codes import Cause, Response, verdict_of
+
+_FIRST_BACKOFF_SECONDS = 1.0
+_LONGEST_BACKOFF_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationState:
+    """What the agents of one generation agree on; one value in the store, changed by compare-and-set."""
+
+    attempt: int = 0
+    """Restarts in place so far."""
+    cause: Cause = Cause.RESIZE
+    """Why the present attempt began."""
+    fruitless: int = 0
+    """Restarts in a row without a new completed step between them."""
+    storage_failures: int = 0
+    """The same for unavailable storage, which has its own limit: none."""
+    best_step: int = -1
+    """Highest step that the job is known to have completed; -1 for none."""
+    early_crash: int | None = None
+    """Exit code of the crash that began the present attempt, while the job has not completed any step."""
+    stopped: int | None = None
+    """Exit code that ended the generation with a verdict."""
+    broken: bool = False
+    """A rank died while the ranks were asked to save and leave, so the others wait for it in vain."""
+    leaving: bool = False
+    """A member's pod is ending, so only a newer generation can go on."""
+    superseded: int = 0
+    """A newer generation that some member has heard of."""
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def decode(text: bytes | str) -> GenerationState:
+        """From text; fields that a newer agent added are ignored."""
+        body = json.loads(text)
+        known = {name: body[name] for name in GenerationState.__dataclass_fields__ if name in body}
+        return GenerationState(**{**known, "cause": Cause(known.get("cause", Cause.RESIZE))})
+
+
+class Decision(StrEnum):
+    """What follows from an exit that was not asked for."""
+
+    RESTART = "Restart"
+    """All ranks of the generation restart in place."""
+    GIVE_UP = "GiveUp"
+    """The generation stops with this exit as its verdict."""
+    WITHDRAW = "Withdraw"
+    """This pod leaves with a verdict; the others wait for its replacement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A decision and the shared state that it leads to."""
+
+    decision: Decision
+    state: GenerationState
+    backoff_seconds: float = 0.0
+    """How long this pod waits before it joins again."""
+
+
+def judge(code: int, attempt: int, best_step: int, state: GenerationState, limit: int) -> Judgement:
+    """What to do about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
+
+    `best_step` is the highest step that this pod has seen completed, `limit` how many restarts in a row may pass
+    without a new step. When the state is already at a later attempt, the failure has been counted by someone else.
+    """
+    verdict = verdict_of(code)
+    if verdict.response is Response.STOP:
+        return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
+    best = max(best_step, state.best_step)
+    counted = state.attempt > attempt
+    progressed = best > state.best_step
+    if verdict.response is Response.REPLACE_NODE:
+        return Judgement(Decision.WITHDRAW, state if counted else _next(state, verdict.cause, best, 0, None))
+    if verdict.response is Response.RETRY_WITH_BACKOFF:
+        failures = 1 if progressed else state.storage_failures + 1
+        backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1), _LONGEST_BACKOFF_SECONDS)
+        after = (
+            state
+            if counted
+            else replace(_next(state, verdict.cause, best, state.fruitless, None), storage_failures=failures)
+        )
+        return Judgement(Decision.RESTART, after, backoff)
+    early = code if verdict.cause is Cause.CRASH and best < 0 else None
+    if counted:
+        return Judgement(Decision.RESTART, _with_culprit(state, attempt, verdict.cause, early))
+    if early is not None and state.attempt > 0 and state.early_crash == code:
+        return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
+    fruitless = 1 if progressed else state.fruitless + 1
+    if fruitless > limit:
+        return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
+    return Judgement(Decision.RESTART, _next(state, verdict.cause, best, fruitless, early))
+
+
+def after_yield(attempt: int, best_step: int, state: GenerationState) -> GenerationState:
+    """The state after all ranks left with 75 and nobody sent a newer generation: the next attempt, uncounted."""
+    if state.attempt > attempt:
+        return state
+    return _next(state, Cause.YIELDED, max(best_step, state.best_step), state.fruitless, state.early_crash)
+
+
+def _with_culprit(state: GenerationState, attempt: int, cause: Cause, early: int | None) -> GenerationState:
+    """The state with the real cause, should a victim of this very failure have counted it first."""
+    if state.attempt != attempt + 1 or state.cause is not Cause.PEER_LOST or cause is Cause.PEER_LOST:
+        return state
+    return replace(state, cause=cause, early_crash=early)
+
+
+def _next(state: GenerationState, cause: Cause, best: int, fruitless: int, early: int | None) -> GenerationState:
+    return replace(
+        state, attempt=state.attempt + 1, cause=cause, best_step=best, fruitless=fruitless, early_crash=early
+    )

@@ -1,0 +1,162 @@
+"""Rendezvous of a generation: all of its members, at the ranks that the membership fixes, for one attempt after another.
+
+Invariants: nobody who is not in the membership can join it; ranks are never negotiated; an attempt begins when every
+member has joined it; while it waits it follows the shared state, so a newer attempt or a verdict is never missed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from trainium_contract.messages import Membership
+from trainium_trainer.agent.generation_store import GenerationStore, StoreLost, serve_rank_store
+from trainium_trainer.agent.policy import GenerationState
+
+_POLL_SECONDS = 0.01
+_RECONNECT_SECONDS = 0.2
+_MISSING_SECONDS = 0.5
+_LISTED = 64
+
+
+class RendezvousInterrupted(RendezvousGracefulExitError):
+    """The agent was told to leave, or the generation stopped, while it waited for the others."""
+
+
+class GenerationRendezvous(RendezvousHandler):
+    """The plug-in for torch.distributed.elastic."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        node_rank: int,
+        run_id: str,
+        *,
+        initial: GenerationState,
+        interrupted: Callable[[], bool],
+        waiting_for: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self._membership = membership
+        self._node_rank = node_rank
+        self._run_id = f"{run_id}.g{membership.generation}"
+        self._initial = initial
+        self._interrupted = interrupted
+        self._waiting_for = waiting_for
+        self._rank_store: TCPStore | None = None
+        self.store = GenerationStore(membership)
+        self.state = initial
+        """The shared state as of the last rendezvous."""
+
+    def get_backend(self) -> str:
+        """Name of this plug-in."""
+        return "trainium"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks connect to a store that node 0's agent hosts."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the newest attempt and wait for all members.
+
+        Raises RendezvousInterrupted when told to leave or when the generation stopped.
+        """
+        while True:
+            self._stop_when_interrupted()
+            try:
+                self._connect()
+                info = self._join(self.store.state())
+            except StoreLost:
+                # Node 0's pod is gone or not there yet; only a newer generation or its return ends this.
+                self._waiting_for((0,))
+                time.sleep(_RECONNECT_SECONDS)
+                continue
+            if info is not None:
+                self._waiting_for(())
+                return info
+
+    def is_closed(self) -> bool:
+        """Whether the generation stopped with a verdict."""
+        return self.state.stopped is not None
+
+    def set_closed(self) -> None:
+        """A generation is closed by its shared state only."""
+
+    def num_nodes_waiting(self) -> int:
+        """None ever: membership changes come as new generations."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the job and number of the generation."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the ranks' store if it is here."""
+        self._rank_store = None
+        return True
+
+    def _connect(self) -> None:
+        if not self.store.connected:
+            self.store.connect()
+        if self._node_rank == 0:
+            self.store.begin(self._initial)
+        while not self.store.begun():
+            self._stop_when_interrupted()
+            self._waiting_for((0,))
+            time.sleep(_POLL_SECONDS)
+
+    def _join(self, state: GenerationState) -> RendezvousInfo | None:
+        """Join one attempt; None when a newer attempt began meanwhile."""
+        self.state = state
+        if state.stopped is not None:
+            raise RendezvousInterrupted("the generation stopped")
+        store, attempt = self.store, state.attempt
+        port_key, go_key = store.key(attempt, "port"), store.key(attempt, "go")
+        if self._node_rank == 0:
+            self._rank_store = serve_rank_store(self._membership.members[0].pod_ip)
+            store.set(port_key, str(self._rank_store.port))
+        store.set(store.key(attempt, "joined", self._node_rank))
+        missing = set(range(len(self._membership.members))) - {self._node_rank}
+        next_listing = time.monotonic() + _MISSING_SECONDS
+        while not store.has(go_key):
+            self._stop_when_interrupted()
+            if self._node_rank == 0:
+                missing = {rank for rank in missing if not store.has(store.key(attempt, "joined", rank))}
+                if not missing:
+                    store.set(go_key)
+                    break
+            if time.monotonic() > next_listing:
+                next_listing += _MISSING_SECONDS
+                self._list_missing(attempt, missing)
+            if store.state().attempt != attempt or store.state().stopped is not None:
+                return None
+            time.sleep(_POLL_SECONDS)
+        return RendezvousInfo(
+            PrefixStore(store.key(attempt, "elastic"), store.client),
+            self._node_rank,
+            len(self._membership.members),
+            RendezvousStoreInfo(self._membership.members[0].pod_ip, int(store.get(port_key))),
+        )
+
+    def _list_missing(self, attempt: int, missing: set[int]) -> None:
+        """Say who is missing; node 0 knows and tells the others."""
+        key = self.store.key(attempt, "missing")
+        if self._node_rank == 0:
+            listed = tuple(sorted(missing)[:_LISTED])
+            self.store.set(key, ",".join(map(str, listed)))
+            self._waiting_for(listed)
+        elif self.store.has(key):
+            text = self.store.get(key)
+            self._waiting_for(tuple(int(rank) for rank in text.split(",") if rank))
+
+    def _stop_when_interrupted(self) -> None:
+        if self._interrupted():
+            raise RendezvousInterrupted("told to leave")

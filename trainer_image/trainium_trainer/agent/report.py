@@ -1,0 +1,268 @@
+"""What the agent tells the coordinator: phase, progress, failures, restarts, as of now.
+
+Invariants: every method may be called from any thread; sequence numbers count up over the life of the agent and are
+never given twice; a restart is resumed when a step ends that had not been completed before the failure.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainium_contract.exit_codes import Cause, verdict_of
+from trainium_contract.messages import HeartbeatRequest, ProcessFailure, Progress, RestartRecord, WorkerPhase
+from trainium_trainer.agent.processes import RankProcess
+from trainium_trainer.agent.settings import AgentSettings
+
+_KEPT = 8
+_MESSAGE_CHARACTERS = 1024
+_SIGNAL_BASE = 128
+_LISTED_RANKS = 64
+
+
+class ProgressRecord(Protocol):
+    """The fields of `trainium_trainer.monitor.progress.ProgressRecord` that are used here."""
+
+    generation: int
+    attempt: int
+    phase: Any
+    step: int
+    resume_step: int
+    loss: float
+    tokens_per_second: float
+    samples: int
+    memory_step: int
+    durable_step: int
+    updated: float
+    productive_seconds: float
+
+
+ReadProgress = Callable[[Path], ProgressRecord | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A failure whose message is rendered late, when the last lines of output have arrived."""
+
+    sequence: int
+    generation: int
+    process: RankProcess
+    exit_code: int
+    step: int
+
+    def message(self) -> ProcessFailure:
+        return ProcessFailure(
+            sequence=self.sequence,
+            generation=self.generation,
+            attempt=self.process.attempt,
+            rank=self.process.rank,
+            exit_code=self.exit_code,
+            step=self.step,
+            message=describe_exit(self.exit_code, self.process.output.text(_MESSAGE_CHARACTERS)),
+            at=self.process.ended_at,
+        )
+
+
+def describe_exit(code: int, output: str) -> str:
+    """One line about an exit code, then as many of the last lines of output as fit."""
+    head = verdict_of(code).sentence
+    if code > _SIGNAL_BASE:
+        head = f"killed by signal {code - _SIGNAL_BASE}"
+    head = f"exit code {code} ({head})"
+    room = _MESSAGE_CHARACTERS - len(head) - 1
+    return f"{head}\n{output[-room:]}" if output else head
+
+
+class Report:
+    """The agent's own view of its pod, from which every heartbeat is made."""
+
+    def __init__(self, settings: AgentSettings, read_progress: ReadProgress, wake: Callable[[], None]) -> None:
+        self._settings = settings
+        self._read = read_progress
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._phase = WorkerPhase.PREFLIGHT
+        self._generation = 0
+        self._attempt = 0
+        self._progress_files: tuple[Path, ...] = ()
+        self._progress: Progress | None = None
+        self._failures: deque[_Failure] = deque(maxlen=_KEPT)
+        self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT)
+        self._next_failure = 0
+        self._next_restart = 0
+        self._verdict: _Failure | ProcessFailure | None = None
+        self._waiting_for: tuple[int, ...] = ()
+        self._best_step = -1
+        self.standby_warm: Callable[[], bool] = lambda: False
+
+    @property
+    def phase(self) -> WorkerPhase:
+        """What the agent is doing."""
+        return self._phase
+
+    @property
+    def best_step(self) -> int:
+        """Highest step that this pod has seen completed; -1 for none."""
+        return self._best_step
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a restart of the present attempt has not reached a new step yet."""
+        with self._lock:
+            return any(record.resumed_at is None and self._is_current(record) for record in self._restarts)
+
+    @property
+    def verdict_code(self) -> int | None:
+        """Exit code of the verdict, if this pod gave up with one."""
+        verdict = self._verdict
+        return None if verdict is None else verdict.exit_code
+
+    def enter(self, phase: WorkerPhase, *, attempt: int | None = None) -> None:
+        """Change the phase, and the attempt with it."""
+        with self._lock:
+            changed = phase is not self._phase or attempt not in (None, self._attempt)
+            self._phase = phase
+            self._attempt = self._attempt if attempt is None else attempt
+            if phase not in (WorkerPhase.JOINING, WorkerPhase.YIELDED, WorkerPhase.FAILED):
+                self._waiting_for = ()
+        if changed:
+            self._wake()
+
+    def enter_generation(self, generation: int, phase: WorkerPhase) -> None:
+        """A newer generation is known; ranks of the old one may still be on their way out."""
+        with self._lock:
+            self._generation = generation
+            self._attempt = 0
+            self._verdict = None
+        self.enter(phase)
+
+    def follow(self, files: Sequence[Path]) -> None:
+        """Read progress from these records from now on, the pod's first rank first."""
+        with self._lock:
+            self._progress_files = tuple(files)
+
+    def wait_for(self, node_ranks: tuple[int, ...]) -> None:
+        """Node ranks that the rendezvous still lacks."""
+        with self._lock:
+            self._waiting_for = node_ranks[:_LISTED_RANKS]
+
+    def failed(self, generation: int, process: RankProcess) -> None:
+        """Take down an exit that nobody asked for."""
+        self.observe()
+        record = self._current_record(process.local_rank)
+        assert process.exit_code is not None
+        with self._lock:
+            step = record.step if record is not None else -1
+            self._failures.append(_Failure(self._next_failure, generation, process, process.exit_code, step))
+            self._next_failure += 1
+        self._wake()
+
+    def give_up(self) -> None:
+        """The newest failure is the verdict."""
+        with self._lock:
+            self._verdict = self._failures[-1]
+        self.enter(WorkerPhase.FAILED)
+
+    def give_up_with(self, code: int, sentence: str) -> None:
+        """A verdict without a process: the pod itself is unfit."""
+        with self._lock:
+            self._verdict = ProcessFailure(
+                sequence=self._next_failure,
+                generation=self._generation,
+                attempt=self._attempt,
+                rank=0,
+                exit_code=code,
+                message=sentence[:_MESSAGE_CHARACTERS],
+                at=time.time(),
+            )
+            self._next_failure += 1
+        self.enter(WorkerPhase.FAILED)
+
+    def restarting(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
+        """A restart in place begins."""
+        with self._lock:
+            self._restarts.append(
+                RestartRecord(
+                    sequence=self._next_restart,
+                    generation=generation,
+                    attempt=attempt,
+                    cause=cause,
+                    failed_at=failed_at,
+                    detected_at=time.time(),
+                    step_before=self._best_step,
+                )
+            )
+            self._next_restart += 1
+        self.enter(WorkerPhase.JOINING, attempt=attempt)
+
+    def observe(self) -> None:
+        """Read the ranks' progress and see whether a restart has resumed."""
+        record = self._current_record(0)
+        if record is None:
+            return
+        with self._lock:
+            self._progress = Progress(
+                step=max(record.step, 0),
+                loss=_finite(record.loss),
+                tokens_per_second=_finite(record.tokens_per_second),
+                samples=max(record.samples, 0),
+                memory_step=max(record.memory_step, -1),
+                durable_step=max(record.durable_step, -1),
+                updated=max(_finite(record.updated) or 0.0, 0.0),
+                productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
+            )
+            resumed = record.resume_step if record.resume_step >= 0 else None
+            for index, restart in enumerate(self._restarts):
+                if restart.resumed_at is None and self._is_current(restart):
+                    done = record.step > max(restart.step_before, record.resume_step)
+                    self._restarts[index] = restart.model_copy(
+                        update={"resume_step": resumed, "resumed_at": record.updated if done else None}
+                    )
+            if record.step > 0 or record.resume_step > 0:
+                self._best_step = max(self._best_step, record.step, record.resume_step)
+            training = self._phase is WorkerPhase.LOADING and record.phase.name == "TRAINING"
+        if training:
+            self.enter(WorkerPhase.TRAINING)
+
+    def heartbeat(self) -> HeartbeatRequest:
+        """The message for now."""
+        self.observe()
+        with self._lock:
+            verdict = self._verdict
+            return HeartbeatRequest(
+                namespace=self._settings.namespace,
+                job=self._settings.job,
+                pod_name=self._settings.pod_name,
+                pod_uid=self._settings.pod_uid,
+                generation=self._generation,
+                attempt=self._attempt,
+                phase=self._phase,
+                progress=self._progress,
+                failures=tuple(failure.message() for failure in self._failures),
+                verdict=verdict.message() if isinstance(verdict, _Failure) else verdict,
+                restarts=tuple(self._restarts),
+                waiting_for=self._waiting_for,
+                ready=self.standby_warm(),
+            )
+
+    def _current_record(self, index: int) -> ProgressRecord | None:
+        """Progress of one local rank, unless it is left over from an earlier attempt."""
+        if index >= len(self._progress_files):
+            return None
+        record = self._read(self._progress_files[index])
+        if record is None or (record.generation, record.attempt) != (self._generation, self._attempt):
+            return None
+        return record
+
+    def _is_current(self, record: RestartRecord) -> bool:
+        return record.generation == self._generation
+
+
+def _finite(value: float) -> float | None:
+    """A number that JSON can carry, or None."""
+    return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124 - NaN differs from itself

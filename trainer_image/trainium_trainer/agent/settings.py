@@ -1,0 +1,139 @@
+"""What the agent is told by its environment (names: `trainium_contract.worker_env`).
+
+Invariant: either every value is present and well formed, or one sentence names all that is missing or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainium_contract import worker_env
+
+ENV_RANK_ENTRY = "TRAINIUM_RANK_ENTRY"
+"""`module:function` that each training process calls instead of the trainer's command line."""
+DEFAULT_RANK_ENTRY = "trainium_trainer.cli:main"
+
+_REQUIRED = (
+    worker_env.ENV_COORDINATOR,
+    worker_env.ENV_NAMESPACE,
+    worker_env.ENV_JOB,
+    worker_env.ENV_POD_NAME,
+    worker_env.ENV_POD_UID,
+    worker_env.ENV_POD_IP,
+    worker_env.ENV_NODE_NAME,
+    worker_env.ENV_PROCESSES_PER_NODE,
+    worker_env.ENV_MAX_IN_PLACE_RESTARTS,
+    worker_env.ENV_GRACE_SECONDS,
+    worker_env.ENV_CONFIG,
+)
+
+
+class SettingsError(ValueError):
+    """The environment is not one that the operator makes; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One name and port of the coordinator; the name may stand for several addresses."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """The agent's surroundings: who it is, whom it talks to, and the limits it keeps."""
+
+    coordinator: tuple[Endpoint, ...]
+    namespace: str
+    job: str
+    pod_name: str
+    pod_uid: str
+    pod_ip: str
+    node_name: str
+    processes_per_node: int
+    max_in_place_restarts: int
+    grace_seconds: float
+    config_path: Path
+    memory_directory: Path
+    token_path: Path
+    ca_path: Path
+    neuron_devices: int = 0
+    rank_entry: str = DEFAULT_RANK_ENTRY
+
+    @property
+    def run_id(self) -> str:
+        """Name of the job on this cluster."""
+        return f"{self.namespace}.{self.job}"
+
+    @property
+    def progress_directory(self) -> Path:
+        """Where the ranks' progress records live."""
+        return self.memory_directory / "progress"
+
+
+def settings_from(environment: Mapping[str, str]) -> AgentSettings:
+    """The settings that an environment holds.
+
+    Raises SettingsError with one sentence about everything that is missing, or about the first value that is wrong.
+    """
+    missing = [name for name in _REQUIRED if not environment.get(name)]
+    if missing:
+        raise SettingsError(
+            f"trainium-agent needs the environment variable{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            "the operator sets them in every worker pod, so start the agent through a TrainingJob."
+        )
+    rank_entry = environment.get(ENV_RANK_ENTRY, DEFAULT_RANK_ENTRY)
+    if rank_entry.count(":") != 1:
+        raise SettingsError(f"{ENV_RANK_ENTRY}={rank_entry!r} must have the form module:function.")
+    return AgentSettings(
+        coordinator=_endpoints(environment[worker_env.ENV_COORDINATOR]),
+        namespace=environment[worker_env.ENV_NAMESPACE],
+        job=environment[worker_env.ENV_JOB],
+        pod_name=environment[worker_env.ENV_POD_NAME],
+        pod_uid=environment[worker_env.ENV_POD_UID],
+        pod_ip=environment[worker_env.ENV_POD_IP],
+        node_name=environment[worker_env.ENV_NODE_NAME],
+        processes_per_node=_whole(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
+        max_in_place_restarts=_whole(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
+        grace_seconds=_seconds(environment, worker_env.ENV_GRACE_SECONDS),
+        config_path=Path(environment[worker_env.ENV_CONFIG]),
+        memory_directory=Path(environment.get(worker_env.ENV_MEMORY_DIRECTORY) or worker_env.MEMORY_DIRECTORY),
+        token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
+        ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
+        neuron_devices=_whole({worker_env.ENV_NEURON_DEVICES: "0", **environment}, worker_env.ENV_NEURON_DEVICES, 0),
+        rank_entry=rank_entry,
+    )
+
+
+def _endpoints(text: str) -> tuple[Endpoint, ...]:
+    endpoints = []
+    for part in text.split(","):
+        host, _, port = part.strip().rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
+            raise SettingsError(
+                f"{worker_env.ENV_COORDINATOR}={text!r} must be host:port (several, separated by commas, are allowed), "
+                "for instance trainium-operator-coordinator.trainium-system.svc:8443."
+            )
+        endpoints.append(Endpoint(host.strip("[]"), int(port)))
+    return tuple(endpoints)
+
+
+def _whole(environment: Mapping[str, str], name: str, least: int) -> int:
+    text = environment[name]
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise SettingsError(f"{name}={text!r} must be a whole number of at least {least}.")
+    return int(text)
+
+
+def _seconds(environment: Mapping[str, str], name: str) -> float:
+    text = environment[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise SettingsError(f"{name}={text!r} must be a number of seconds, zero or more.")
+    return value
