@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[3]
-NAMESPACE = "definition-tests"
+NAMESPACE = f"definition-tests-{secrets.token_hex(3)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,6 @@ class Api:
     root: Path = ROOT
     chart: str = str(ROOT / "helm/trainium-operator")
     namespace: str = NAMESPACE
-    base: dict[str, Any] = field(default_factory=dict)
 
     def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(

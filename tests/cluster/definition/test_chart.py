@@ -1,0 +1,205 @@
+"""The chart as the real helm renders and installs it, the plain install, and the examples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainium_operator import generate
+from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
+from trainium_operator.settings import parse_settings
+
+if TYPE_CHECKING:
+    from conftest import Api
+
+pytestmark = pytest.mark.cluster
+
+RELEASE = "checked"
+NAME = f"{RELEASE}-trainium-operator"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.yaml"))
+EVERYTHING = (
+    "replicas=2,podDisruptionBudget.create=true,networkPolicy.create=true,metrics.serviceMonitor.create=true,"
+    "watchNamespace=training,trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
+)
+
+
+def rendered(api: Api, settings: str = "replicas=1") -> list[dict[str, Any]]:
+    text = api.helm("template", RELEASE, api.chart, "--namespace", "system", "--set", settings)
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def only(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name]
+    return found
+
+
+def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+    """Every (group, resource, verb, name) of a role; an empty name is every name."""
+    return {
+        (group, resource, verb, name)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
+    }
+
+
+def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
+    names = {NamedAfter.ANY: "", NamedAfter.LEASE: NAME, NamedAfter.TLS_SECRET: f"{NAME}-coordinator-tls"}
+    return {
+        (right.group, right.resource, verb, names[right.named_after])
+        for right in RIGHTS
+        if right.scope in scopes
+        for verb in right.verbs
+    }
+
+
+def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) -> None:
+    documents = rendered(api)
+    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, Scope.WATCHED)
+    assert granted(only(documents, "Role", NAME)) == used(Scope.OWN)
+    assert only(documents, "Role", NAME)["metadata"]["namespace"] == "system"
+
+
+def test_with_one_namespace_the_rights_to_jobs_are_given_there_only(api: Api) -> None:
+    documents = rendered(api, "watchNamespace=training")
+    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER)
+    jobs = only(documents, "Role", f"{NAME}-jobs")
+    assert granted(jobs) == used(Scope.WATCHED)
+    assert jobs["metadata"]["namespace"] == "training"
+    assert only(documents, "RoleBinding", f"{NAME}-jobs")["subjects"][0]["namespace"] == "system"
+
+
+def test_no_role_of_the_chart_has_a_wildcard(api: Api) -> None:
+    for document in rendered(api, EVERYTHING):
+        if document["kind"] in {"Role", "ClusterRole"}:
+            assert not [right for right in granted(document) if "*" in right]
+
+
+@pytest.mark.parametrize("settings", ["replicas=1", EVERYTHING])
+def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api, settings: str) -> None:
+    deployment = only(rendered(api, settings), "Deployment", NAME)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
+    assert parsed.lease_name == NAME
+    assert parsed.coordinator_service == f"{NAME}-coordinator"
+    assert parsed.secret_name == f"{NAME}-coordinator-tls"
+    assert parsed.trainer_image == "trainium-trainer:0.1.0"
+    assert parsed.watch_namespace == ("training" if settings == EVERYTHING else "")
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"coordinator": parsed.coordinator_port, "metrics": parsed.metrics_port}
+
+
+def test_agents_find_every_operator_pod_by_the_coordinators_name(api: Api) -> None:
+    documents = rendered(api)
+    service = only(documents, "Service", f"{NAME}-coordinator")["spec"]
+    labels = only(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    assert service["selector"].items() <= labels.items()
+
+
+def test_optional_objects_appear_when_asked_for(api: Api) -> None:
+    optional = {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"}
+    assert not optional & {document["kind"] for document in rendered(api)}
+    assert optional <= {document["kind"] for document in rendered(api, EVERYTHING)}
+
+
+def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
+    definition = only(rendered(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
+    assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    kinds = {document["kind"] for document in rendered(api, "crds.install=false")}
+    assert "CustomResourceDefinition" not in kinds
+    assert (
+        "annotations"
+        not in only(rendered(api, "crds.keep=false"), "CustomResourceDefinition", definition["metadata"]["name"])[
+            "metadata"
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("repliccas=2", "additional properties 'repliccas' not allowed"),
+        ("metrics.prot=9", "additional properties 'prot' not allowed"),
+        ("image.pullPolicy=Sometimes", "value must be one of 'Always', 'IfNotPresent', 'Never'"),
+        ("replicas=-1", "minimum: got -1, want 0"),
+        ("watchNamespace=Training", "does not match pattern"),
+    ],
+)
+def test_a_misspelt_or_bad_value_is_refused(api: Api, settings: str, sentence: str) -> None:
+    done = api.run("helm", "template", RELEASE, api.chart, "--set", settings)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+
+
+def test_the_chart_passes_a_strict_lint(api: Api) -> None:
+    api.helm("lint", "--strict", api.chart)
+
+
+def test_the_plain_install_is_what_helm_renders_now(api: Api) -> None:
+    helm = shutil.which("helm", path=api.variables.get("PATH"))
+    assert helm
+    assert generate.stale(ROOT, helm) == [], "run `python -m trainium_operator.generate`"
+
+
+def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Api) -> None:
+    template = only(rendered(defined), "Deployment", NAME)["spec"]["template"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "probe", "labels": template["metadata"]["labels"]},
+        "spec": template["spec"] | {"serviceAccountName": "default", "automountServiceAccountToken": False},
+    }
+    space = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": f"{RELEASE}-restricted", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+    }
+    defined.kubectl("apply", "-f", "-", stdin=json.dumps(space))
+    try:
+        done = defined.run(
+            "kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod)
+        )
+        assert "violates PodSecurity" not in done.stderr
+        assert done.returncode == 0, done.stderr
+    finally:
+        defined.kubectl("delete", "namespace", f"{RELEASE}-restricted", "--wait=false")
+
+
+def test_an_upgrade_keeps_the_certificates_that_the_operator_wrote(defined: Api) -> None:
+    settings = ["--namespace", defined.namespace, "--set", "crds.install=false"]
+    secret = f"{NAME}-coordinator-tls"
+    defined.helm("install", RELEASE, defined.chart, *settings, "--set", "replicas=0")
+    try:
+        written = json.loads(defined.kubectl("get", "secret", secret, "-o", "json"))
+        assert "data" not in written
+        defined.kubectl("replace", "-f", "-", stdin=json.dumps(written | {"data": {"ca.crt": "b3Vycw=="}}))
+        defined.helm("upgrade", RELEASE, defined.chart, *settings, "--set", "replicas=0,logFormat=text")
+        assert defined.kubectl("get", "secret", secret, "-o", "jsonpath={.data}") == '{"ca.crt":"b3Vycw=="}'
+    finally:
+        defined.helm("uninstall", RELEASE, "--namespace", defined.namespace)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_taken(defined: Api, example: str) -> None:
+    defined.kubectl("apply", "--dry-run=server", "-f", str(ROOT / "manifests/examples" / example))
+
+
+def test_the_plain_install_applies(defined: Api) -> None:
+    if defined.existing:
+        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+    install = str(ROOT / generate.INSTALL)
+    applied = defined.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
+    assert (applied.returncode, applied.stderr) == (0, "")
+    rest = ("deployment", "clusterrole", "clusterrolebinding", "namespace")
+    for kind in rest:
+        defined.run("kubectl", "delete", kind, "--all-namespaces", "-l", "app.kubernetes.io/part-of=trainium-operator")
