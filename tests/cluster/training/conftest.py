@@ -1,0 +1,71 @@
+"""The operator installed by helm, a namespace for each test, and an undisturbed run to compare with."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from jobs import Job
+from sites import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sites import Site
+
+RELEASE = "trainium-operator"
+OPERATOR_NAMESPACE = "trainium-system"
+
+
+@pytest.fixture(scope="session")
+def operator(site: Site) -> Iterator[Site]:
+    """The chart, installed with the real helm; taken out again unless the cluster ends anyway."""
+    values = site.shared / "values.json"
+    values.write_text(json.dumps({"statusIntervalSeconds": 1, **site.settings.get("chartValues", {})}))
+    site.helm(
+        "install", RELEASE, str(ROOT / "helm" / "trainium-operator"), "-n", OPERATOR_NAMESPACE, "--create-namespace",
+        "-f", str(values), "--wait", "--timeout", "120s",
+    )  # fmt: skip
+    yield site
+    if site.cluster is None:
+        site.helm("uninstall", RELEASE, "-n", OPERATOR_NAMESPACE, "--wait")
+
+
+@pytest.fixture
+def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A namespace of the test's own; nothing of it is left running."""
+    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
+    name = f"t-{words}"
+    operator.kubectl("create", "namespace", name)
+    yield name
+    operator.kubectl("delete", "trainingjobs", "--all", "-n", name, "--wait=false")
+    operator.kubectl("delete", "namespace", name, "--wait=false")
+    deadline = time.monotonic() + 60
+    while operator.get("pods", "-n", name)["items"]:
+        assert time.monotonic() < deadline, f"pods are left: {operator.kubectl('get', 'pods', '-n', name)}"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
+    """Apply a job: name, then a YAML fragment of its spec."""
+
+    def apply(name: str = "job", change: str = "", **more: str) -> Job:
+        return Job(operator, namespace, name, change, **more).apply()
+
+    return apply
+
+
+@pytest.fixture(scope="session")
+def reference(operator: Site) -> dict[int, float]:
+    """Step -> loss of the base job on two nodes, undisturbed."""
+    operator.kubectl("create", "namespace", "reference")
+    job = Job(operator, "reference", "reference").apply()
+    job.until_phase("Completed", 90)
+    losses = job.losses()
+    job.delete()
+    operator.kubectl("delete", "namespace", "reference", "--wait=false")
+    return losses

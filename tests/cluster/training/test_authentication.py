@@ -1,0 +1,76 @@
+"""The coordinator believes only a pod about itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+CALL = """
+import json, os, ssl, sys, urllib.error, urllib.request
+path, change = sys.argv[1], json.loads(sys.argv[2])
+own = os.environ.get("TRAINIUM_TOKEN_PATH", "/var/run/secrets/trainium.dev/token")
+token = sys.argv[3] if len(sys.argv) > 3 else open(own).read()
+body = {"protocol": 2, "namespace": os.environ["TRAINIUM_NAMESPACE"], "job": os.environ["TRAINIUM_JOB"],
+        "podName": os.environ["TRAINIUM_POD_NAME"], "podUid": os.environ["TRAINIUM_POD_UID"], **change}
+context = ssl.create_default_context(cafile=os.environ.get("TRAINIUM_CA_PATH", "/etc/trainium/ca.crt"))
+request = urllib.request.Request("https://" + os.environ["TRAINIUM_COORDINATOR"] + path, json.dumps(body).encode(),
+                                 {"Authorization": "Bearer " + token, "Content-Type": "application/json"})
+try:
+    with urllib.request.urlopen(request, context=context, timeout=10) as answer:
+        print(json.dumps([answer.status, json.load(answer)]))
+except urllib.error.HTTPError as error:
+    print(json.dumps([error.code, json.load(error)]))
+"""
+
+
+def call(job: Job, path: str, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
+    """One request to the coordinator from inside a worker pod, with its own token or another."""
+    pod = job.members()[0]["podName"]
+    status, body = json.loads(job.inside(pod, "python", "-c", CALL, path, json.dumps(change), *token))
+    return status, body
+
+
+def test_a_token_of_another_job_is_refused(new_job: Callable[..., Job]) -> None:
+    change = "workers: {replicas: 1}\ntrainer: {steps: 5000}"
+    mine, other = new_job("mine", change), new_job("other", change)
+    mine.until_step(1)
+    other.until_step(1)
+    member = other.members()[0]
+    theirs = {"job": "other", "podName": member["podName"], "podUid": member["podUid"]}
+    beat = {"generation": 1, "phase": "Training", **theirs}
+
+    status, body = call(mine, "/v1/heartbeat", beat)
+
+    assert status == 403, body
+    assert body["error"]
+
+
+def test_a_token_for_another_audience_is_refused(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="workers: {replicas: 1}\ntrainer: {steps: 5000}")
+    job.until_step(1)
+    token = job.site.kubectl("create", "token", "default", "-n", job.namespace).strip()
+
+    status, _ = call(job, "/v1/heartbeat", {"generation": 1, "phase": "Training"}, token)
+
+    assert status == 401
+
+
+def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="workers: {replicas: 2, minReplicas: 1}\ntrainer: {steps: 5000}")
+    job.until_step(1)
+    job.scale(1)
+    job.until_recovered()
+
+    status, body = call(job, "/v1/heartbeat", {"generation": 1, "phase": "Training"})
+
+    assert status == 409, body
+    assert body["generation"] == 2

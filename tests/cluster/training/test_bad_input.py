@@ -1,0 +1,72 @@
+"""Jobs that cannot work end with a sentence that says why; damaged checkpoints are stepped over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
+
+
+def verdict_of(job: Job) -> str:
+    """The verdict of a job that must fail; no node may be blamed for it."""
+    status = job.until_phase("Failed")
+    assert not status.get("avoidedNodes"), "no node is to blame"
+    assert status["restarts"]["total"] <= 2
+    failed = next(condition for condition in status["conditions"] if condition["type"] == "Failed")
+    assert failed["status"] == "True"
+    verdict: str = status["verdict"]
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("trainer: {data: {source: /nowhere/corpus.txt}}", "/nowhere/corpus.txt"),
+        ("trainer: {data: {source: /dev/null}}", "/dev/null"),
+        ("trainer: {model: {vocabSize: 64}}", "vocab"),
+        ("trainer: {model: {ropeTheta: 1.0e-300}}", "finite"),
+    ],
+    ids=["a missing file", "no text", "a vocabulary that is too small", "a loss that is not a number"],
+)
+def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(
+    new_job: Callable[..., Job], change: str, expected: str
+) -> None:
+    assert expected in verdict_of(new_job(change=change))
+
+
+def test_a_worker_that_ends_at_import_fails_within_two_tries(new_job: Callable[..., Job]) -> None:
+    # The user's environment breaks the import of a module that every training process needs.
+    change = """
+    workers:
+      template: {spec: {containers: [{name: worker, env: [{name: TRAINIUM_CONFIG, value: /etc/hostname}]}]}}
+    """
+    verdict = verdict_of(new_job(change=change))
+    assert "/etc/hostname" in verdict
+
+
+def test_a_damaged_newest_checkpoint_is_stepped_over(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
+    job = new_job(change="trainer: {steps: 60}")
+    patch = ("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", "-p")
+    job.until("two checkpoints", lambda _: len(list(job.folder.glob("step-*/COMMITTED"))) >= 2)
+    job.site.kubectl(*patch, '{"spec":{"suspend":true}}')
+    job.until_phase("Suspended")
+    folders = sorted(job.folder.glob("step-*/COMMITTED"), key=lambda path: int(path.parent.name.split("-")[1]))
+    newest = folders[-1].parent
+    shard = max((path for path in newest.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    shard.chmod(0o644)
+    shard.write_bytes(content)
+
+    job.site.kubectl(*patch, '{"spec":{"suspend":false}}')
+    job.until_phase("Completed", 60)
+
+    assert job.losses() == reference
+    assert any(newest.name in event for event in job.events()), job.events()

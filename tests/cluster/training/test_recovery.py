@@ -1,0 +1,209 @@
+"""Jobs that are disturbed end on the curve of an undisturbed one, and the history says what happened."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_devcluster.demo.metrics import every_sample_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+ELASTIC = "workers: {replicas: 3, minReplicas: 1}"
+
+
+def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
+    """Whether the curves have the same steps and agree within a relative tolerance."""
+    return losses.keys() == reference.keys() and all(
+        abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
+    )
+
+
+def test_a_killed_process_restarts_in_place_and_the_curve_is_the_same_bit_for_bit(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job()
+    job.until_step(10)
+    before = job.uids()
+
+    job.kill_rank(1)
+    entry = job.until_recovered()
+
+    assert entry["rung"] == "InPlace"
+    assert entry["stepsLost"] <= 1
+    assert entry["podsReplaced"] == 0
+    assert job.uids() == before
+    job.until_phase("Completed")
+    assert job.losses() == reference
+    assert every_sample_once(job.folder, 60 * 12)
+
+
+def test_a_killed_process_restarts_in_place_while_the_operator_is_away(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job()
+    job.until_step(10)
+    deployment = ("-n", "trainium-system", "deployment", "-l", "app.kubernetes.io/instance=trainium-operator")
+    job.site.kubectl("scale", "--replicas=0", *deployment)
+    job.site.kubectl("wait", "--for=delete", "pod", "-n", "trainium-system", "--all", "--timeout=40s")
+    try:
+        job.log.refresh()
+        step = job.log.newest
+        job.kill_rank(0)
+        job.until_step(min(60, step + 15))
+    finally:
+        job.site.kubectl("scale", "--replicas=1", *deployment)
+
+    job.until_phase("Completed", 90)
+
+    assert job.losses() == reference
+    assert [entry["rung"] for entry in job.history()] == ["InPlace"], "the operator learns of it when it is back"
+
+
+def test_a_lost_node_is_replaced_by_the_spare_and_the_curve_is_the_same_bit_for_bit(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job(change="workers: {spares: 1}")
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
+    lost = job.members()[1]
+
+    job.site.power_off(lost["nodeName"])
+    try:
+        entry = job.until_recovered()
+        assert entry["rung"] == "Spare"
+        assert entry["node"] == lost["nodeName"]
+        assert entry["stepsLost"] <= 1, "replicated state survives on the other node"
+        assert lost["podUid"] not in {member["podUid"] for member in job.members()}
+        job.until_phase("Completed")
+    finally:
+        job.site.power_on(lost["nodeName"])
+    assert job.losses() == reference
+
+
+def test_a_deleted_pod_is_replaced_by_a_new_one(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
+    job = new_job()
+    job.until_step(10)
+    victim = job.members()[1]
+
+    job.site.kubectl("delete", "pod", victim["podName"], "-n", job.namespace, "--grace-period=0", "--force")
+    entry = job.until_recovered()
+
+    assert entry["rung"] == "Replace"
+    assert entry["podsReplaced"] == 1
+    assert [member["nodeRank"] for member in job.members()] == [0, 1]
+    job.until_phase("Completed")
+    assert job.losses() == reference
+
+
+def test_a_job_shrinks_when_no_capacity_comes_and_grows_back(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    nodes = 5
+    job = new_job(change=f"workers: {{replicas: {nodes - 1}, minReplicas: 1, template: {{}}}}\ntrainer: {{steps: 60}}")
+    if job.site.workers_possible() != nodes:
+        pytest.skip(f"needs a cluster of {nodes} nodes")
+    job.until_step(5)
+    idle = {node["metadata"]["name"] for node in job.site.get("nodes")["items"]} - {
+        member["nodeName"] for member in job.members()
+    }
+    for node in idle:
+        job.site.kubectl("cordon", node)
+    lost = job.members()[-1]["nodeName"]
+    job.site.power_off(lost)
+    try:
+        job.until("a smaller size", lambda status: status["membership"]["size"] == 3)
+        assert job.until_recovered()["rung"] == "Shrink"
+    finally:
+        job.site.power_on(lost)
+        for node in idle:
+            job.site.kubectl("uncordon", node)
+    job.until(
+        "the full size again", lambda status: status["membership"]["size"] == 4 or status["phase"] == "Completed", 60
+    )
+    job.until_phase("Completed", 90)
+    assert within(job.losses(), reference, 1e-5)
+    assert every_sample_once(job.folder, 60 * 12)
+
+
+def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
+    job = new_job(change=ELASTIC)
+    job.until_step(8)
+
+    job.scale(2)
+    smaller = job.until_recovered(1)
+    job.until_step(smaller["resumeStep"] + 5)
+    job.scale(3)
+    larger = job.until_recovered(2)
+
+    assert (smaller["stepsLost"], larger["stepsLost"]) == (0, 0)
+    status = job.until_phase("Completed", 60)
+    assert within(job.losses(), reference, 1e-5)
+    assert every_sample_once(job.folder, 60 * 12)
+    assert status["restarts"]["total"] == 0, "a resize is no failure"
+
+
+def test_a_size_that_is_not_legal_is_floored_and_status_says_so(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="workers: {replicas: 3, minReplicas: 1, maxReplicas: 9}\ntrainer: {batch: {globalSize: 9}}")
+    job.until_step(3)
+
+    job.scale(2)
+    status = job.until("a legal size", lambda status: status["membership"]["size"] == 1)
+
+    legal = next(condition for condition in status["conditions"] if condition["type"] == "SizeLegal")
+    assert legal["status"] == "False"
+    assert "2" in legal["message"]
+
+
+def test_the_operator_may_be_killed_in_the_middle_of_a_recovery(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job(change="workers: {spares: 1}")
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
+    victim = job.members()[1]["podName"]
+    operators = job.site.get("pods", "-n", "trainium-system")["items"]
+
+    job.site.kubectl("delete", "pod", victim, "-n", job.namespace, "--grace-period=0", "--force")
+    for pod in operators:
+        name = pod["metadata"]["name"]
+        job.site.kubectl("delete", "pod", name, "-n", "trainium-system", "--grace-period=0", "--force")
+
+    job.until_phase("Completed", 100)
+    assert job.losses() == reference
+    assert len(job.members()) == 2
+
+
+def test_training_goes_on_while_the_api_server_restarts(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job()
+    job.until_step(10)
+    before = job.uids()
+
+    job.site.restart_api_server()
+
+    status = job.until_phase("Completed", 80)
+    assert job.losses() == reference
+    assert job.uids() == before
+    assert status["restarts"]["total"] == 0
+
+
+def test_a_job_deleted_while_it_recovers_leaves_nothing(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="workers: {spares: 1}")
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
+
+    job.site.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
+    job.delete("--timeout=30s")
+
+    deadline = time.monotonic() + 40
+    while job.pods():
+        assert time.monotonic() < deadline, [pod["metadata"]["name"] for pod in job.pods()]
+        time.sleep(0.2)
+    left = job.site.get("configmaps,services", "-n", job.namespace)["items"]
+    assert [item["metadata"]["name"] for item in left if item["metadata"]["name"].startswith(job.name)] == []

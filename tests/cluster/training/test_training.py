@@ -1,0 +1,79 @@
+"""A job that nothing disturbs: what it writes, what it says, how it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_devcluster.demo.metrics import every_sample_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
+
+
+def test_a_job_trains_real_text_to_the_end_and_says_so(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    status = job.until_phase("Completed")
+
+    assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
+    assert status["restarts"]["total"] == 0
+    assert not status.get("history")
+    conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
+    assert conditions["Complete"] == "True"
+    assert conditions.get("Failed") != "True"
+    losses = job.losses()
+    assert sorted(losses) == list(range(1, 61))
+    assert losses[60] < losses[1]
+    assert every_sample_once(job.folder, 60 * 12)
+    fields = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
+
+
+def test_checkpoints_are_committed_when_written_and_verify(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    job.until_phase("Completed")
+
+    committed = sorted(path.parent.name for path in job.folder.glob("step-*/COMMITTED"))
+    assert committed == ["step-20", "step-40", "step-60"]
+    for name in committed:
+        folder = job.folder / name
+        commit = json.loads((folder / "COMMITTED").read_text())
+        manifest = (folder / "manifest.json").read_bytes()
+        assert commit["manifestDigest"] == hashlib.sha256(manifest).hexdigest()
+        for file in json.loads(manifest)["files"]:
+            content = (folder / file["name"]).read_bytes()
+            assert len(content) == file["size"]
+            assert hashlib.sha256(content).hexdigest() == file["digest"]
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
+    first, second = new_job("first"), new_job("second")
+
+    first.until_phase("Completed", 90)
+    second.until_phase("Completed", 90)
+
+    assert first.losses() == second.losses() == reference
+
+
+def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job()
+    job.until_step(10)
+    patch = ("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", "-p")
+    job.site.kubectl(*patch, '{"spec":{"suspend":true}}')
+    job.until_phase("Suspended")
+    assert not job.pods()
+
+    job.site.kubectl(*patch, '{"spec":{"suspend":false}}')
+    status = job.until_phase("Completed", 60)
+
+    assert job.losses() == reference
+    assert status["restarts"]["total"] == 0, "a suspension is no failure"
