@@ -104,6 +104,10 @@ def prepare(paths: ClusterPaths, ports: Ports) -> None:
     authority.issue("kube-apiserver-kubelet-client", organizations=("system:masters",)).write(
         paths.pki, "kubelet-client"
     )
+    # An authority of its own: whoever it signs may speak for any user.
+    front_proxy = Authority.create("front-proxy")
+    front_proxy.pair.write(paths.pki, "front-proxy-ca")
+    front_proxy.issue("front-proxy-client").write(paths.pki, "front-proxy-client")
     for component in (Component.CONTROLLER_MANAGER, Component.SCHEDULER):
         pair = authority.issue(f"system:{component}", **local)
         pair.write(paths.pki, component)
@@ -171,10 +175,9 @@ def _etcd(paths: ClusterPaths, ports: Ports) -> list[str]:
         "--peer-client-cert-auth",
         # The data need not survive the machine, only a killed process, and a write that the kernel has survives that.
         "--unsafe-no-fsync",
-        # One member elects itself; upstream's second of waiting for others is most of a start.
+        # One member elects itself; the usual second of waiting for others would be part of every start.
         "--heartbeat-interval=10",
         "--election-timeout=100",
-        "--snapshot-count=10000",
         "--log-level=warn",
     ]
 
@@ -192,6 +195,14 @@ def _apiserver(paths: ClusterPaths, ports: Ports) -> list[str]:
         f"--tls-cert-file={pki / 'apiserver.crt'}",
         f"--tls-private-key-file={pki / 'apiserver.key'}",
         f"--client-ca-file={pki / 'ca.crt'}",
+        # The identity under which the server calls extension servers; without it, its own controllers log errors.
+        f"--requestheader-client-ca-file={pki / 'front-proxy-ca.crt'}",
+        "--requestheader-allowed-names=front-proxy-client",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={pki / 'front-proxy-client.crt'}",
+        f"--proxy-client-key-file={pki / 'front-proxy-client.key'}",
         f"--kubelet-certificate-authority={pki / 'ca.crt'}",
         f"--kubelet-client-certificate={pki / 'kubelet-client.crt'}",
         f"--kubelet-client-key={pki / 'kubelet-client.key'}",
