@@ -1,0 +1,41 @@
+"""Entry point of a node: `python -m trainium_devcluster.node --name node-1 ...`.
+
+Invariants: namespaces are entered and the launcher is forked before anything heavy is imported and before the first thread exists, so that
+the launcher is small and the kernel permits the namespaces.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+
+from trainium_devcluster.node import isolation
+from trainium_devcluster.node.launcher import fork_launcher
+from trainium_devcluster.node.options import parse
+
+
+def main() -> int:
+    """Run the node until it is told to stop; returns the exit code."""
+    options = parse(sys.argv[1:])
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options.state_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        os.setsid()  # whoever started us as a session leader has done it already
+    found = isolation.find()
+    isolation.enter(found)
+    launcher_socket, _ = fork_launcher(found)
+
+    import asyncio  # noqa: PLC0415 - after the fork, see above
+
+    from trainium_devcluster.node import runtime  # noqa: PLC0415
+
+    try:
+        asyncio.run(runtime.run(options, found, launcher_socket))
+    except (ValueError, OSError) as error:
+        logging.getLogger(__name__).error("the node cannot run: %s", error)  # noqa: TRY400 - the sentence is enough
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Loopback addresses: a /24 of 127.0.0.0/8 for the node, one address of it per pod.
+
+Invariants: no two nodes on one machine share a /24, whatever cluster they belong to, because a node owns its /24 by listening on the
+kubelet port of its first address; a pod's address is not given out again before all others have been.
+"""
+
+import hashlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+_FIRST_SECOND_OCTET = 16  # 127.0 to 127.15 stay free for whatever else the machine runs on loopback
+_TRIES = 512
+
+
+class NoAddressError(Exception):
+    """No address is left."""
+
+
+def candidates(seed: str) -> Iterator[ipaddress.IPv4Network]:
+    """The /24s that a node tries, in an order that depends on `seed` only."""
+    for attempt in range(_TRIES):
+        digest = hashlib.sha256(f"{seed}/{attempt}".encode()).digest()
+        second = _FIRST_SECOND_OCTET + digest[0] % (255 - _FIRST_SECOND_OCTET)
+        yield ipaddress.IPv4Network(f"127.{second}.{digest[1]}.0/24")
+
+
+def claim(networks: Iterator[ipaddress.IPv4Network], port: int) -> tuple[ipaddress.IPv4Network, socket.socket]:
+    """The first of `networks` that nobody has, and the listening socket that makes it ours.
+
+    Raises:
+        NoAddressError: when all are taken.
+    """
+    for network in networks:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((str(network[1]), port))
+            sock.listen(128)
+        except OSError:
+            sock.close()
+            continue
+        return network, sock
+    raise NoAddressError(f"no free network below 127.0.0.0/8 with port {port}: are other clusters running?")
+
+
+class PodAddresses:
+    """Hands out the addresses of a /24 from .2 on."""
+
+    def __init__(self, network: ipaddress.IPv4Network) -> None:
+        self._all = [str(address) for address in list(network.hosts())[1:]]
+        self._next = 0
+        self._owners: dict[str, str] = {}
+
+    def take(self, owner: str, wanted: str = "") -> str:
+        """An address for the pod with uid `owner`; the one it had (`wanted`) when that is free.
+
+        Raises:
+            NoAddressError: when every address is in use.
+        """
+        for address, known in self._owners.items():
+            if known == owner:
+                return address
+        if wanted in self._all and wanted not in self._owners:
+            self._owners[wanted] = owner
+            return wanted
+        for offset in range(len(self._all)):
+            address = self._all[(self._next + offset) % len(self._all)]
+            if address not in self._owners:
+                self._next = (self._next + offset + 1) % len(self._all)
+                self._owners[address] = owner
+                return address
+        raise NoAddressError(f"all {len(self._all)} pod addresses of this node are in use")
+
+    def release(self, owner: str) -> None:
+        """The pod has ended."""
+        for address in [address for address, known in self._owners.items() if known == owner]:
+            del self._owners[address]

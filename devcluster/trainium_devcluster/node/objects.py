@@ -1,0 +1,81 @@
+"""Kubernetes objects as plain JSON, and the few readings of them that everything here shares.
+
+Invariants: nothing here changes an object; times are RFC 3339 in UTC with a Z, as the API server writes them.
+"""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+Json = dict[str, Any]
+
+EPOCH = "1970-01-01T00:00:00Z"
+
+
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch as the API writes a Time (whole seconds)."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def micro_timestamp(seconds: float) -> str:
+    """Seconds since the epoch as the API writes a MicroTime."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse_time(text: str) -> float:
+    """The inverse of both."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def uid(obj: Json) -> str:
+    """The object's unique id."""
+    return str(obj["metadata"]["uid"])
+
+
+def name(obj: Json) -> str:
+    """The object's name."""
+    return str(obj["metadata"]["name"])
+
+
+def namespace(obj: Json) -> str:
+    """The object's namespace, empty for what has none."""
+    return str(obj["metadata"].get("namespace", ""))
+
+
+def containers(pod: Json) -> list[Json]:
+    """The pod's main containers."""
+    return list(pod["spec"].get("containers") or [])
+
+
+def init_containers(pod: Json) -> list[Json]:
+    """The pod's init containers, native sidecars among them."""
+    return list(pod["spec"].get("initContainers") or [])
+
+
+def is_sidecar(container: Json) -> bool:
+    """Whether an init container is a native sidecar, which runs as long as the pod does."""
+    return container.get("restartPolicy") == "Always"
+
+
+def find(items: Iterable[Json] | None, key: str, value: str) -> Json | None:
+    """The first of `items` whose `key` is `value`."""
+    return next((item for item in items or () if item.get(key) == value), None)
+
+
+def is_terminal(pod: Json) -> bool:
+    """Whether the pod has ended for good."""
+    return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
+
+
+def grace_seconds(pod: Json, previous: int = 0) -> int:
+    """Seconds that the pod has to end, given what was granted before: a grace period only ever shrinks, and is at least 1.
+
+    A forced deletion (period 0) gets the pod's own period, as a kubelet grants it.
+    """
+    grace = previous
+    override = pod["metadata"].get("deletionGracePeriodSeconds")
+    if override is not None and (grace == 0 or override < grace):
+        grace = override
+    if grace == 0:
+        grace = pod["spec"].get("terminationGracePeriodSeconds") or 0
+    return max(1, grace)

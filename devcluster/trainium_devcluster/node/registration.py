@@ -1,0 +1,233 @@
+"""The Node object: registering it, its conditions, and the lease that says that the node lives.
+
+Invariants: the lease is renewed every 10 s and only then; status is written when it changes and every five minutes. A condition set by a
+fault control stays until it is cleared, and wins over the node's own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainium_devcluster.node.api import Api, ApiError, Unreachable
+from trainium_devcluster.node.objects import Json, micro_timestamp, timestamp
+from trainium_devcluster.node.options import NodeOptions
+
+_log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 40
+_RENEW_SECONDS = 10.0
+_STATUS_SECONDS = 300.0
+_LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+_NOT_FOUND, _CONFLICT = 404, 409
+_RETRY = 0.5  # seconds
+_KUBELET_VERSION = "v1.36.3"  # what version skew checks expect beside a 1.36 API server
+_HEALTHY = (
+    ("MemoryPressure", "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
+    ("DiskPressure", "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
+    ("PIDPressure", "KubeletHasSufficientPID", "kubelet has sufficient PID available"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A node condition as a fault control sets it."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+
+
+@dataclass(slots=True)
+class Registration:
+    """Keeps this node's object and lease."""
+
+    api: Api
+    options: NodeOptions
+    address: str
+    pod_cidr: str
+    node: Json = field(default_factory=dict)
+    _forced: dict[str, Condition] = field(default_factory=dict)
+    _transitions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _boot_id: str = field(default_factory=lambda: os.urandom(16).hex())
+
+    async def register(self) -> None:
+        """Create the Node, or take over the one that is there, and report Ready; waits for the API server as long as it takes."""
+        while True:
+            try:
+                await self._ensure_node()
+                await self._write_status()
+                await self._renew()
+            except (ApiError, Unreachable) as error:
+                _log.warning("registration: %s", error)
+                await asyncio.sleep(_RETRY)
+            else:
+                return
+
+    async def run(self) -> None:
+        """Renew the lease and report status until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_lease())
+            group.create_task(self._keep_status())
+
+    def set_condition(self, condition: Condition) -> None:
+        """Report `condition` from now on, instead of the node's own of the same type."""
+        self._forced[condition.type] = condition
+        self._changed.set()
+
+    def clear_condition(self, kind: str) -> None:
+        """Report the node's own condition again; one that the node does not have by itself becomes Unknown's opposite, False."""
+        if kind in self._forced:
+            if kind in {"Ready", *(k for k, _, _ in _HEALTHY)}:
+                del self._forced[kind]
+            else:
+                self._forced[kind] = Condition(kind, "False", "Cleared", "cleared by a fault control")
+        self._changed.set()
+
+    def allocatable(self) -> dict[str, str]:
+        """What pods may use; all of the capacity."""
+        return dict(self.options.capacity)
+
+    def _labels(self) -> dict[str, str]:
+        own = {
+            "kubernetes.io/hostname": self.options.name,
+            "kubernetes.io/os": "linux",
+            "kubernetes.io/arch": _architecture(),
+            "beta.kubernetes.io/os": "linux",
+            "beta.kubernetes.io/arch": _architecture(),
+        }
+        return own | self.options.labels
+
+    async def _ensure_node(self) -> None:
+        body = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": self.options.name, "labels": self._labels()},
+            "spec": {
+                "podCIDR": self.pod_cidr,
+                "podCIDRs": [self.pod_cidr],
+                "providerID": f"process:///{self.options.name}",
+                "taints": [{"key": t.key, "value": t.value, "effect": t.effect} for t in self.options.taints],
+            },
+        }
+        try:
+            self.node = await self.api.create("/api/v1/nodes", body)
+        except ApiError as error:
+            if error.status != _CONFLICT:
+                raise
+            self.node = await self.api.patch(self._path, {"metadata": {"labels": self._labels()}})
+
+    @property
+    def _path(self) -> str:
+        return f"/api/v1/nodes/{self.options.name}"
+
+    def _conditions(self) -> list[Json]:
+        own = [Condition(kind, "False", reason, message) for kind, reason, message in _HEALTHY]
+        own.append(Condition("Ready", "True", "KubeletReady", "the process node is posting ready status"))
+        merged = {c.type: c for c in own} | self._forced
+        now = timestamp(time.time())
+        found = []
+        for condition in merged.values():
+            status, since = self._transitions.get(condition.type, ("", now))
+            if status != condition.status:
+                since = now
+                self._transitions[condition.type] = (condition.status, now)
+            found.append(
+                {
+                    "type": condition.type,
+                    "status": condition.status,
+                    "reason": condition.reason,
+                    "message": condition.message,
+                    "lastHeartbeatTime": now,
+                    "lastTransitionTime": since,
+                }
+            )
+        return found
+
+    async def _write_status(self) -> None:
+        uname = platform.uname()
+        status = {
+            "capacity": self.options.capacity,
+            "allocatable": self.allocatable(),
+            "conditions": self._conditions(),
+            "addresses": [
+                {"type": "InternalIP", "address": self.address},
+                {"type": "Hostname", "address": self.options.name},
+            ],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self.options.kubelet_port}},
+            "declaredFeatures": ["ExtendWebSocketsToKubelet"],
+            "nodeInfo": {
+                "architecture": _architecture(),
+                "bootID": self._boot_id,
+                "containerRuntimeVersion": "process://1.0.0",
+                "kernelVersion": uname.release,
+                "kubeProxyVersion": "",
+                "kubeletVersion": _KUBELET_VERSION,
+                "machineID": _machine_id(),
+                "operatingSystem": "linux",
+                "osImage": "process node",
+                "systemUUID": self._boot_id,
+            },
+        }
+        self.node = await self.api.patch(f"{self._path}/status", {"status": status})
+
+    async def _keep_status(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _STATUS_SECONDS)
+            self._changed.clear()
+            try:
+                await self._write_status()
+            except ApiError as error:
+                _log.warning("node status: %s", error)
+                if error.status == _NOT_FOUND:
+                    await self.register()
+            except Unreachable:
+                await asyncio.sleep(_RETRY)
+                self._changed.set()
+
+    async def _renew(self) -> None:
+        body: Json = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self.options.name, "namespace": "kube-node-lease"},
+            "spec": {
+                "holderIdentity": self.options.name,
+                "leaseDurationSeconds": LEASE_SECONDS,
+                "renewTime": micro_timestamp(time.time()),
+            },
+        }
+        if self.node:
+            owner = {"apiVersion": "v1", "kind": "Node", "name": self.options.name, "uid": self.node["metadata"]["uid"]}
+            body["metadata"]["ownerReferences"] = [owner]
+        try:
+            await self.api.patch(f"{_LEASES}/{self.options.name}", {"spec": body["spec"]})
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            await self.api.create(_LEASES, body)
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await asyncio.sleep(_RENEW_SECONDS)
+            try:
+                await self._renew()
+            except (ApiError, Unreachable) as error:
+                _log.warning("node lease: %s", error)
+
+
+def _architecture() -> str:
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+
+
+def _machine_id() -> str:
+    try:
+        return Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except OSError:
+        return "process-node"

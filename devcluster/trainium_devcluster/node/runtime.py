@@ -1,0 +1,198 @@
+"""The running node: puts the parts together and hands pods to their runners.
+
+Invariants: a pod bound to this node has exactly one runner, by uid; what a former process of this node left behind (pod directories, claims on
+running containers) is settled before anything new is started; a polite stop kills the containers and leaves the API as it is, as a power
+cut does.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from trainium_devcluster.node import addresses, claims, control, serving
+from trainium_devcluster.node.api import Api, load_kubeconfig
+from trainium_devcluster.node.events import EventSink
+from trainium_devcluster.node.faults import Faults
+from trainium_devcluster.node.isolation import Isolation
+from trainium_devcluster.node.launching import Launcher
+from trainium_devcluster.node.names import ServiceDirectory
+from trainium_devcluster.node.objects import Json, name, namespace, uid
+from trainium_devcluster.node.options import NodeOptions
+from trainium_devcluster.node.pod import PodRunner
+from trainium_devcluster.node.reflector import ObjectCache, Reflector
+from trainium_devcluster.node.registration import Registration
+from trainium_devcluster.node.server import NodeServer
+from trainium_devcluster.node.services import NodeServices
+from trainium_devcluster.node.volumes import remove_tree
+
+_log = logging.getLogger(__name__)
+
+
+async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socket.socket) -> None:
+    """Be the node until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    launcher = Launcher(launcher_socket, isolation)
+    async with Api(load_kubeconfig(options.kubeconfig), f"process-node/{options.name}") as api, aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(force_close=True, limit=0)
+    ) as http:
+        node = _assemble(options, isolation, launcher, api, http)
+        tasks = [asyncio.create_task(node.run()), asyncio.create_task(stop.wait())]
+        tasks.append(asyncio.ensure_future(launcher.gone))
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        launcher.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks[0] in done:
+            tasks[0].result()
+
+
+def _assemble(
+    options: NodeOptions, isolation: Isolation, launcher: Launcher, api: Api, http: aiohttp.ClientSession
+) -> "Node":
+    if options.pod_cidr:
+        networks = iter([ipaddress.IPv4Network(options.pod_cidr)])
+    else:
+        networks = addresses.candidates(f"{options.api_server}/{options.name}")
+    network, listener = addresses.claim(networks, options.kubelet_port)
+    events = EventSink(api, options.name)
+    registration = Registration(api, options, str(network[1]), str(network))
+    runners: dict[str, PodRunner] = {}
+    pod_addresses = addresses.PodAddresses(network)
+    services = NodeServices(
+        options=options,
+        api=api,
+        cache=ObjectCache(api),
+        events=events,
+        directory=ServiceDirectory(api, events, options.api_server),
+        launcher=launcher,
+        isolation=isolation,
+        http=http,
+        address=str(network[1]),
+        allocatable=registration.allocatable(),
+        node=lambda: registration.node,
+        active_pods=lambda: [runner.pod for runner in runners.values() if runner.active],
+        release_address=pod_addresses.release,
+    )
+    return Node(services, registration, listener, pod_addresses, runners)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The parts of a running node."""
+
+    services: NodeServices
+    registration: Registration
+    listener: socket.socket
+    addresses: addresses.PodAddresses
+    runners: dict[str, PodRunner]
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Register and run pods until cancelled."""
+        options = self.services.options
+        faults = Faults(self.services.api, self.registration, lambda: self.runners.values())
+        control_server = await control.serve(options.control_socket, faults.handle)
+        web_runner = await self._serve_api()
+        pods = Reflector(
+            self.services.api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={options.name}"}, self._pod_changed
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.services.events.run())
+                group.create_task(self.services.directory.run())
+                await self.registration.register()
+                self._announce()
+                group.create_task(self.registration.run())
+                group.create_task(claims.Provisioner(self.services.api, options.name, options.claims_dir).run())
+                group.create_task(pods.run())
+                await pods.synced.wait()
+                self._sweep()
+        finally:
+            control_server.close()
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(faults.stop(), *self._tasks.values(), return_exceptions=True)
+            await web_runner.cleanup()
+
+    async def _serve_api(self) -> web.AppRunner:
+        options = self.services.options
+        server = NodeServer(self._find, read_only=options.client_ca is None)
+        # A stop must not wait for followed logs.
+        runner = web.AppRunner(server.app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        if options.serving_ca_cert is not None and options.serving_ca_key is not None:
+            files = serving.make_certificate(
+                options.serving_ca_cert, options.serving_ca_key, options.name, self.services.address, options.state_dir
+            )
+            tls = serving.server_context(*files, options.client_ca)
+            await web.SockSite(runner, self.listener, ssl_context=tls).start()
+        else:
+            _log.warning("no --serving-ca-cert and --serving-ca-key: kubectl logs and exec will not work")
+        return runner
+
+    def _announce(self) -> None:
+        """Tell the cluster's tools that the node is up."""
+        body: dict[str, Any] = {
+            "pid": os.getpid(),
+            "name": self.services.options.name,
+            "address": self.services.address,
+            "port": self.services.options.kubelet_port,
+            "isolation": self.services.isolation.namespaces.value,
+            "started": time.time(),
+        }
+        path = self.services.options.state_dir / "node.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(body) + "\n", encoding="utf-8")
+        temporary.replace(path)
+        _log.info("node %s is up at %s", body["name"], body["address"])
+
+    def _sweep(self) -> None:
+        """Remove the directories of pods that went while this node was down."""
+        folder = self.services.options.state_dir / "pods"
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.name not in self.runners:
+                remove_tree(entry)
+
+    def _find(self, space: str, pod_name: str) -> PodRunner | None:
+        found = [r for r in self.runners.values() if namespace(r.pod) == space and name(r.pod) == pod_name]
+        return found[-1] if found else None
+
+    def _pod_changed(self, pod: Json, deleted: bool) -> None:
+        runner = self.runners.get(uid(pod))
+        if runner is not None:
+            runner.removed(pod) if deleted else runner.update(pod)
+        elif not deleted:
+            self._adopt(pod)
+
+    def _adopt(self, pod: Json) -> None:
+        key = uid(pod)
+        if pod["spec"].get("hostNetwork"):
+            address = self.services.address
+        else:
+            address = self.addresses.take(key, pod.get("status", {}).get("podIP", ""))
+        runner = self.runners[key] = PodRunner(self.services, pod, address)
+        task = self._tasks[key] = asyncio.create_task(runner.run(), name=f"pod {namespace(pod)}/{name(pod)}")
+        task.add_done_callback(lambda done: self._ended(key, done))
+
+    def _ended(self, key: str, task: asyncio.Task[None]) -> None:
+        self.runners.pop(key, None)
+        self._tasks.pop(key, None)
+        self.addresses.release(key)
+        with contextlib.suppress(asyncio.CancelledError):
+            if (error := task.exception()) is not None:
+                _log.error("%s ended badly", task.get_name(), exc_info=error)

@@ -1,0 +1,94 @@
+"""Cutting the network of running processes without privileges: a filter on their sockets that drops all that arrives.
+
+The kernel lets a process take a duplicate of a descendant's descriptor (pidfd_getfd) and attach a classic BPF program to a socket. A program that
+returns 0 drops every incoming segment, so connections hang as in a network partition instead of breaking. What is sent still leaves, and a
+listening socket accepts no connection. New sockets are found by looking again.
+Invariants: only TCP sockets are touched; `heal` restores every socket that was cut and still exists.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_SYS_PIDFD_GETFD = 438
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_BPF_RET_K = 0x06
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class SocketFilter:
+    """Cuts and heals sockets; keeps a duplicate of each socket that it has cut."""
+
+    _cut: dict[str, socket.socket] = field(default_factory=dict)
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether this machine lets us do it, tried on a socket of our own."""
+        if platform.system() != "Linux":
+            return False
+        with socket.socket() as probe:
+            try:
+                duplicate = _duplicate(os.getpid(), probe.fileno())
+                _drop_incoming(duplicate)
+            except OSError:
+                return False
+            duplicate.close()
+            return True
+
+    def cut(self, pids: Iterable[int]) -> None:
+        """Cut every TCP socket of these processes that is not cut yet."""
+        for pid in pids:
+            for fd, inode in _sockets(pid):
+                if inode in self._cut:
+                    continue
+                with contextlib.suppress(OSError):
+                    duplicate = _duplicate(pid, fd)
+                    if duplicate.family in {socket.AF_INET, socket.AF_INET6} and duplicate.type == socket.SOCK_STREAM:
+                        _drop_incoming(duplicate)
+                        self._cut[inode] = duplicate
+                    else:
+                        duplicate.close()
+
+    def heal(self) -> None:
+        """Let everything through again."""
+        for duplicate in self._cut.values():
+            with contextlib.suppress(OSError):
+                duplicate.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            duplicate.close()
+        self._cut.clear()
+
+
+def _sockets(pid: int) -> list[tuple[int, str]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry.path)
+                if target.startswith("socket:"):
+                    found.append((int(entry.name), target))
+    return found
+
+
+def _duplicate(pid: int, fd: int) -> socket.socket:
+    pidfd = os.pidfd_open(pid)
+    try:
+        own = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
+        if own < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return socket.socket(fileno=own)
+    finally:
+        os.close(pidfd)
+
+
+def _drop_incoming(target: socket.socket) -> None:
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET_K, 0, 0, 0))
+    descriptor = struct.pack("HL", 1, ctypes.addressof(program))
+    target.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, descriptor)
