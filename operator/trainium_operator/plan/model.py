@@ -81,6 +81,8 @@ class PodView:
     """Message of the condition PodScheduled=False, reason Unschedulable."""
     finished: float | None = None
     """When the worker container terminated."""
+    template_hash: str = ""
+    """Value of the annotation `worker_env.ANNOTATION_TEMPLATE_HASH`."""
 
 
 class NodeReadiness(StrEnum):
@@ -116,9 +118,9 @@ class AgentView:
     heartbeat: HeartbeatRequest | None = None
     """The newest one."""
     progressed: float | None = None
-    """When a heartbeat last brought a higher step than the one before; None while none has."""
+    """When a heartbeat last brought a higher step than the one before it; None while none has."""
     step_seconds: float | None = None
-    """Seconds per step as the last two such heartbeats show it: (progressed - previous) / (step - previous)."""
+    """Seconds per step as the last two such heartbeats show it: (time - previous) / (step - previous)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +152,7 @@ class Observed:
     pods: tuple[PodView, ...]
     nodes: Mapping[str, NodeView]
     agents: Mapping[str, AgentView]
-    """By pod uid."""
+    """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process heard of it."""
     membership: Membership | None
     """Read from the ConfigMap `names.membership_name`, key `names.MEMBERSHIP_KEY`; None when there is none."""
     published: int

@@ -1,0 +1,107 @@
+"""Closing interruptions: at the first new step, or when what was interrupted is given up.
+
+The agents' own records tell best when training resumed and from which step; without one, the first heartbeat that
+shows a new step does. Seconds are from the failure to the first step that had not been completed before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Interruption, Rung
+from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.goodput import add_loss
+from trainium_operator.plan.history import replace_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.messages import RestartRecord
+    from trainium_operator.plan.facts import Draft, Facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    at: float
+    resume_step: int | None
+    step_before: int
+
+
+def close_recovered(facts: Facts, draft: Draft) -> None:
+    """Fill in when, from where and at what price training went on, for each open interruption that is over."""
+    longest: tuple[float, Interruption] | None = None
+    for index, entry in enumerate(draft.status.history):
+        if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
+            continue
+        resumed = _recorded(facts, entry) or _observed(facts, entry)
+        if resumed is None:
+            continue
+        closed = _closed(entry, resumed, facts.now)
+        replace_entry(draft, index, closed)
+        seconds = closed.recovered_seconds or 0.0
+        if longest is None or seconds > longest[0]:
+            longest = (seconds, closed)
+    if longest is not None:
+        # Interruptions that end together overlapped: their time was lost once.
+        draft.update(goodput=add_loss(draft.status.goodput, longest[1].cause, longest[0]))
+
+
+def close_abandoned(facts: Facts, draft: Draft) -> None:
+    """A suspension ends what was being recovered from; the time after it is nobody's loss."""
+    for index, entry in enumerate(draft.status.history):
+        if entry.recovered_seconds is None and entry.rung is not Rung.STOP:
+            seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
+            replace_entry(draft, index, entry.model_copy(update={"recovered_seconds": seconds}))
+            draft.update(goodput=add_loss(draft.status.goodput, entry.cause, seconds))
+
+
+def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
+    failed_at = entry.failed_at if entry.failed_at is not None else now
+    step_before = max(entry.step_before, resumed.step_before)
+    lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
+    return entry.model_copy(
+        update={
+            "recovered_seconds": round(min(max(0.0, resumed.at - failed_at), max(0.0, now - failed_at)), 3),
+            "step_before": step_before,
+            "resume_step": resumed.resume_step,
+            "steps_lost": lost,
+        }
+    )
+
+
+def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """What the agents recorded about the restart that answered this interruption."""
+    records = [record for record in _answers(facts, entry) if record.resumed_at is not None]
+    if not records:
+        return None
+    last = max(records, key=lambda record: record.resumed_at or 0.0)
+    steps = [record.resume_step for record in records if record.resume_step is not None]
+    return _Resumption(
+        at=last.resumed_at or 0.0,
+        resume_step=min(steps, default=None),
+        step_before=max(record.step_before for record in records),
+    )
+
+
+def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
+    """Records of the generation in force; those of older ones will never be completed."""
+    for _, beat in facts.beats:
+        for record in beat.restarts:
+            later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
+            if later and record.generation == beat.generation:
+                yield record
+
+
+def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """The first heartbeat after the interruption that shows a new step, where no agent's record is still to come."""
+    if any(record.resumed_at is None for record in _answers(facts, entry)):
+        return None
+    for _, beat in facts.beats:
+        later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
+        if not later or beat.phase is not WorkerPhase.TRAINING or beat.progress is None:
+            continue
+        if beat.progress.step > max(entry.step_before, 0):
+            at = beat.progress.updated
+            return _Resumption(at=at if at > (entry.failed_at or 0.0) else facts.now, resume_step=None, step_before=-1)
+    return None

@@ -1,0 +1,127 @@
+"""`plan`: from what is observed to what is done, one policy after the other. Reads like a table of contents.
+
+Invariants: pure and level-triggered: the same observation always gives the same plan, and the plan for a state in which
+the last plan was carried out asks for nothing. Every decision is in the status before it is acted on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import ConditionType
+from trainium_operator.plan.announce import announce
+from trainium_operator.plan.budgets import avoided_nodes
+from trainium_operator.plan.children import converge_children
+from trainium_operator.plan.closing import close_abandoned, close_recovered
+from trainium_operator.plan.conditions import is_terminal
+from trainium_operator.plan.ending import all_finished, clean_up, complete, stop
+from trainium_operator.plan.facts import Draft, sort_facts
+from trainium_operator.plan.formation import form_first_generation
+from trainium_operator.plan.generation import adopt_recorded, begin_generation, keep_published
+from trainium_operator.plan.in_place import take_restarts
+from trainium_operator.plan.losses import find_losses
+from trainium_operator.plan.model import Plan
+from trainium_operator.plan.pods import converge_pods
+from trainium_operator.plan.reasons import Reason
+from trainium_operator.plan.recovery import note_losses, replace_lost, restart_stopped
+from trainium_operator.plan.resize import note_request, resize
+from trainium_operator.plan.size import decide_size
+from trainium_operator.plan.summary import only_progress_differs, summarise
+from trainium_operator.plan.suspension import stay_active, suspend
+from trainium_operator.plan.times import parse_rfc3339
+from trainium_operator.plan.verdicts import reach_verdict
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.facts import Facts
+    from trainium_operator.plan.generation import NewGeneration
+    from trainium_operator.plan.losses import Loss
+    from trainium_operator.plan.model import Observed, PlanSettings
+
+_SHORTEST_REQUEUE_SECONDS = 0.05
+
+
+def plan(observed: Observed, settings: PlanSettings) -> Plan:
+    """What to do about one TrainingJob now; never raises for anything that a user can write."""
+    job = observed.job
+    if job.deleting:
+        # Owner references delete the children; agents save on SIGTERM.
+        return Plan(status=job.status)
+    facts = sort_facts(observed, settings, decide_size(job.spec))
+    draft = Draft(status=job.status, now=observed.now)
+    if is_terminal(job.status):
+        clean_up(facts, draft)
+        return _sealed(facts, draft)
+    _begin(facts, draft)
+    losses = find_losses(facts, draft)
+    if all_finished(facts):
+        close_recovered(facts, draft)
+        close_abandoned(facts, draft)
+        summarise(facts, draft)
+        complete(facts, draft)
+        return _sealed(facts, draft)
+    if not job.spec.suspend:
+        take_restarts(facts, draft, member_lost=bool(losses))
+        if losses:
+            note_losses(facts, draft, losses)
+    close_recovered(facts, draft)
+    verdict = reach_verdict(facts, draft)
+    if verdict is not None:
+        summarise(facts, draft)
+        stop(facts, draft, verdict)
+        return _sealed(facts, draft)
+    converge_children(facts, draft)
+    if job.spec.suspend:
+        close_abandoned(facts, draft)
+        suspend(facts, draft)
+    else:
+        stay_active(draft)
+        new = _decide_generation(facts, draft, losses)
+        if new is not None:
+            begin_generation(facts, draft, new)
+        else:
+            keep_published(facts, draft)
+        converge_pods(facts, draft, losses)
+    summarise(facts, draft)
+    return _sealed(facts, draft)
+
+
+def _begin(facts: Facts, draft: Draft) -> None:
+    """Bring what follows from the spec alone into the status."""
+    draft.update(observed_generation=facts.job.generation)
+    size = facts.size
+    legal = size.desired > 0 and size.reason is Reason.AS_REQUESTED
+    draft.condition(ConditionType.SIZE_LEGAL, legal, size.reason, size.message)
+    adopt_recorded(facts, draft)
+    desired = size.desired or draft.status.desired
+    note_request(facts, draft, desired)
+    avoid = facts.settings.avoid_node_seconds
+    draft.update(desired=desired, avoided_nodes=avoided_nodes(draft.status.failures, facts.now, avoid))
+
+
+def _decide_generation(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> NewGeneration | None:
+    """The next generation: the first, one without the lost, or one of another size."""
+    if facts.current is None:
+        return form_first_generation(facts, draft)
+    if losses:
+        return replace_lost(facts, draft, losses)
+    return restart_stopped(facts, draft) or resize(facts, draft)
+
+
+def _sealed(facts: Facts, draft: Draft) -> Plan:
+    """The finished plan; a status that only brings progress waits until the last one is old enough."""
+    old, status = facts.job.status, draft.status
+    announce(old, draft)
+    deadlines = list(draft.deadlines)
+    if status != old and only_progress_differs(old, status):
+        written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
+        due = written + facts.settings.status_interval_seconds
+        if facts.now < due:
+            deadlines.append(due)
+            status = old
+    soonest = min(deadlines, default=None)
+    return Plan(
+        status=status,
+        actions=tuple(draft.actions),
+        events=tuple(draft.events),
+        requeue_after=None if soonest is None else max(_SHORTEST_REQUEUE_SECONDS, soonest - facts.now),
+    )

@@ -1,0 +1,130 @@
+"""Policy: keep desired + spares worker pods alive; remove what is lost, hopeless, outdated or too many.
+
+How creation survives a crash: the status raises `nextPodOrdinal` first, then the pods below it are created. Ordinals
+whose creation was cut short are skipped, never used again; a pod whose creation was not noticed is at worst one too
+many, and goes. Members are never surplus.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_operator.plan.budgets import backoff_until, has_record_of, record_failure
+from trainium_operator.plan.causes import budget_of, cause_of_failed_pod, died_by_itself
+from trainium_operator.plan.generation import is_settled
+from trainium_operator.plan.model import CreatePod, DeletePod, PodPhase
+from trainium_operator.plan.reasons import Reason
+from trainium_operator.plan.verdicts import START_ATTEMPTS, start_failures
+from trainium_operator.plan.worker_pod import template_hash, worker_pod
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.facts import Draft, Facts
+    from trainium_operator.plan.losses import Loss
+    from trainium_operator.plan.workers import Worker
+
+
+def converge_pods(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> None:
+    """Ask for the deletions and creations that bring the pods to what is wanted."""
+    lost = {loss.member.pod_uid for loss in losses}
+    for loss in losses:
+        if loss.worker is not None:
+            delete(draft, loss.worker, force=loss.force)
+    outsiders = _usable_outsiders(facts, draft)
+    staying = _staying_members(facts, draft, lost)
+    wanted = draft.status.desired + facts.job.spec.workers.spares
+    missing = wanted - staying - len(outsiders)
+    if missing > 0:
+        _create(facts, draft, missing)
+    elif missing < 0:
+        _remove_surplus(facts, draft, outsiders, -missing)
+
+
+def delete(draft: Draft, worker: Worker, *, force: bool = False) -> None:
+    """Ask for the deletion of a pod, once; by force again when its node cannot confirm an earlier one."""
+    if force:
+        draft.actions.append(DeletePod(worker.pod.name, worker.pod.uid, 0))
+    elif not worker.pod.deleting:
+        draft.actions.append(DeletePod(worker.pod.name, worker.pod.uid, None))
+
+
+def _staying_members(facts: Facts, draft: Draft, lost: set[str]) -> int:
+    """How many members' pods will still be wanted: of a generation that is just being left, only those that stay."""
+    size = draft.status.membership.size
+    staying = len(facts.member_uids - lost)
+    return min(staying, size) if _shrinking(facts, draft) else staying
+
+
+def _shrinking(facts: Facts, draft: Draft) -> bool:
+    return facts.current is not None and draft.status.membership.generation > facts.current.generation
+
+
+def _usable_outsiders(facts: Facts, draft: Draft) -> list[Worker]:
+    """Outsiders that count; the others are deleted, except the evidence of workers that do not start."""
+    evidence = start_failures(facts)[-START_ATTEMPTS:]
+    usable: list[Worker] = []
+    for worker in facts.outsiders:
+        if worker in evidence:
+            continue
+        if worker.alive and not _outdated(facts, worker):
+            usable.append(worker)
+            continue
+        if worker.pod.phase is PodPhase.FAILED:
+            _count(facts, draft, worker)
+        delete(draft, worker, force=worker.node_bad and (worker.pod.deleting or not worker.ended))
+    return usable
+
+
+def _outdated(facts: Facts, worker: Worker) -> bool:
+    """It never ran and was made from another template: a corrected image or node selector must reach it."""
+    pod = worker.pod
+    if pod.phase is not PodPhase.PENDING or worker.agent is not None or not pod.template_hash:
+        return False
+    return pod.template_hash != template_hash(facts.job, facts.settings)
+
+
+def _count(facts: Facts, draft: Draft, worker: Worker) -> None:
+    """Count the failure of a worker that never became a member, once by its name."""
+    if has_record_of(draft.status, worker.pod.name):
+        return
+    found = cause_of_failed_pod(worker.pod)
+    cause = found if budget_of(found) is None else Cause.POD_LOST
+    draft.update(
+        failures=record_failure(
+            draft.status.failures,
+            at=facts.now,
+            cause=cause,
+            pod=worker.pod.name,
+            node=worker.pod.node if died_by_itself(worker.pod) else "",
+            recovery=facts.job.spec.recovery,
+        )
+    )
+    draft.note(
+        Reason.WORKER_FAILED,
+        f"Pod {worker.pod.name} on node {worker.pod.node} ended before it could join "
+        f"({found.value}, exit code {worker.pod.exit_code}): {worker.pod.message or worker.pod.reason}",
+        warning=True,
+        pod=worker.pod.name,
+    )
+
+
+def _create(facts: Facts, draft: Draft, missing: int) -> None:
+    allowed = backoff_until(draft.status.failures, facts.now)
+    if facts.now < allowed:
+        draft.deadlines.append(allowed)
+        return
+    highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
+    first = max(draft.status.next_pod_ordinal, highest + 1)
+    draft.update(next_pod_ordinal=first + missing)
+    for ordinal in range(first, first + missing):
+        draft.actions.append(CreatePod(worker_pod(facts.job, facts.settings, ordinal, draft.status.avoided_nodes)))
+
+
+def _remove_surplus(facts: Facts, draft: Draft, outsiders: list[Worker], surplus: int) -> None:
+    """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
+    steady = facts.current is None or (is_settled(facts) and not _shrinking(facts, draft))
+    at_size = facts.current is None or len(facts.current.members) == draft.status.desired
+    victims = sorted(outsiders, key=lambda worker: (worker.agent is not None, worker.warm, -worker.pod.ordinal))
+    for worker in victims[:surplus]:
+        if worker.agent is None or (steady and at_size):
+            delete(draft, worker)

@@ -1,0 +1,243 @@
+"""The worker pod: pure construction.
+
+Invariants: a pod has an ordinal and no rank; it holds no API credentials, only a token for the coordinator; it passes
+the `restricted` pod security standard unless its storage is a host path; requests of extended resources equal their
+limits; the user's template cannot change what identifies the pod.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract import worker_env as env
+from trainium_contract.job import Device
+from trainium_operator.plan import names
+from trainium_operator.plan.children import content_hash, owner_reference
+from trainium_operator.plan.template import merge_template
+
+if TYPE_CHECKING:
+    from trainium_contract.job import AcceleratorSpec, StorageSpec, TrainingJobSpec
+    from trainium_operator.plan.model import JobView, PlanSettings
+
+Json = dict[str, Any]
+
+WORKER_CONTAINER = "worker"
+_TOKEN_SECONDS = 3600
+_UNREACHABLE_SECONDS = 30
+"""How long a pod stays on a node that the control plane lost sight of; the plan acts earlier, this is the net below."""
+_EXIT_MARGIN_SECONDS = 10
+"""Grace of the pod beyond that of the ranks, for the agent's own farewell."""
+_CACHE_DIRECTORY = "/var/cache/trainium"
+
+
+def worker_pod(job: JobView, settings: PlanSettings, ordinal: int, avoided: tuple[str, ...]) -> Json:
+    """The complete manifest of the pod with this ordinal; `avoided` nodes are used only when no other is left."""
+    body = pod_template(job, settings)
+    name = names.pod_name(job.name, ordinal)
+    metadata = {
+        **body["metadata"],
+        "name": name,
+        "namespace": job.namespace,
+        "ownerReferences": [owner_reference(job)],
+    }
+    spec = {**body["spec"], "hostname": name, "subdomain": names.service_name(job.name)}
+    if avoided:
+        spec["affinity"] = _keeping_away(spec.get("affinity") or {}, avoided)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def pod_template(job: JobView, settings: PlanSettings) -> Json:
+    """What all workers of a job have in common, the user's template merged in; carries its own digest."""
+    ours = {
+        "metadata": {"annotations": {"karpenter.sh/do-not-disrupt": "true"}},
+        "spec": _pod_spec(job, settings),
+    }
+    merged = merge_template(ours, _named(job.spec.workers.template))
+    metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
+    labels = {
+        **(metadata.get("labels") or {}),
+        **names.object_labels(job.name, "worker"),
+        **names.selector_labels(job.name),
+    }
+    body: Json = {
+        "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
+        "spec": {**spec, "restartPolicy": "Never"},
+    }
+    body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = content_hash(body)
+    return body
+
+
+def template_hash(job: JobView, settings: PlanSettings) -> str:
+    """The digest that pods made now carry."""
+    digest: str = pod_template(job, settings)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
+    return digest
+
+
+def _named(template: Json) -> Json:
+    """The template with its only container, if it has no name, taken for the worker's."""
+    containers = (template.get("spec") or {}).get("containers")
+    if not isinstance(containers, list) or len(containers) != 1 or "name" in containers[0]:
+        return template
+    return {**template, "spec": {**template["spec"], "containers": [{"name": WORKER_CONTAINER, **containers[0]}]}}
+
+
+def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
+    spec, accelerator = job.spec, job.spec.workers.accelerator
+    body: Json = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.recovery.graceful_seconds + _EXIT_MARGIN_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": settings.worker_user,
+            "runAsGroup": settings.worker_user,
+            "fsGroup": settings.worker_user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": _tolerations(accelerator),
+        "containers": [_container(job, settings)],
+        "volumes": _volumes(job.name, spec),
+    }
+    if accelerator.instance_type:
+        body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
+    if settings.image_pull_secrets:
+        body["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    if not _fills_its_node(accelerator):
+        body["affinity"] = {"podAntiAffinity": _one_per_node(job.name)}
+    return body
+
+
+def _container(job: JobView, settings: PlanSettings) -> Json:
+    container: Json = {
+        "name": WORKER_CONTAINER,
+        "image": job.spec.image or settings.image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["trainium-agent"],
+        "env": _environment(job, settings),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "config", "mountPath": env.CONFIG_DIRECTORY, "readOnly": True},
+            {"name": "token", "mountPath": env.TOKEN_PATH.rsplit("/", 1)[0], "readOnly": True},
+            {"name": "shared-memory", "mountPath": env.SHARED_MEMORY_MOUNT},
+            {"name": "cache", "mountPath": _CACHE_DIRECTORY},
+            {"name": "checkpoints", "mountPath": env.CHECKPOINT_MOUNT},
+        ],
+    }
+    extended = extended_resources(job.spec.workers.accelerator)
+    if extended:
+        container["resources"] = {"limits": extended, "requests": extended}
+    return container
+
+
+def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
+    """Devices that a worker asks for: all of its node, as the instance type has them, or what the spec says."""
+    if accelerator.resources:
+        return dict(accelerator.resources)
+    if accelerator.device is Device.CUDA:
+        return {"nvidia.com/gpu": str(accelerator.cores())}
+    instance = accelerator.instance()
+    if accelerator.device is not Device.NEURON or instance is None:
+        return {}
+    found = {"aws.amazon.com/neuron": str(instance.devices)}
+    return {**found, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else found
+
+
+def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
+    """Whether the devices alone keep two workers from one node; anti-affinity makes scheduling several times slower."""
+    return accelerator.instance() is not None and not accelerator.resources
+
+
+def _one_per_node(job: str) -> Json:
+    term = {
+        "labelSelector": {"matchLabels": names.selector_labels(job)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+
+
+def _keeping_away(affinity: Json, avoided: tuple[str, ...]) -> Json:
+    """The affinity with a strong preference against these nodes: a suspect node is better than no node."""
+    node_affinity = dict(affinity.get("nodeAffinity") or {})
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoided)}
+    preference = {"weight": 100, "preference": {"matchExpressions": [expression]}}
+    node_affinity[key] = [*(node_affinity.get(key) or []), preference]
+    return {**affinity, "nodeAffinity": node_affinity}
+
+
+def _tolerations(accelerator: AcceleratorSpec) -> list[Json]:
+    lost = [
+        {
+            "key": f"node.kubernetes.io/{taint}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": _UNREACHABLE_SECONDS,
+        }
+        for taint in ("not-ready", "unreachable")
+    ]
+    device = {Device.NEURON: "aws.amazon.com/neuron", Device.CUDA: "nvidia.com/gpu"}.get(accelerator.device)
+    return [{"key": device, "operator": "Exists"}, *lost] if device else lost
+
+
+def _volumes(job: str, spec: TrainingJobSpec) -> list[Json]:
+    token = {"path": "token", "audience": env.TOKEN_AUDIENCE, "expirationSeconds": _TOKEN_SECONDS}
+    return [
+        {"name": "config", "configMap": {"name": names.config_name(job)}},
+        {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "checkpoints", **_storage(spec.checkpoint.storage)},
+    ]
+
+
+def _storage(storage: StorageSpec) -> Json:
+    if storage.host_path is not None:
+        return {"hostPath": {"path": storage.host_path.path, "type": "DirectoryOrCreate"}}
+    if storage.persistent_volume_claim is not None:
+        return {"persistentVolumeClaim": {"claimName": storage.persistent_volume_claim.claim_name}}
+    return {"emptyDir": {}}
+
+
+def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
+    accelerator, recovery = job.spec.workers.accelerator, job.spec.recovery
+    fields = {
+        env.ENV_NAMESPACE: "metadata.namespace",
+        env.ENV_POD_NAME: "metadata.name",
+        env.ENV_POD_UID: "metadata.uid",
+        env.ENV_POD_IP: "status.podIP",
+        env.ENV_NODE_NAME: "spec.nodeName",
+    }
+    values = {
+        env.ENV_JOB: job.name,
+        env.ENV_COORDINATOR: settings.coordinator,
+        env.ENV_PROCESSES_PER_NODE: str(accelerator.cores()),
+        env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
+        env.ENV_GRACE_SECONDS: str(recovery.graceful_seconds),
+        env.ENV_CONFIG: env.CONFIG_PATH,
+        env.ENV_MEMORY_DIRECTORY: env.MEMORY_DIRECTORY,
+        env.ENV_TOKEN_PATH: env.TOKEN_PATH,
+        env.ENV_CA_PATH: env.CA_PATH,
+        # The image's user need not have a home; the cache is the pod's own, never shared between nodes.
+        "XDG_CACHE_HOME": _CACHE_DIRECTORY,
+        **_device_environment(accelerator),
+    }
+    references = [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()]
+    return references + [{"name": key, "value": value} for key, value in values.items()]
+
+
+def _device_environment(accelerator: AcceleratorSpec) -> dict[str, str]:
+    if accelerator.device is Device.CPU:
+        return {"OMP_NUM_THREADS": "1"}
+    if accelerator.device is not Device.NEURON:
+        return {}
+    found = {
+        # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted.
+        "NEURON_CC_FLAGS": "--retry_failed_compilation",
+        "NEURON_COMPILE_CACHE_URL": f"{_CACHE_DIRECTORY}/neuron",
+    }
+    if "vpc.amazonaws.com/efa" in extended_resources(accelerator):
+        found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    return found

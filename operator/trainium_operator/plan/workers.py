@@ -1,0 +1,116 @@
+"""What can be said of one worker: its pod, its agent and its node, seen together.
+
+Invariants: silence is measured by the operator's clock only, and only since the coordinator has been there long enough
+for agents to find it; a worker whose pod is being deleted, has ended or has lost its node is never counted as alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.model import NodeReadiness, PodPhase
+
+if TYPE_CHECKING:
+    from trainium_contract.messages import HeartbeatRequest
+    from trainium_operator.plan.model import AgentView, NodeView, Observed, PlanSettings, PodView
+
+_WORKING = (WorkerPhase.JOINING, WorkerPhase.LOADING, WorkerPhase.TRAINING, WorkerPhase.YIELDED)
+_SPARE_SILENCE_FACTOR = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One worker pod that exists in the API."""
+
+    pod: PodView
+    agent: AgentView | None
+    node: NodeView | None
+    """None when it is not scheduled, and when its node is gone."""
+    silent_seconds: float
+    """Since its agent was last heard, not counting the time in which it had no coordinator to talk to."""
+    timeout: float
+    """Silence in seconds from which on it matters."""
+
+    @property
+    def heartbeat(self) -> HeartbeatRequest | None:
+        """The agent's newest heartbeat."""
+        return self.agent.heartbeat if self.agent else None
+
+    @property
+    def node_gone(self) -> bool:
+        """The pod is bound to a node that no longer exists."""
+        return bool(self.pod.node) and self.node is None
+
+    @property
+    def node_bad(self) -> bool:
+        """Its node is gone, or its kubelet does not report or reports trouble."""
+        return self.node_gone or (self.node is not None and self.node.ready is not NodeReadiness.TRUE)
+
+    @property
+    def silent(self) -> bool:
+        """Its agent should have been heard and was not."""
+        return self.silent_seconds >= self.timeout
+
+    @property
+    def ended(self) -> bool:
+        """The pod has terminated."""
+        return self.pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def alive(self) -> bool:
+        """It is, or may become, a working worker."""
+        if self.pod.deleting or self.ended or self.node_gone:
+            return False
+        if self.agent is None:
+            return not self.node_bad
+        stale = self.silent and (self.node_bad or self.silent_seconds >= self.stale_after)
+        return not stale and not self.gave_up
+
+    @property
+    def stale_after(self) -> float:
+        """Silence after which a worker outside the membership is given up although its node looks well."""
+        return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
+
+    @property
+    def gave_up(self) -> bool:
+        """Its agent does not restart its processes any more, and it is the one that failed.
+
+        The other members of a generation that was given up are Failed too, without a verdict of their own.
+        """
+        beat = self.heartbeat
+        return beat is not None and beat.phase is WorkerPhase.FAILED and beat.verdict is not None
+
+    @property
+    def warm(self) -> bool:
+        """It can join a generation right now."""
+        beat = self.heartbeat
+        if not self.alive or self.silent or self.node_bad or beat is None or self.pod.phase is not PodPhase.RUNNING:
+            return False
+        return beat.phase in _WORKING or (beat.phase is WorkerPhase.STANDBY and beat.ready)
+
+    @property
+    def finished(self) -> bool:
+        """All its ranks ended with code 0."""
+        if self.heartbeat is not None and self.heartbeat.phase is WorkerPhase.FINISHED:
+            return True
+        return self.pod.phase is PodPhase.SUCCEEDED and not self.pod.deleting
+
+
+def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
+    """Every worker by pod uid, in the order of their ordinals."""
+    timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
+    audible_since = observed.coordinator_since + settings.reconnect_seconds
+    workers: dict[str, Worker] = {}
+    for pod in sorted(observed.pods, key=lambda view: view.ordinal):
+        agent = observed.agents.get(pod.uid)
+        heard = agent.heard if agent is not None and agent.heard >= observed.coordinator_since else audible_since
+        workers[pod.uid] = Worker(
+            pod=pod,
+            agent=agent,
+            node=observed.nodes.get(pod.node),
+            silent_seconds=max(0.0, observed.now - heard),
+            timeout=timeout,
+        )
+    return workers
