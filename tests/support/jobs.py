@@ -165,7 +165,7 @@ class Job:
     def kill_rank(self, node_rank: int) -> str:
         """SIGKILL the training process of a member; returns its pod."""
         pod: str = self.members()[node_rank]["podName"]
-        record = self.inside(pod, "python", "-m", "trainium_trainer.monitor.progress").splitlines()[0]
+        record = self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0]
         self.inside(pod, "kill", "-9", str(json.loads(record)["pid"]))
         return pod
 

@@ -144,7 +144,7 @@ class Story:
         victim = self.members(run)[1]
         pod = victim["podName"]
         inside = ("exec", pod, "-n", NAMESPACE, "-c", "worker", "--")
-        records = self.cluster.kubectl(*inside, "python", "-m", "trainium_trainer.monitor.progress")
+        records = self.cluster.kubectl(*inside, "python", "-m", "trainium_trainer.monitor")
         pid = json.loads(records.splitlines()[0])["pid"]
         self.view.say(f"fault: SIGKILL of the training process in {pod} (rank {victim['nodeRank']})")
         self._measure(run, "killed process", lambda: self.cluster.kubectl(*inside, "kill", "-9", str(pid)))
