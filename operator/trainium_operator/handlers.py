@@ -71,7 +71,8 @@ def apply_settings(settings: kopf.OperatorSettings) -> None:
     settings.posting.loggers = False
     settings.scanning.disabled = True  # no right to list CRDs and namespaces is needed then
     settings.peering.standalone = True  # the Lease decides who acts
-    settings.watching.server_timeout = WATCH_SECONDS * random.uniform(1.0, 1.25)  # noqa: S311
+    # A whole number: kopf passes it on as it is, and the API server takes no other.
+    settings.watching.server_timeout = int(WATCH_SECONDS * random.uniform(1.0, 1.25))  # noqa: S311 - spreads load
     settings.watching.client_timeout = settings.watching.server_timeout + 30
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 500

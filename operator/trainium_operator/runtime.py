@@ -31,7 +31,7 @@ from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.health import HealthServer
 from trainium_operator.metrics import Metrics
 from trainium_operator.plan.model import PlanSettings
-from trainium_operator.plan.planner import plan
+from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.messages import Membership
-from trainium_contract.worker_env import LABEL_JOB
+from trainium_contract.worker_env import ANNOTATION_TEMPLATE_HASH, LABEL_JOB
 from trainium_operator.plan import names
 from trainium_operator.plan.model import JobView, NodeReadiness, NodeView, PodPhase, PodView
 
@@ -95,6 +95,7 @@ def pod_view(raw: Json) -> PodView:
         scheduled=scheduled.get("status") == "True" or bool((raw.get("spec") or {}).get("nodeName")),
         unschedulable_message=scheduled.get("message", "") if unschedulable else "",
         finished=seconds(terminated.get("finishedAt")),
+        template_hash=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE_HASH, ""),
     )
 
 

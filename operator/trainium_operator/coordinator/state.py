@@ -53,7 +53,14 @@ class _Job:
     def __init__(self) -> None:
         self.membership: Membership | None = None
         self.agents: dict[str, _Agent] = {}
+        self.gone: set[str] = set()
         self.changed = asyncio.Event()
+
+    def drop_gone(self) -> None:
+        for pod_uid in tuple(self.gone):
+            if self.membership is None or self.membership.rank_of(pod_uid) is None:
+                self.gone.discard(pod_uid)
+                self.agents.pop(pod_uid, None)
 
     @property
     def generation(self) -> int:
@@ -84,6 +91,7 @@ class CoordinatorState:
         job = self._job(job_uid)
         if membership.generation >= job.generation:
             job.membership = membership
+            job.drop_gone()
             # Waiters hold the old event; those who come later wait for the next change.
             job.changed.set()
             job.changed = asyncio.Event()
@@ -95,10 +103,11 @@ class CoordinatorState:
             job.changed.set()
 
     def forget_pod(self, job_uid: str, pod_uid: str) -> None:
-        """The pod is gone."""
+        """The pod is gone; what a member of the current generation said last stays until the next generation."""
         job = self._jobs.get(job_uid)
-        if job is not None:
-            job.agents.pop(pod_uid, None)
+        if job is not None and pod_uid in job.agents:
+            job.gone.add(pod_uid)
+            job.drop_gone()
 
     def published(self, job_uid: str) -> int:
         """Generation that is served; 0 for none."""

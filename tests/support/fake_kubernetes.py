@@ -1,0 +1,366 @@
+"""An API server in memory, behind the operator's Transport: enough of the real one's semantics to test against.
+
+Has: versions, uids, optimistic locking, list paging and label selectors, watches with bookmarks and 410, status
+subresource, server-side apply that removes what its manager no longer applies, uid preconditions, graceful deletion of
+pods, garbage collection by owner, TokenReview. Has faults: failing requests, dropped and stalled streams, compaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainium_operator.cluster.resources import ALL, Resource
+from trainium_operator.cluster.transport import Answer, ConnectionFailedError, Stream
+
+Json = dict[str, Any]
+Fault = Callable[[str, str], Answer | Exception | None]
+
+
+@dataclass(frozen=True)
+class Write:
+    method: str
+    path: str
+    body: Any
+    status: int
+
+
+@dataclass
+class _Watch:
+    resource: Resource
+    namespace: str
+    labels: str
+    queue: asyncio.Queue[Json | None] = field(default_factory=asyncio.Queue)
+    stalled: bool = False
+
+
+def refuse(status: int, reason: str, message: str = "", **headers: str) -> Answer:
+    body = {"kind": "Status", "status": "Failure", "reason": reason, "message": message or reason, "code": status}
+    return Answer(status, {key.replace("_", "-"): value for key, value in headers.items()}, json.dumps(body).encode())
+
+
+class FakeCluster:
+    """The server and a Transport to it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str, str], Json] = {}
+        self.writes: list[Write] = []
+        self.requests: list[tuple[str, str]] = []
+        self.faults: list[Fault] = []
+        self.after_write: Callable[[Write], None] = lambda _: None
+        self.tokens: dict[str, Json] = {}
+        self.now = "2026-01-01T00:00:00Z"
+        self.graceful_pods = False
+        self.down = False
+        self._version = itertools.count(1)
+        self.version = 0
+        self._uids = itertools.count(1)
+        self._history: list[tuple[int, str, str, Json]] = []
+        self._compacted = 0
+        self._watches: list[_Watch] = []
+        self._applied: dict[tuple[str, str, str, str], set[tuple[str, ...]]] = {}
+
+    # what tests do from outside
+
+    def add(self, resource: Resource, raw: Json) -> Json:
+        """Put an object there as somebody else would."""
+        raw = copy.deepcopy(raw)
+        raw.setdefault("metadata", {}).setdefault("uid", f"uid-{next(self._uids)}")
+        raw["metadata"].setdefault("creationTimestamp", self.now)
+        if resource.namespaced:
+            raw["metadata"].setdefault("namespace", "default")
+        raw.setdefault("apiVersion", resource.api_version)
+        raw.setdefault("kind", resource.kind)
+        return self._store("ADDED", resource, raw)
+
+    def change(self, resource: Resource, namespace: str, name: str, change: Callable[[Json], None]) -> Json:
+        raw = copy.deepcopy(self.objects[resource.plural, namespace, name])
+        change(raw)
+        return self._store("MODIFIED", resource, raw)
+
+    def remove(self, resource: Resource, namespace: str, name: str) -> None:
+        raw = self.objects.pop((resource.plural, namespace, name))
+        self.version = next(self._version)
+        raw["metadata"]["resourceVersion"] = str(self.version)
+        self._tell("DELETED", resource, raw)
+        for key, child in list(self.objects.items()):
+            if any(o["uid"] == raw["metadata"]["uid"] for o in child["metadata"].get("ownerReferences") or ()):
+                self.remove(_resource(key[0]), key[1], key[2])
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Json:
+        return self.objects[resource.plural, namespace, name]
+
+    def names(self, resource: Resource, namespace: str = "default") -> list[str]:
+        return sorted(name for plural, space, name in self.objects if (plural, space) == (resource.plural, namespace))
+
+    def compact(self) -> None:
+        """Forget all history: watches from before get 410."""
+        self._compacted = self.version
+        self._history.clear()
+
+    def drop_streams(self) -> None:
+        for watch in self._watches:
+            watch.queue.put_nowait(None)
+
+    def stall_streams(self) -> None:
+        """Open streams stay open and bring nothing any more."""
+        for watch in self._watches:
+            watch.stalled = True
+
+    def bookmark(self) -> None:
+        for watch in self._watches:
+            if not watch.stalled:
+                watch.queue.put_nowait(self._bookmark_of(watch.resource))
+
+    def open_streams(self, resource: Resource) -> int:
+        return sum(watch.resource is resource for watch in self._watches)
+
+    # Transport
+
+    async def request(
+        self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
+    ) -> Answer:
+        await asyncio.sleep(0)
+        self.requests.append((method, path))
+        if self.down:
+            raise ConnectionFailedError("connection refused")
+        for fault in self.faults:
+            outcome = fault(method, path)
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is not None:
+                return outcome
+        resource, namespace, name, subresource = _route(path)
+        body = copy.deepcopy(body)
+        answer = self._dispatch(method, resource, namespace, name, subresource, dict(query), body, content_type)
+        if method != "GET":
+            write = Write(method, path, body, answer.status)
+            self.writes.append(write)
+            self.after_write(write)
+        return answer
+
+    @asynccontextmanager
+    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[Stream]:
+        await asyncio.sleep(0)
+        self.requests.append(("WATCH", path))
+        if self.down:
+            raise ConnectionFailedError("connection refused")
+        resource, namespace, _, _ = _route(path)
+        watch = _Watch(resource, namespace, query.get("labelSelector", ""))
+        since = int(query["resourceVersion"])
+        if since < self._compacted:
+            watch.queue.put_nowait({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old"}})
+        for version, plural, kind, raw in self._history:
+            if version > since and plural == resource.plural:
+                self._offer(watch, kind, raw)
+        self._watches.append(watch)
+        loop = asyncio.get_running_loop()
+        try:
+            yield Stream(200, self._lines(watch, silence, loop.time() + float(query["timeoutSeconds"])))
+        finally:
+            self._watches.remove(watch)
+
+    async def _lines(self, watch: _Watch, silence: float, until: float) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout(min(silence, max(0.0, until - loop.time()))):
+                    event = await watch.queue.get()
+            except TimeoutError:
+                if loop.time() >= until and not watch.stalled:
+                    return
+                raise ConnectionFailedError("nothing was heard") from None
+            if event is None:
+                return
+            yield json.dumps(event).encode() + b"\n"
+
+    # the server
+
+    def _dispatch(
+        self,
+        method: str,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        subresource: str,
+        query: dict[str, str],
+        body: Any,
+        content_type: str,
+    ) -> Answer:
+        if resource.plural == "tokenreviews":
+            return _ok(self._review(body))
+        if method == "POST":
+            return self._create(resource, namespace, body)
+        if method == "GET" and not name:
+            return self._list(resource, namespace, query)
+        key = (resource.plural, namespace, name)
+        current = self.objects.get(key)
+        if method == "PATCH" and content_type.startswith("application/apply-patch"):
+            return self._apply(resource, key, current, subresource, query["fieldManager"], body)
+        if current is None:
+            return refuse(404, "NotFound", f"{resource.plural} {name} not found")
+        if method == "GET":
+            return _ok(current)
+        if method == "DELETE":
+            return self._delete(resource, current, body or {})
+        expected = body.get("metadata", {}).get("resourceVersion")
+        if expected is not None and expected != current["metadata"]["resourceVersion"]:
+            return refuse(409, "Conflict", "the object has been modified")
+        if method == "PUT":
+            body["metadata"] = {**body["metadata"], "uid": current["metadata"]["uid"]}
+            return _ok(self._store("MODIFIED", resource, body))
+        return _ok(self._store("MODIFIED", resource, _merged(current, body)))
+
+    def _create(self, resource: Resource, namespace: str, body: Json) -> Answer:
+        name = body["metadata"]["name"]
+        if (resource.plural, namespace, name) in self.objects:
+            return refuse(409, "AlreadyExists", f"{resource.plural} {name!r} already exists")
+        body["metadata"].update(namespace=namespace, uid=f"uid-{next(self._uids)}", creationTimestamp=self.now)
+        if resource.plural == "pods":
+            body["status"] = {"phase": "Pending"}
+        return _ok(self._store("ADDED", resource, body))
+
+    def _list(self, resource: Resource, namespace: str, query: dict[str, str]) -> Answer:
+        found = [
+            raw
+            for (plural, space, _), raw in sorted(self.objects.items())
+            if plural == resource.plural
+            and namespace in ("", space)
+            and _matches(raw, query.get("labelSelector", ""))
+        ]
+        start = int(query.get("continue", "0"))
+        limit = int(query.get("limit", "500"))
+        metadata: Json = {"resourceVersion": str(self.version)}
+        if start + limit < len(found):
+            metadata["continue"] = str(start + limit)
+        return _ok({"metadata": metadata, "items": found[start : start + limit]})
+
+    def _apply(
+        self, resource: Resource, key: tuple[str, str, str], current: Json | None, subresource: str, manager: str, body: Json
+    ) -> Answer:
+        expected = body["metadata"].pop("resourceVersion", None)
+        if current is None:
+            if subresource or expected:
+                return refuse(404, "NotFound", f"{key[2]} not found")
+            created = self._create(resource, key[1], body)
+            self._applied[(*key, manager)] = _leaves(body)
+            return created
+        if expected is not None and expected != current["metadata"]["resourceVersion"]:
+            return refuse(409, "Conflict", "the object has been modified")
+        wanted = {"status": body.get("status", {})} if subresource == "status" else {
+            part: value for part, value in body.items() if part != "status"
+        }
+        owned = self._applied.get((*key, manager + subresource), set())
+        result = copy.deepcopy(current)
+        for path in owned - _leaves(wanted):
+            _drop(result, path)
+        result = _merged(result, wanted, keep_none=True)
+        result["metadata"] = {**current["metadata"], **{k: v for k, v in result["metadata"].items() if k != "uid"}}
+        self._applied[(*key, manager + subresource)] = _leaves(wanted)
+        if result == current:
+            return _ok(current)
+        return _ok(self._store("MODIFIED", resource, result))
+
+    def _delete(self, resource: Resource, current: Json, options: Json) -> Answer:
+        uid = (options.get("preconditions") or {}).get("uid")
+        metadata = current["metadata"]
+        if uid is not None and uid != metadata["uid"]:
+            return refuse(409, "Conflict", "the UID in the precondition does not match")
+        if resource.plural == "pods" and self.graceful_pods and options.get("gracePeriodSeconds") != 0:
+            raw = copy.deepcopy(current)
+            raw["metadata"].setdefault("deletionTimestamp", self.now)
+            return _ok(self._store("MODIFIED", resource, raw))
+        self.remove(resource, metadata.get("namespace", ""), metadata["name"])
+        return _ok({"kind": "Status", "status": "Success"})
+
+    def _review(self, body: Json) -> Json:
+        user = self.tokens.get(body["spec"]["token"])
+        if user is None:
+            return {**body, "status": {"authenticated": False, "error": "unknown token"}}
+        return {**body, "status": {"authenticated": True, "audiences": body["spec"]["audiences"], "user": user}}
+
+    def _store(self, kind: str, resource: Resource, raw: Json) -> Json:
+        self.version = next(self._version)
+        raw = copy.deepcopy(raw)
+        raw["metadata"]["resourceVersion"] = str(self.version)
+        key = (resource.plural, raw["metadata"].get("namespace", ""), raw["metadata"]["name"])
+        old = self.objects.get(key)
+        if old is not None and resource.plural == "trainingjobs" and old.get("spec") != raw.get("spec"):
+            raw["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
+        self.objects[key] = raw
+        self._tell(kind, resource, raw)
+        return copy.deepcopy(raw)
+
+    def _tell(self, kind: str, resource: Resource, raw: Json) -> None:
+        self._history.append((self.version, resource.plural, kind, copy.deepcopy(raw)))
+        for watch in self._watches:
+            if watch.resource is resource:
+                self._offer(watch, kind, raw)
+
+    def _offer(self, watch: _Watch, kind: str, raw: Json) -> None:
+        namespace = raw["metadata"].get("namespace", "")
+        if not watch.stalled and watch.namespace in ("", namespace) and _matches(raw, watch.labels):
+            watch.queue.put_nowait({"type": kind, "object": copy.deepcopy(raw)})
+
+    def _bookmark_of(self, resource: Resource) -> Json:
+        return {"type": "BOOKMARK", "object": {"kind": resource.kind, "metadata": {"resourceVersion": str(self.version)}}}
+
+
+def _ok(body: Json) -> Answer:
+    return Answer(200, {}, json.dumps(body).encode())
+
+
+def _resource(plural: str) -> Resource:
+    return next(resource for resource in ALL if resource.plural == plural)
+
+
+def _route(path: str) -> tuple[Resource, str, str, str]:
+    parts = path.strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if parts[0] == "namespaces":
+        namespace, parts = parts[1], parts[2:]
+    padded = [*parts, "", ""]
+    return _resource(padded[0]), namespace, padded[1], padded[2]
+
+
+def _matches(raw: Json, selector: str) -> bool:
+    labels = raw["metadata"].get("labels") or {}
+    for term in filter(None, selector.split(",")):
+        key, _, value = term.partition("=")
+        if key not in labels or (value and labels[key] != value):
+            return False
+    return True
+
+
+def _merged(old: Json, new: Json, *, keep_none: bool = False) -> Json:
+    result = dict(old)
+    for key, value in new.items():
+        if value is None and not keep_none:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _merged(result[key], value, keep_none=keep_none)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    if not isinstance(value, dict) or not value:
+        return {path} if path else set()
+    return {leaf for key, child in value.items() if key not in ("apiVersion", "kind") for leaf in _leaves(child, (*path, key))}
+
+
+def _drop(raw: Json, path: tuple[str, ...]) -> None:
+    *parents, last = path
+    for parent in parents:
+        raw = raw.get(parent, {})
+        if not isinstance(raw, dict):
+            return
+    raw.pop(last, None)

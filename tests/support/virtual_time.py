@@ -1,0 +1,56 @@
+"""An event loop whose clock jumps to the next timer when nothing is left to do: an hour of waiting takes no time.
+
+Only for code without sockets, threads and child processes; a test that would wait for ever fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DeadlockError(AssertionError):
+    """Nothing can ever happen again."""
+
+
+class _Selector(selectors.SelectSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if ready:
+            return ready
+        if timeout is None:
+            raise DeadlockError("every task waits for something that no task will do")
+        self.now += timeout
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`time()` begins at 1,000 s, so that 0 stays recognisable as "never"."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+        self._clock_resolution = 1e-6
+
+    def time(self) -> float:
+        return 1000.0 + self._virtual.now
+
+
+def run_virtual(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+async def settle(turns: int = 50) -> None:
+    """Let every task that can run, run, without time passing."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
