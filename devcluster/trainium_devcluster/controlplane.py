@@ -21,8 +21,6 @@ from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.kubeconfig import render_kubeconfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from trainium_devcluster.state import ClusterPaths, ClusterSpec
 
 HOST = "127.0.0.1"
@@ -303,31 +301,3 @@ def listens(port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-# What nodes may do beyond Kubernetes' own role for them: the node runtime stands in for kube-proxy too and, since
-# endpoints cannot hold loopback addresses, finds the pods behind a Service by its selector.
-NODE_ROLE: Mapping[str, object] = {
-    "apiVersion": "rbac.authorization.k8s.io/v1",
-    "kind": "ClusterRole",
-    "metadata": {"name": "trainium-devcluster:node"},
-    "rules": [
-        {"apiGroups": [""], "resources": ["services", "pods"], "verbs": ["get", "list", "watch"]},
-        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
-        {"apiGroups": ["", "events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch", "update"]},
-    ],
-}
-NODE_BINDING: Mapping[str, object] = {
-    "apiVersion": "rbac.authorization.k8s.io/v1",
-    "kind": "ClusterRoleBinding",
-    "metadata": {"name": "trainium-devcluster:node"},
-    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "trainium-devcluster:node"},
-    "subjects": [{"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": "system:nodes"}],
-}
-
-
-def bootstrap(client: ApiClient) -> None:
-    """Give nodes their extra rights; may be repeated."""
-    group = "/apis/rbac.authorization.k8s.io/v1"
-    for plural, document in (("clusterroles", NODE_ROLE), ("clusterrolebindings", NODE_BINDING)):
-        client.create(f"{group}/{plural}", document, exists_ok=True)

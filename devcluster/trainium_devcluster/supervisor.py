@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from trainium_devcluster import controlplane
 from trainium_devcluster.api import ApiError
+from trainium_devcluster.bootstrap import bootstrap
 from trainium_devcluster.children import Child, Children
 from trainium_devcluster.cleanup import remove_files
 from trainium_devcluster.controlplane import Component
@@ -125,7 +126,7 @@ class Supervisor:
 
     def _bootstrap(self) -> None:
         with controlplane.admin_client(self._paths, self._ports) as client:
-            controlplane.bootstrap(client)
+            bootstrap(client)
 
     def _has_default_account(self) -> bool:
         try:
