@@ -1,7 +1,7 @@
 """Entry point of a node: `python -m trainium_devcluster.node --name node-1 ...`.
 
-Invariants: namespaces are entered and the launcher is forked before anything heavy is imported and before the first thread exists, so that
-the launcher is small and the kernel permits the namespaces.
+Invariants: namespaces are entered and the launcher is forked before anything heavy is imported and before the first
+thread exists, so that the launcher is small and the kernel permits the namespaces.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Loopback addresses: a /24 of 127.0.0.0/8 for the node, one address of it per pod.
 
-Invariants: no two nodes on one machine share a /24, whatever cluster they belong to, because a node owns its /24 by listening on the
-kubelet port of its first address; a pod's address is not given out again before all others have been.
+Invariants: no two nodes on one machine share a /24, whatever cluster they belong to, because a node owns its /24 by
+listening on the kubelet port of its first address; a pod's address is not given out again before all others have
+been.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """A small Kubernetes API client: what a node needs, over one aiohttp session, JSON in and out.
 
-Invariants: TLS is verified against the kubeconfig's certificate authority, always; while `partitioned` is set nothing is sent and
-open watches are cut, as if the network to the API server were gone.
+Invariants: TLS is verified against the kubeconfig's certificate authority, always; while `partitioned` is set nothing
+is sent and open watches are cut, as if the network to the API server were gone.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import aiohttp
 import yaml
@@ -63,7 +64,9 @@ def load_kubeconfig(path: Path) -> Credentials:
         user = _named(config["users"], context["user"])["user"]
         server = cluster["server"].rstrip("/")
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a usable kubeconfig: {error} is missing; write one with a current context") from error
+        raise ValueError(
+            f"{path} is not a usable kubeconfig: {error} is missing; write one with a current context"
+        ) from error
     if not server.startswith("https://"):
         return Credentials(server, None, user.get("token", ""))
     authority = _content(path, cluster, "certificate-authority")
@@ -86,9 +89,9 @@ def _named(items: list[Json], name: str) -> Json:
 
 def _content(path: Path, section: Json, key: str) -> bytes:
     if inline := section.get(key + "-data"):
-        return base64.b64decode(inline)
+        return base64.b64decode(str(inline))
     if file := section.get(key):
-        return (path.parent / file).read_bytes()
+        return (path.parent / str(file)).read_bytes()
     return b""
 
 
@@ -101,7 +104,7 @@ class Api:
         self._session: aiohttp.ClientSession | None = None
         self._partitioned = False
 
-    async def __aenter__(self) -> "Api":
+    async def __aenter__(self) -> Self:
         headers = {"User-Agent": self._agent, "Accept": "application/json"}
         if self._credentials.token:
             headers["Authorization"] = f"Bearer {self._credentials.token}"
@@ -171,7 +174,7 @@ class Api:
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unreachable(f"{method} {path}: {error or type(error).__name__}") from error
-        if status >= 400:  # noqa: PLR2004
+        if status >= 400:
             raise _error(status, raw)
         result: Json = json.loads(raw) if raw else {}
         return result
@@ -191,7 +194,7 @@ class Api:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_REQUEST_TIMEOUT)
         try:
             async with self._session.get(url, params={**params, "watch": "true"}, timeout=timeout) as response:
-                if response.status >= 400:  # noqa: PLR2004
+                if response.status >= 400:
                     raise _error(response.status, await response.read())
                 async for line in self._lines(response):
                     event = json.loads(line)

@@ -1,8 +1,9 @@
 """Directories of files that change all at once, in the layout that a kubelet uses.
 
-The files live in a directory with a time in its name; `..data` is a symlink to it and every visible entry a symlink through `..data`.
-Invariants: a reader that opens `..data` once sees one version of all files; a change is one rename; nothing is written when nothing
-changed.
+The files live in a directory with a time in its name; `..data` is a symlink to it and every visible entry a symlink
+through `..data`.
+Invariants: a reader that opens `..data` once sees one version of all files; a change is one rename; nothing is
+written when nothing changed.
 """
 
 import os

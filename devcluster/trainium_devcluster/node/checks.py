@@ -1,7 +1,7 @@
 """The actions of probes and lifecycle hooks: HTTP request, TCP connection, command.
 
-Invariants: HTTPS certificates are not verified and redirects within the host are followed, as a kubelet does; a check never raises, it
-answers with success or a sentence.
+Invariants: HTTPS certificates are not verified and redirects within the host are followed, as a kubelet does; a check
+never raises, it answers with success or a sentence.
 """
 
 import asyncio
@@ -75,11 +75,13 @@ async def _http(action: Json, target: CheckTarget, timeout: float | None) -> Out
     try:
         async with target.http.get(url, headers=headers, timeout=limit, ssl=False) as response:
             body = await response.content.read(_MAX_BODY)
-            if 200 <= response.status < 400:  # noqa: PLR2004
+            if 200 <= response.status < 400:
                 return Outcome(True, body.decode(errors="replace"))
             return Outcome(False, f"HTTP probe failed with statuscode: {response.status}")
     except TimeoutError:
-        return Outcome(False, f'Get "{url}": context deadline exceeded (Client.Timeout exceeded while awaiting headers)')
+        return Outcome(
+            False, f'Get "{url}": context deadline exceeded (Client.Timeout exceeded while awaiting headers)'
+        )
     except (aiohttp.ClientError, OSError, ValueError) as error:
         return Outcome(False, f'Get "{url}": {error or type(error).__name__}')
 

@@ -1,7 +1,8 @@
-"""PersistentVolumeClaims: finding the path behind a bound claim, and the provisioner of the development cluster's storage class.
+"""PersistentVolumeClaims: the path behind a bound claim, and the provisioner of the cluster's storage class.
 
-Invariants: a provisioned volume is a directory of the cluster's claims folder, reachable from every node; only the node that the
-scheduler chose provisions a claim, so that no two nodes do; the directory goes when the volume is deleted (reclaim policy Delete).
+Invariants: a provisioned volume is a directory of the cluster's claims folder, reachable from every node; only the
+node that the scheduler chose provisions a claim, so that no two nodes do; the directory goes when the volume is
+deleted (reclaim policy Delete).
 """
 
 import asyncio
@@ -59,7 +60,14 @@ class Provisioner:
         self._changed.set()
 
     async def run(self) -> None:
-        """Serve claims until cancelled."""
+        """Serve claims until cancelled, or not at all where the node may not."""
+        try:
+            await self._api.get("/apis/storage.k8s.io/v1/storageclasses", {"limit": "1"})
+        except ApiError as error:
+            _log.info("claims are not provisioned by this node: %s", error)
+            return
+        except Unreachable:
+            pass
         async with asyncio.TaskGroup() as group:
             for reflector in (self._classes, self._claims, self._volumes):
                 group.create_task(reflector.run())
@@ -82,7 +90,9 @@ class Provisioner:
         annotations = claim["metadata"].get("annotations") or {}
         wanted = claim["spec"].get("storageClassName")
         served = {name(c) for c in self._classes.objects.values() if c.get("provisioner") == PROVISIONER}
-        return annotations.get(_SELECTED_NODE) == self._node and wanted in served and not claim["spec"].get("volumeName")
+        return (
+            annotations.get(_SELECTED_NODE) == self._node and wanted in served and not claim["spec"].get("volumeName")
+        )
 
     async def _provision(self, claim: Json) -> None:
         volume_name = f"pvc-{uid(claim)}"
@@ -122,6 +132,9 @@ class Provisioner:
         path = Path((volume["spec"].get("hostPath") or {}).get("path", "/"))
         if annotations.get(_PROVISIONED_BY) != PROVISIONER or path.parent != self._folder:
             return
-        if volume.get("status", {}).get("phase") == "Released" and volume["spec"]["persistentVolumeReclaimPolicy"] == "Delete":
+        if (
+            volume.get("status", {}).get("phase") == "Released"
+            and volume["spec"]["persistentVolumeReclaimPolicy"] == "Delete"
+        ):
             remove_tree(path)
             await self._api.delete(f"/api/v1/persistentvolumes/{name(volume)}", {})

@@ -1,7 +1,8 @@
 """One container of a pod: started, watched, stopped, started again.
 
-Invariants: at most one process at a time; `view()` is always what is true; the process's end is noticed without polling; a stop runs the
-preStop hook, then sends the stop signal, then kills, within the grace period, which may shrink while it runs.
+Invariants: at most one process at a time; `view()` is always what is true; the process's end is noticed without
+polling; a stop runs the preStop hook, then sends the stop signal, then kills, within the grace period, which may
+shrink while it runs.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainium_devcluster.node import checks, inside, probes
 from trainium_devcluster.node.backoff import Backoff
@@ -177,7 +179,9 @@ class Container:
         if hook:
             outcome = await checks.perform(hook, self._target(), None)
             if not outcome.success:
-                self.emit(Severity.WARNING, "FailedPostStartHook", f"PostStartHook failed: {outcome.message}", self.name)
+                self.emit(
+                    Severity.WARNING, "FailedPostStartHook", f"PostStartHook failed: {outcome.message}", self.name
+                )
                 self.stop_soon(_MIN_GRACE, "FailedPostStartHook")
                 return
         if self.process is process:
@@ -281,7 +285,9 @@ class Container:
             self._prober = None
         await self._pre_stop(process)
         # A hook that took all the time leaves the container a moment to react to the signal.
-        self._deadline = max(self._deadline, time.monotonic() + (_MIN_GRACE if self._deadline < time.monotonic() else 0))
+        self._deadline = max(
+            self._deadline, time.monotonic() + (_MIN_GRACE if self._deadline < time.monotonic() else 0)
+        )
         name = (self.spec.get("lifecycle") or {}).get("stopSignal") or "SIGTERM"
         process.signal(getattr(signal, name, signal.SIGTERM))
         await self._until_deadline(process)
@@ -298,9 +304,13 @@ class Container:
         ended = asyncio.create_task(self._until_deadline(process))
         await asyncio.wait({action, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not action.done():
-            self.emit(Severity.WARNING, "FailedPreStopHook", "PreStopHook did not end within the grace period", self.name)
+            self.emit(
+                Severity.WARNING, "FailedPreStopHook", "PreStopHook did not end within the grace period", self.name
+            )
         elif not action.result().success:
-            self.emit(Severity.WARNING, "FailedPreStopHook", f"PreStopHook failed: {action.result().message}", self.name)
+            self.emit(
+                Severity.WARNING, "FailedPreStopHook", f"PreStopHook failed: {action.result().message}", self.name
+            )
         for task in (action, ended):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -311,7 +321,8 @@ class Container:
         while (left := self._deadline - time.monotonic()) > 0 and not process.exited.done():
             self._deadline_changed.clear()
             shrunk = asyncio.ensure_future(self._deadline_changed.wait())
-            await asyncio.wait({process.exited, shrunk}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {process.exited, shrunk}
+            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             shrunk.cancel()
 
     def give_up(self) -> None:

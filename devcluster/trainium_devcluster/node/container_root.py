@@ -1,12 +1,13 @@
 """The file system of one container, built by the container's first process before it becomes the pod's command.
 
-The machine's own directories are the image: each top-level directory is shown through an overlay whose writable half lies in the
-container's scratch directory, so that a pod sees the installed packages, may write anywhere as it may in a container, and leaves
-nothing behind. Volumes are bind mounts on top.
+The machine's own directories are the image: each top-level directory is shown through an overlay whose writable half
+lies in the container's scratch directory, so that a pod sees the installed packages, may write anywhere as it may in
+a container, and leaves nothing behind. Volumes are bind mounts on top.
 
-Invariants: nothing is created on the machine outside the scratch directory and the pod's volumes; runs after fork and before exec
-in a process with one thread; imports nothing but the standard library.
+Invariants: nothing is created on the machine outside the scratch directory and the pod's volumes; runs after fork and
+before exec in a process with one thread; imports nothing but the standard library.
 """
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH110, PTH112, PTH114, PTH115, PTH116, PTH118, PTH120, PTH123, PTH208, PTH211 - plain os calls: this runs in a forked child
 
 import os
 import stat
@@ -55,7 +56,7 @@ class RootPlan:
 
 @dataclass(slots=True)
 class _Layout:
-    """Which parts of the new root are ours to create files in (`own`) and which are the machine's itself (`foreign`)."""
+    """Which parts of the new root are ours to create files in (`own`) and which are the machine's (`foreign`)."""
 
     own: list[str] = field(default_factory=lambda: ["/"])
     foreign: list[str] = field(default_factory=list)
@@ -137,7 +138,9 @@ def _overlay(plan: RootPlan, source: str, target: str, name: str) -> bool:
         os.makedirs(folder, exist_ok=True)
     parent = os.stat(source)
     os.chmod(upper, stat.S_IMODE(parent.st_mode) | stat.S_IRWXU)
-    lower, up, wk = (path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,") for path in (source, upper, work))
+    lower, up, wk = (
+        path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,") for path in (source, upper, work)
+    )
     options = f"lowerdir={lower},upperdir={up},workdir={wk}"
     try:
         sc.mount("overlay", target, "overlay", options=options + (",userxattr" if plan.user_namespace else ""))
@@ -222,6 +225,6 @@ def _submounts() -> list[str]:
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
             path = line.split(" ")[4].encode().decode("unicode_escape")
-            if path.count("/") >= 2 and not any(path.startswith(known + "/") or path == known for known in paths):  # noqa: PLR2004
+            if path.count("/") >= 2 and not any(path.startswith(known + "/") or path == known for known in paths):
                 paths.append(path)
     return paths

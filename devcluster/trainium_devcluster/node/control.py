@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,9 +29,8 @@ async def serve(path: Path, handle: Handler) -> asyncio.Server:
         ValueError: when the path is too long for a socket.
     """
     if len(str(path).encode()) > _MAX_PATH:
-        raise ValueError(f"--control-socket {path} is longer than the {_MAX_PATH} bytes that a socket's path may have; choose a shorter one")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+        raise ValueError(f"--control-socket {path} must be shorter than {_MAX_PATH + 1} bytes, the limit of a socket")
+    _make_room(path)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -45,8 +45,13 @@ async def serve(path: Path, handle: Handler) -> asyncio.Server:
                 await writer.wait_closed()
 
     server = await asyncio.start_unix_server(connected, str(path), limit=_MAX_LINE)
-    path.chmod(0o600)
+    os.chmod(path, 0o600)  # noqa: PTH101 - a metadata call; pathlib would be taken for slow I/O
     return server
+
+
+def _make_room(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
 
 
 async def _answer(line: bytes, handle: Handler) -> Json:

@@ -1,6 +1,7 @@
 """The downward API: what a pod may learn about itself through fieldRef and resourceFieldRef.
 
-Invariants: the same paths, escapes and renderings as a kubelet's; a path that it does not know is an error, never an empty string.
+Invariants: the same paths, escapes and renderings as a kubelet's; a path that it does not know is an error, never an
+empty string.
 """
 
 import re
@@ -49,7 +50,9 @@ def field(facts: PodFacts, path: str) -> str:
             return facts.host_ip
         case "status.podIP" | "status.podIPs":
             return facts.pod_ip
-    raise UnknownFieldError(f"fieldRef {path} is not part of the downward API; use one of metadata.*, spec.nodeName, status.podIP")
+    raise UnknownFieldError(
+        f"fieldRef {path} is not part of the downward API; use one of metadata.*, spec.nodeName, status.podIP"
+    )
 
 
 def resource(facts: PodFacts, reference: Json, own_container: str) -> str:
@@ -66,7 +69,9 @@ def resource(facts: PodFacts, reference: Json, own_container: str) -> str:
     amounts = (container.get("resources") or {}).get(kind) or {}
     if kind not in {"limits", "requests"} or not what:
         raise UnknownFieldError(f"resourceFieldRef {reference['resource']} must begin with limits. or requests.")
-    fallback = facts.allocatable.get(what, "0") if kind == "limits" and what in {"cpu", "memory", "ephemeral-storage"} else "0"
+    fallback = (
+        facts.allocatable.get(what, "0") if kind == "limits" and what in {"cpu", "memory", "ephemeral-storage"} else "0"
+    )
     return quantities.divide(amounts.get(what, fallback), str(reference.get("divisor") or "1"))
 
 

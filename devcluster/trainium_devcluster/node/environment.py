@@ -1,7 +1,8 @@
 """The environment and the command line of a container.
 
-Invariants: order and precedence are a kubelet's (service variables, then envFrom, then env, later wins; $(VAR) sees what was defined
-before); a missing reference that is not optional stops the container with `ConfigError`, as CreateContainerConfigError does.
+Invariants: order and precedence are a kubelet's (service variables, then envFrom, then env, later wins; $(VAR) sees
+what was defined before); a missing reference that is not optional stops the container with `ConfigError`, as
+CreateContainerConfigError does.
 """
 
 import re
@@ -89,11 +90,20 @@ def service_variables(service: ServiceView) -> dict[str, str]:
     for index, (port_name, port, protocol) in enumerate(service.ports):
         url = f"{protocol.lower()}://{service.address}:{port}"
         if index == 0:
-            env |= {f"{prefix}_SERVICE_HOST": service.address, f"{prefix}_SERVICE_PORT": str(port), f"{prefix}_PORT": url}
+            env |= {
+                f"{prefix}_SERVICE_HOST": service.address,
+                f"{prefix}_SERVICE_PORT": str(port),
+                f"{prefix}_PORT": url,
+            }
         if port_name:
             env[f"{prefix}_SERVICE_PORT_{port_name.upper().replace('-', '_')}"] = str(port)
         base = f"{prefix}_PORT_{port}_{protocol}"
-        env |= {base: url, f"{base}_PROTO": protocol.lower(), f"{base}_PORT": str(port), f"{base}_ADDR": service.address}
+        env |= {
+            base: url,
+            f"{base}_PROTO": protocol.lower(),
+            f"{base}_PORT": str(port),
+            f"{base}_ADDR": service.address,
+        }
     return env
 
 
@@ -123,7 +133,9 @@ def _value_from(source: Json, container: str, facts: downward.PodFacts, lookup: 
     for key, plural, kind in (("configMapKeyRef", "configmaps", "configmap"), ("secretKeyRef", "secrets", "secret")):
         if key in source:
             return _one_key(source[key], plural, kind, facts.pod, lookup)
-    raise ConfigError(f"valueFrom has none of fieldRef, resourceFieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}")
+    raise ConfigError(
+        f"valueFrom has none of fieldRef, resourceFieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}"
+    )
 
 
 def _one_key(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:

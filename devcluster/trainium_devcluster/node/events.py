@@ -1,6 +1,7 @@
 """Events about pods, containers, Services and the node, sent in the background.
 
-Invariants: emitting never blocks nor fails its caller; the same event again counts the first one up instead of adding another.
+Invariants: emitting never blocks nor fails its caller; the same event again counts the first one up instead of adding
+another.
 """
 
 import asyncio
@@ -34,7 +35,9 @@ class EventSink:
         self._queue: asyncio.Queue[Json] = asyncio.Queue(maxsize=1000)
         self._counts: dict[str, int] = {}
 
-    def emit(self, obj: Json, kind: str, severity: Severity, reason: str, message: str, field_path: str = "") -> None:
+    def emit(
+        self, obj: Json, kind: str, severity: Severity, reason: str, message: str, *, field_path: str = ""
+    ) -> None:
         """Say that `reason` happened to `obj`."""
         metadata = obj["metadata"]
         now = timestamp(time.time())

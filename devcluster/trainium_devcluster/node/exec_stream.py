@@ -1,7 +1,7 @@
 """`kubectl exec`: a command inside a container, its standard streams over one WebSocket.
 
-Every binary message begins with a channel byte: 0 standard input, 1 output, 2 error, 3 the result (a metav1.Status), 4 the terminal's size,
-255 (protocol v5) the end of a channel.
+Every binary message begins with a channel byte: 0 standard input, 1 output, 2 error, 3 the result (a metav1.Status),
+4 the terminal's size, 255 (protocol v5) the end of a channel.
 Invariants: the result is the last message; a caller that goes away takes the command with it.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+from typing import Any
 
 from aiohttp import WSMsgType, web
 
@@ -42,7 +43,8 @@ async def serve(request: web.Request, launcher: Launcher, command: Command, with
     ]
     feeder = asyncio.create_task(_feed(socket, in_write if with_stdin else None))
     try:
-        await asyncio.wait({process.exited, feeder}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {process.exited, feeder}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not process.exited.done():
             process.signal(signal.SIGKILL)
         ended = await process.exited
@@ -63,7 +65,9 @@ async def _pump(fd: int, channel: int, socket: web.WebSocketResponse) -> None:
     """Send what comes out of `fd` to the caller."""
     reader = asyncio.StreamReader(limit=_CHUNK)
     loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0))
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
+    )
     try:
         while chunk := await reader.read(_CHUNK):
             await socket.send_bytes(bytes([channel]) + chunk)

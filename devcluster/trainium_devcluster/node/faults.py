@@ -1,6 +1,7 @@
 """Fault controls of one node: what a test or a person may do to its containers, conditions and connections.
 
-Invariants: a fault acts on exactly what was named, or answers with a sentence and does nothing; every fault but a kill can be taken back.
+Invariants: a fault acts on exactly what was named, or answers with a sentence and does nothing; every fault but a
+kill can be taken back.
 """
 
 import asyncio
@@ -19,6 +20,17 @@ from trainium_devcluster.node.pod import PodRunner
 from trainium_devcluster.node.registration import Condition, Registration
 from trainium_devcluster.node.sockets import SocketFilter
 
+OPERATIONS = (
+    "status",
+    "processes",
+    "kill-container",
+    "freeze-container",
+    "thaw-container",
+    "set-condition",
+    "clear-condition",
+    "slow",
+    "partition",
+)
 _SLOW_PERIOD = 0.1  # seconds of one stop-and-go cycle
 _PARTITION_SCAN = 0.1  # seconds between looks for new sockets
 
@@ -64,8 +76,7 @@ class Faults:
             case "partition":
                 return await self._set_partition(bool(request["on"]))
             case other:
-                raise FaultError(f"unknown op {other!r}; known are status, processes, kill-container, freeze-container, "
-                                 "thaw-container, set-condition, clear-condition, slow, partition")  # fmt: skip
+                raise FaultError(f"unknown op {other!r}; known are {', '.join(OPERATIONS)}")
         return {}
 
     async def stop(self) -> None:
@@ -135,11 +146,18 @@ class Faults:
         return {"pids": reached}
 
     def _roots(self) -> list[int]:
-        return [c.process.pid for runner in self.runners() for c in runner.containers if c.process is not None and c.process.pid]
+        return [
+            c.process.pid
+            for runner in self.runners()
+            for c in runner.containers
+            if c.process is not None and c.process.pid
+        ]
 
     async def _set_slow(self, factor: float) -> None:
         if not 0 < factor <= 1:
-            raise FaultError(f"factor {factor} must be above 0 and at most 1: the share of time that containers may run")
+            raise FaultError(
+                f"factor {factor} must be above 0 and at most 1: the share of time that containers may run"
+            )
         if self._slow is not None:
             self._slow.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -199,4 +217,6 @@ def _condition(request: Json) -> Condition:
     kind, status = request.get("type"), request.get("status")
     if not kind or status not in {"True", "False", "Unknown"}:
         raise FaultError("set-condition needs a type, and a status of True, False or Unknown")
-    return Condition(str(kind), status, request.get("reason") or "FaultInjected", request.get("message") or "set by a fault control")
+    return Condition(
+        str(kind), status, request.get("reason") or "FaultInjected", request.get("message") or "set by a fault control"
+    )

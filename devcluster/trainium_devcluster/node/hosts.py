@@ -1,8 +1,8 @@
 """The pod's /etc/hosts: Service names without a DNS server.
 
-The API server accepts no loopback addresses in EndpointSlices, so addresses are worked out here from Services and the pods that they
-select, as the endpoints controller does. Every name of a Service resolves to the addresses of all its ready pods (of all its pods with
-publishNotReadyAddresses); a pod with host name and subdomain has its own name too.
+The API server accepts no loopback addresses in EndpointSlices, so addresses are worked out here from Services and the
+pods that they select, as the endpoints controller does. Every name of a Service resolves to the addresses of all its
+ready pods (of all its pods with publishNotReadyAddresses); a pod with host name and subdomain has its own name too.
 Invariants: pure functions but for `write`, which changes the file in place so that bind mounts of it see the change.
 """
 
@@ -59,7 +59,8 @@ def service_view(service: Json, behind: tuple[Endpoint, ...]) -> ServiceView | N
     if service["spec"].get("clusterIP") in {None, "", "None"}:
         return None
     ports = tuple(
-        (port.get("name", ""), int(port["port"]), str(port.get("protocol", "TCP"))) for port in service["spec"].get("ports") or []
+        (port.get("name", ""), int(port["port"]), str(port.get("protocol", "TCP")))
+        for port in service["spec"].get("ports") or []
     )
     # The cluster address leads nowhere without a proxy; the first pod's does.
     return ServiceView(name(service), behind[0].address if behind else service["spec"]["clusterIP"], ports)
@@ -90,8 +91,8 @@ def render(pod_address: str, hostname: str, pod: Json, services: Iterable[Servic
         "::1\tlocalhost ip6-localhost ip6-loopback",
         f"{pod_address}\t{' '.join(own)}",
     ]
-    for alias in pod["spec"].get("hostAliases") or []:
-        lines.append(f"{alias['ip']}\t{' '.join(alias.get('hostnames') or [])}")
+    aliases = pod["spec"].get("hostAliases") or []
+    lines += [f"{alias['ip']}\t{' '.join(alias.get('hostnames') or [])}" for alias in aliases]
     for service in sorted(services, key=lambda s: (s.namespace, s.name)):
         names = _names(service.name, service.namespace, space)
         lines += [f"{endpoint.address}\t{' '.join(names)}" for endpoint in service.endpoints]

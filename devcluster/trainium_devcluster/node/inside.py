@@ -1,7 +1,7 @@
 """Running a command inside a running container: exec probes, lifecycle hooks and `kubectl exec`.
 
-Invariants: the command sees the container's file system, processes and host name; it is killed when its time is up; output beyond what the
-caller wants is read and dropped, so that the command never blocks on it.
+Invariants: the command sees the container's file system, processes and host name; it is killed when its time is up;
+output beyond what the caller wants is read and dropped, so that the command never blocks on it.
 """
 
 import asyncio
@@ -63,7 +63,9 @@ async def _collect(fd: int) -> str:
     """Read `fd` to its end and keep the beginning."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0))
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
+    )
     kept = bytearray()
     try:
         while chunk := await reader.read(_MAX_OUTPUT):
@@ -71,5 +73,3 @@ async def _collect(fd: int) -> str:
     finally:
         transport.close()
     return kept.decode(errors="replace")
-
-

@@ -1,7 +1,7 @@
 """How far this machine lets the node isolate its pods, found by trying, and the entry into that isolation.
 
-Invariants: the trial runs in a forked child, so that a failed one leaves the node process as it was. `enter` must be called
-while the process has a single thread (the kernel's rule for user namespaces).
+Invariants: the trial runs in a forked child, so that a failed one leaves the node process as it was. `enter` must be
+called while the process has a single thread (the kernel's rule for user namespaces).
 """
 
 import os

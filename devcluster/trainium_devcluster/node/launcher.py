@@ -1,16 +1,20 @@
-"""The launcher: a small single-threaded process, forked from the node before anything else, that starts all container processes.
+"""The launcher: a small single-threaded process, forked from the node at once, that starts all container processes.
 
-Why a process of its own: forking it costs a millisecond where a new interpreter costs twenty, the kernel wants a single thread for
-namespaces, and being the parent (and the adopter of orphans) of every container process it learns of each exit at once.
+Why a process of its own: forking it costs a millisecond where a new interpreter costs twenty, the kernel wants a
+single thread for namespaces, and being the parent (and the adopter of orphans) of every container process it learns
+of each exit at once.
 
-A container is started by two forks: the first makes the namespaces and ends, the second becomes process 1 of the container. It waits
-until the launcher has adopted it, asks the kernel to die with the launcher, builds its file system and becomes the pod's command.
-The launcher dies with the node process, so a killed node takes its containers with it.
+A container is started by two forks: the first makes the namespaces and ends, the second becomes process 1 of the
+container. It waits until the launcher has adopted it, asks the kernel to die with the launcher, builds its file
+system and becomes the pod's command. The launcher dies with the node process, so a killed node takes its containers
+with it.
 
-Wire format: one JSON object per datagram on a Unix socket, file descriptors beside it. Requests carry, in this order, the payload (a
-memory file with JSON), standard input, output, error, and the write end of a pipe on which the new process reports why it could
-not start; end of file on that pipe means that it runs. Imports nothing but the standard library.
+Wire format: one JSON object per datagram on a Unix socket, file descriptors beside it. Requests carry, in this order,
+the payload (a memory file with JSON), standard input, output, error, and the write end of a pipe on which the new
+process reports why it could not start; end of file on that pipe means that it runs. Imports nothing but the standard
+library.
 """
+# ruff: noqa: PTH103, PTH118 - plain os calls: this runs in a forked child
 
 import contextlib
 import json
@@ -134,7 +138,10 @@ def _fork_contained(
     payload: dict[str, Any], isolation: Isolation, stdio: tuple[int, int, int], error_fd: int
 ) -> tuple[int, int]:
     """Two forks; returns the inner process's id and the pipe on which to tell it to go on."""
-    join = [os.open(f"/proc/{payload['join']}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in _joined(payload, isolation)]
+    join = [
+        os.open(f"/proc/{payload['join']}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+        for kind in _joined(payload, isolation)
+    ]
     go_read, go_write = os.pipe()
     pid_read, pid_write = os.pipe()
     outer = os.fork()
@@ -229,10 +236,10 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
     """Replace this process, looking the command up in the container's own PATH as a container runtime does."""
     command = argv[0]
     if "/" in command:
-        os.execve(command, argv, env)
+        os.execve(command, argv, env)  # noqa: S606 - the pod's command, as it is
     for folder in env.get("PATH", os.defpath).split(os.pathsep):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.execve(os.path.join(folder, command), argv, env)
+            os.execve(os.path.join(folder, command), argv, env)  # noqa: S606 - see above
     raise FileNotFoundError(2, "executable file not found in $PATH", command)
 
 

@@ -1,7 +1,7 @@
 """The node's side of the launcher: container processes as asyncio objects.
 
-Invariants: an exit is known the moment the launcher's message arrives, nothing polls; `Process.exited` is set exactly once, also
-when the process never got as far as its command.
+Invariants: an exit is known the moment the launcher's message arrives, nothing polls; `Process.exited` is set exactly
+once, also when the process never got as far as its command.
 """
 
 import asyncio
@@ -61,7 +61,9 @@ class Command:
     read_only_root: bool = False
     capabilities: tuple[int, ...] | None = None
     no_new_privileges: bool = False
-    join: int | None = None  # process id of the container in which the command is to run, None for a container of its own
+    join: int | None = (
+        None  # process id of the container in which the command is to run, None for a container of its own
+    )
 
     def payload(self) -> bytes:
         """What the launcher reads."""
@@ -137,7 +139,9 @@ class Launcher:
         self._send(json.dumps({"op": "signal", "id": name, "signal": int(number)}).encode(), [])
 
     def _send(self, message: bytes, fds: list[int]) -> None:
-        self._socket.setblocking(True)  # the launcher always drains its socket; blocking here is a matter of microseconds
+        self._socket.setblocking(
+            True
+        )  # the launcher always drains its socket; blocking here is a matter of microseconds
         try:
             socket.send_fds(self._socket, [message], fds)
         finally:

@@ -1,9 +1,10 @@
 """Container logs: written as they come, read as `kubectl logs` asks.
 
-A log is a file of lines `TIME STREAM TAG TEXT` as container runtimes write them; TAG is P for a piece of a line and F for its end.
-Standard output and error come through two pipes, so their order is not kept, as with a container runtime.
-Invariants: a line is in the file as soon as it was read from the pipe; a file that grows past its limit is moved aside once, so a log takes
-at most twice the limit.
+A log is a file of lines `TIME STREAM TAG TEXT` as container runtimes write them; TAG is P for a piece of a line and F
+for its end. Standard output and error come through two pipes, so their order is not kept, as with a container
+runtime.
+Invariants: a line is in the file as soon as it was read from the pipe; a file that grows past its limit is moved
+aside once, so a log takes at most twice the limit.
 """
 
 import asyncio
@@ -91,7 +92,7 @@ class LogWriter:
                 self.finished.set_result(None)
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Take what is left in the pipes; a process that escaped its container cannot hold this up for longer than `timeout` s."""
+        """Take what is left in the pipes; what escaped its container can hold this up for `timeout` s only."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.finished), timeout)
         for stream in list(self._open):
@@ -126,60 +127,54 @@ async def read(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncI
 
 
 async def _entries(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
-    old = path.with_suffix(".old")
-    lines: deque[bytes] = deque(maxlen=query.tail)
-    rest = b""
-    with path.open("rb") as file:
-        inode = os.fstat(file.fileno()).st_ino
-        if old.exists():
-            lines.extend(line for line in old.read_bytes().splitlines(keepends=True) if _wanted(line, query))
-        while chunk := file.read(_CHUNK):
-            *complete, rest = (rest + chunk).split(b"\n")
-            lines.extend(line + b"\n" for line in complete if _wanted(line, query))
-        for line in lines:
-            yield line
+    source = _Source(path)
+    try:
+        backlog = deque((line for line in source.lines() if _wanted(line, query)), maxlen=query.tail)
+        while backlog:
+            yield backlog.popleft()
         while query.follow:
-            last_look = ended()
-            chunk = file.read(_CHUNK)
-            if chunk:
-                *complete, rest = (rest + chunk).split(b"\n")
-                for line in complete:
-                    if _wanted(line, query):
-                        yield line + b"\n"
-            elif last_look:
+            last_look = ended()  # asked before reading, so that nothing written before the end is missed
+            fresh = source.lines()
+            for line in fresh:
+                if _wanted(line, query):
+                    yield line
+            if last_look and not fresh:
                 return
-            elif path.stat().st_ino != inode:
-                query = LogQuery(follow=True, timestamps=query.timestamps, stream=query.stream)
-                break
-            else:
+            if not fresh:
                 await asyncio.sleep(_FOLLOW_POLL)
-        else:
-            return
-    async for line in _fresh(path, query, ended):
-        yield line
+    finally:
+        source.close()
 
 
-async def _fresh(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Go on with the new file after the old one was moved aside."""
-    rest = b""
-    with path.open("rb") as file:
-        while True:
-            last_look = ended()
-            chunk = file.read(_CHUNK)
-            if chunk:
-                *complete, rest = (rest + chunk).split(b"\n")
-                for line in complete:
-                    if _wanted(line, query):
-                        yield line + b"\n"
-            elif last_look:
-                return
-            else:
-                await asyncio.sleep(_FOLLOW_POLL)
+class _Source:
+    """Complete lines of a log as they come, across the moment when its file is moved aside."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        old = path.with_suffix(".old")
+        self._before = old.read_bytes() if old.exists() else b""
+        self._file = path.open("rb")
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The lines that came since the last call."""
+        data, self._before = self._before, b""
+        data += self._rest + self._file.read()
+        if not data and self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
+            self._file.close()
+            self._file = self._path.open("rb")
+            data = self._file.read()
+        *complete, self._rest = data.split(b"\n")
+        return complete
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def _wanted(line: bytes, query: LogQuery) -> bool:
     parts = line.split(b" ", 3)
-    if len(parts) < 4:  # noqa: PLR2004 - TIME STREAM TAG TEXT
+    if len(parts) < 4:
         return False
     if query.stream != "All" and parts[1].decode() != query.stream.lower():
         return False
@@ -187,7 +182,7 @@ def _wanted(line: bytes, query: LogQuery) -> bool:
 
 
 def _render(line: bytes, query: LogQuery) -> bytes | None:
-    time_text, _, tag, text = line.rstrip(b"\n").split(b" ", 3)
+    time_text, _, tag, text = line.split(b" ", 3)
     if tag == b"F":
         text += b"\n"
     return time_text + b" " + text if query.timestamps else text
@@ -201,5 +196,5 @@ def last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
             raw = file.read().splitlines()
     except OSError:
         return ""
-    texts = [parts[3] for parts in (line.split(b" ", 3) for line in raw) if len(parts) == 4]  # noqa: PLR2004
+    texts = [parts[3] for parts in (line.split(b" ", 3) for line in raw) if len(parts) == 4]
     return b"\n".join([*texts[-max_lines:], b""])[-max_bytes:].decode(errors="replace")

@@ -1,7 +1,7 @@
 """Which mounts a container gets: its volume mounts, and the small files that every container has.
 
-Invariants: a subPath never leads out of its volume; symlinks in sources are resolved on the machine, where they were made, not in the
-container; a volume mount at a path of ours (say /etc/hosts) wins over ours.
+Invariants: a subPath never leads out of its volume; symlinks in sources are resolved on the machine, where they were
+made, not in the container; a volume mount at a path of ours (say /etc/hosts) wins over ours.
 """
 
 import os
@@ -24,12 +24,16 @@ def volume_mounts(container: Json, volumes: dict[str, Path], env: dict[str, str]
     mounts = []
     for mount in container.get("volumeMounts") or []:
         if mount["name"] not in volumes:
-            raise ConfigError(f"volumeMount {mount['mountPath']} names volume {mount['name']!r}, which the pod does not have")
+            raise ConfigError(
+                f"volumeMount {mount['mountPath']} names volume {mount['name']!r}, which the pod does not have"
+            )
         source = volumes[mount["name"]]
         sub = mount.get("subPath") or environment.expand(mount.get("subPathExpr") or "", env)
         if sub:
             source = _sub_path(source, sub)
-        mounts.append(Mount(os.path.realpath(source), os.path.normpath(mount["mountPath"]), bool(mount.get("readOnly"))))
+        mounts.append(
+            Mount(os.path.realpath(source), os.path.normpath(mount["mountPath"]), bool(mount.get("readOnly")))
+        )
     return mounts
 
 

@@ -1,7 +1,7 @@
 """The node's copy of Services and pods, and the hosts files that follow them.
 
-Invariants: a change of a Service or a pod reaches every hosts file of this node within a moment, several changes at once; a Service whose
-ports differ from the pods' is announced in an event on it, once per node.
+Invariants: a change of a Service or a pod reaches every hosts file of this node within a moment, several changes at
+once; a Service whose ports differ from the pods' is announced in an event on it, once per node.
 """
 
 import asyncio
@@ -107,14 +107,20 @@ class ServiceDirectory:
                 "Service",
                 Severity.WARNING,
                 "PortNotTranslated",
-                f"process nodes resolve this Service to its pods' addresses and translate no ports ({', '.join(ports)}): "
-                "pods must connect to the target port, or make port and targetPort equal",
+                f"process nodes translate no ports ({', '.join(ports)}): names lead to pods, so connect to "
+                "the target port, or make port and targetPort equal",
             )
 
     def _pod_changed(self, pod: Json, deleted: bool) -> None:
         key, ip = uid(pod), pod.get("status", {}).get("podIP")
 
-        state = (ip, hosts.is_ready(pod), "deletionTimestamp" in pod["metadata"], is_terminal(pod), str(pod["metadata"].get("labels")))
+        state = (
+            ip,
+            hosts.is_ready(pod),
+            "deletionTimestamp" in pod["metadata"],
+            is_terminal(pod),
+            str(pod["metadata"].get("labels")),
+        )
         if deleted:
             self._known.pop(key, None)
         elif self._known.get(key) == state:

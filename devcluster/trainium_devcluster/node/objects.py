@@ -68,9 +68,10 @@ def is_terminal(pod: Json) -> bool:
 
 
 def grace_seconds(pod: Json, previous: int = 0) -> int:
-    """Seconds that the pod has to end, given what was granted before: a grace period only ever shrinks, and is at least 1.
+    """Seconds that the pod has to end, given what was granted before.
 
-    A forced deletion (period 0) gets the pod's own period, as a kubelet grants it.
+    A grace period only ever shrinks, and is at least 1. A forced deletion (period 0) gets the pod's own period, as a
+    kubelet grants it.
     """
     grace = previous
     override = pod["metadata"].get("deletionGracePeriodSeconds")

@@ -1,6 +1,7 @@
 """The node's command line.
 
-Invariants: everything that the node needs to know comes from here; a wrong value ends the program with a sentence, before anything started.
+Invariants: everything that the node needs to know comes from here; a wrong value ends the program with a sentence,
+before anything started.
 """
 
 import argparse
@@ -58,14 +59,20 @@ def parse(argv: list[str]) -> NodeOptions:
     parser.add_argument("--pods", default="110", help="capacity: pods")
     parser.add_argument("--ephemeral-storage", default="50Gi", help="capacity: disk")
     parser.add_argument("--neuron", default="0", help="capacity: aws.amazon.com/neuron")
-    parser.add_argument("--neuroncore", default=None, help="capacity: aws.amazon.com/neuroncore (default: two per device)")
+    parser.add_argument(
+        "--neuroncore", default=None, help="capacity: aws.amazon.com/neuroncore (default: two per device)"
+    )
     parser.add_argument("--efa", default="0", help="capacity: vpc.amazonaws.com/efa")
     parser.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="node label; repeatable")
-    parser.add_argument("--taint", action="append", default=[], metavar="KEY[=VALUE]:EFFECT", help="node taint; repeatable")
+    parser.add_argument(
+        "--taint", action="append", default=[], metavar="KEY[=VALUE]:EFFECT", help="node taint; repeatable"
+    )
     parser.add_argument("--pod-cidr", default=None, help="a /24 of 127.0.0.0/8 (default: a free one)")
     parser.add_argument("--kubelet-port", type=int, default=10250, help="port of the node's own API")
     parser.add_argument("--client-ca", type=Path, default=None, help="authority of the API server's client certificate")
-    parser.add_argument("--serving-ca-cert", type=Path, default=None, help="authority that signs the node's own certificate")
+    parser.add_argument(
+        "--serving-ca-cert", type=Path, default=None, help="authority that signs the node's own certificate"
+    )
     parser.add_argument("--serving-ca-key", type=Path, default=None, help="its key")
     parser.add_argument("--claims-dir", type=Path, default=None, help="where claims of our storage class live")
     return _checked(parser, parser.parse_args(argv))

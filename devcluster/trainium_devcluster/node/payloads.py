@@ -1,6 +1,7 @@
 """What ConfigMaps and Secrets hold, as bytes by key, and how volumes choose among the keys.
 
-Invariants: modes are plain permission bits; a key that `items` names and the object lacks is an error unless the source is optional.
+Invariants: modes are plain permission bits; a key that `items` names and the object lacks is an error unless the
+source is optional.
 """
 
 import base64
@@ -31,7 +32,9 @@ def decode(obj: Json, plural: str) -> dict[str, bytes]:
     return values | {key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()}
 
 
-def select(values: dict[str, bytes], items: list[Json] | None, mode: int, optional: bool, what: str) -> dict[str, FileContent]:
+def select(
+    values: dict[str, bytes], items: list[Json] | None, mode: int, optional: bool, what: str
+) -> dict[str, FileContent]:
     """The files, by relative path, that a volume source makes of `values`.
 
     Raises:

@@ -1,11 +1,12 @@
 """The life of one pod on this node: from the moment it is bound here until it is gone from the API server.
 
-One task per pod looks, after every change, at what should be true and does the next thing: make volumes, run init containers in order, start
-the main containers, start again what ended and should run, end the pod. It is told of changes (a process ended, a probe spoke, the pod
-was edited or deleted) through one event and polls nothing.
+One task per pod looks, after every change, at what should be true and does the next thing: make volumes, run init
+containers in order, start the main containers, start again what ended and should run, end the pod. It is told of
+changes (a process ended, a probe spoke, the pod was edited or deleted) through one event and polls nothing.
 
-Invariants: containers start only after all volumes are there; a pod that reached Succeeded or Failed is never started again; deletion
-ends the containers first, then writes the final status, then removes the object; the pod's files go last.
+Invariants: containers start only after all volumes are there; a pod that reached Succeeded or Failed is never started
+again; deletion ends the containers first, then writes the final status, then removes the object; the pod's files go
+last.
 """
 
 import asyncio
@@ -33,7 +34,16 @@ from trainium_devcluster.node.objects import (
 )
 from trainium_devcluster.node.pod_setup import PodSetup
 from trainium_devcluster.node.services import NodeServices
-from trainium_devcluster.node.status import Kind, PodView, Terminated, Waiting, kind_of, phase, pod_status, should_restart
+from trainium_devcluster.node.status import (
+    Kind,
+    PodView,
+    Terminated,
+    Waiting,
+    kind_of,
+    phase,
+    pod_status,
+    should_restart,
+)
 from trainium_devcluster.node.status_writer import StatusWriter
 from trainium_devcluster.node.volumes import VolumeError
 
@@ -71,7 +81,14 @@ class PodRunner:
             kind = kind_of(self.pod, spec)
             folder = self.setup.folder / "containers" / spec["name"]
             container = Container(
-                spec, kind, folder, self.services.launcher, self.wake, self._emit, self.setup.check_target, default_grace=grace
+                spec,
+                kind,
+                folder,
+                self.services.launcher,
+                self.wake,
+                self._emit,
+                self.setup.check_target,
+                default_grace=grace,
             )
             if init_containers(self.pod):
                 container.state = Waiting("PodInitializing")
@@ -81,7 +98,7 @@ class PodRunner:
             self.containers.append(container)
         self._ended = is_terminal(self.pod)
 
-    # What the node calls -------------------------------------------------------------------------------------------------
+    # --- What the node calls -----------------------------------------------------------------------------------------
 
     def update(self, pod: Json) -> None:
         """The object changed."""
@@ -115,7 +132,7 @@ class PodRunner:
             return next(c for c in self.containers if c.kind is Kind.MAIN)
         return next((c for c in self.containers if c.name == wanted), None)
 
-    # The pod's task ------------------------------------------------------------------------------------------------------
+    # --- The pod's task ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run the pod to its end and until it is gone; never raises but on cancellation."""
@@ -142,7 +159,7 @@ class PodRunner:
                 return
             await self._make_volumes()
             await self._supervise()
-        except Exception:  # a defect here must show on the pod, not silently leave it as it is
+        except Exception:  # noqa: BLE001 - a defect here must show on the pod, not silently leave it as it is
             _log.exception("pod %s/%s", namespace(self.pod), name(self.pod))
             self._fail("NodeError", "the node failed to run the pod; its log has the reason")
         self.wake()
@@ -186,7 +203,9 @@ class PodRunner:
             if limit is not None:
                 pauses.append(started + limit - time.time())
                 if pauses[-1] <= 0:
-                    await self._kill_all(grace_seconds(self.pod), "Pod was active on the node longer than the specified deadline")
+                    await self._kill_all(
+                        grace_seconds(self.pod), "Pod was active on the node longer than the specified deadline"
+                    )
                     self._fail("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
                     return
             if await self._initialize(pauses):
@@ -225,7 +244,9 @@ class PodRunner:
             if left > 0:
                 pause = f"{container.backoff.delay:g}s"
                 where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
-                container.wait_for("CrashLoopBackOff", f"back-off {pause} restarting failed container={container.name} pod={where}")
+                container.wait_for(
+                    "CrashLoopBackOff", f"back-off {pause} restarting failed container={container.name} pod={where}"
+                )
                 text = f"Back-off restarting failed container {container.name} in pod {where}"
                 if container.backed_off(container.backoff.delay):
                     self._emit(Severity.WARNING, "BackOff", text, container.name)
@@ -243,7 +264,11 @@ class PodRunner:
             return False
         for container in (c for c in self.containers if c.kind is Kind.INIT):
             state = container.state
-            if isinstance(state, Terminated) and state.exit_code and not should_restart(self.pod, container.spec, state.exit_code):
+            if (
+                isinstance(state, Terminated)
+                and state.exit_code
+                and not should_restart(self.pod, container.spec, state.exit_code)
+            ):
                 return True
         return all(
             isinstance(c.state, Terminated) and not should_restart(self.pod, c.spec, c.state.exit_code) for c in main
@@ -258,7 +283,7 @@ class PodRunner:
         self._verdict = ("Failed", reason, message)
         self._end()
 
-    # Ending --------------------------------------------------------------------------------------------------------------
+    # --- Ending ------------------------------------------------------------------------------------------------------
 
     async def _terminate(self) -> None:
         """End all containers within the grace period, which further deletions may shrink."""
@@ -309,7 +334,7 @@ class PodRunner:
                 return
             await asyncio.sleep(_DELETE_RETRY)
 
-    # Status --------------------------------------------------------------------------------------------------------------
+    # --- Status ------------------------------------------------------------------------------------------------------
 
     def _render(self, now: str) -> Json:
         views = [container.view() for container in self.containers]
@@ -339,7 +364,7 @@ class PodRunner:
     def _emit(self, severity: Severity, reason: str, message: str, container: str) -> None:
         kind = "initContainers" if find(init_containers(self.pod), "name", container) else "containers"
         path = f"spec.{kind}{{{container}}}" if container else ""
-        self.services.events.emit(self.pod, "Pod", severity, reason, message, path)
+        self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)
 
     async def _wait(self, timeout: float | None) -> None:
         with contextlib.suppress(TimeoutError):

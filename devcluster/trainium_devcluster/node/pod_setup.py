@@ -1,7 +1,7 @@
 """Everything around a pod's containers: its directory, volumes, hosts file, and the command line of each container.
 
-Invariants: all of it lies in one directory named after the pod's uid, which `remove` removes; a container is started only with a complete
-configuration, else it waits as CreateContainerConfigError.
+Invariants: all of it lies in one directory named after the pod's uid, which `remove` removes; a container is started
+only with a complete configuration, else it waits as CreateContainerConfigError.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Liveness, readiness and startup probes of one running container.
 
-Invariants: nothing is killed or declared ready but by thresholds; liveness and readiness wait until a startup probe has succeeded; the
-verdicts go to callbacks and nothing else is touched here.
+Invariants: nothing is killed or declared ready but by thresholds; liveness and readiness wait until a startup probe
+has succeeded; the verdicts go to callbacks and nothing else is touched here.
 """
 
 import asyncio
@@ -23,7 +23,10 @@ class ProbeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProbeCallbacks:
-    """What happens on verdicts: `started` and `ready` change the status, `unhealthy` is each failure, `failed` asks for a restart."""
+    """What happens on verdicts.
+
+    `started` and `ready` change the status, `unhealthy` is each failure, `failed` asks for a restart.
+    """
 
     started: Callable[[], None]
     ready: Callable[[bool], None]

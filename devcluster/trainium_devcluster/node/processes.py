@@ -1,4 +1,4 @@
-"""Process trees as /proc shows them: for freezing, thawing and killing a node or a container with all its descendants.
+"""Process trees as /proc shows them, for freezing, thawing and killing a node or a container with its descendants.
 
 Invariants: reads only; a process that ends while it is looked at is left out. Linux only.
 """
@@ -33,7 +33,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def signal_tree(pid: int, number: signal.Signals) -> list[int]:
-    """Send `number` to `pid` and all its descendants, looking again until no new one shows up; returns whom it reached."""
+    """Send `number` to `pid` and all its descendants; looks again until no new one shows up."""
     reached: list[int] = []
     for _ in range(_ROUNDS):
         fresh = [process for process in process_tree(pid) if process not in reached]

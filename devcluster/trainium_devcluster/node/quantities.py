@@ -9,13 +9,13 @@ from decimal import ROUND_CEILING, Decimal, InvalidOperation
 from trainium_devcluster.node.objects import Json, containers, init_containers, is_sidecar
 
 _SUFFIXES = {
-    "Ki": Decimal(2) ** 10, "Mi": Decimal(2) ** 20, "Gi": Decimal(2) ** 30, "Ti": Decimal(2) ** 40, "Pi": Decimal(2) ** 50,
-    "Ei": Decimal(2) ** 60, "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "k": Decimal(10) ** 3,
-    "M": Decimal(10) ** 6, "G": Decimal(10) ** 9, "T": Decimal(10) ** 12, "P": Decimal(10) ** 15, "E": Decimal(10) ** 18,
-}  # fmt: skip
+    **{suffix: Decimal(2) ** (10 * (power + 1)) for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
+    **{suffix: Decimal(10) ** (3 * (power - 3)) for power, suffix in enumerate(("n", "u", "m"))},
+    **{suffix: Decimal(10) ** (3 * (power + 1)) for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"))},
+}
 
 
-def parse(text: str | int | float) -> Decimal:
+def parse(text: str | float) -> Decimal:
     """The number that a quantity means.
 
     Raises:
@@ -26,7 +26,7 @@ def parse(text: str | int | float) -> Decimal:
     try:
         return Decimal(raw[: len(raw) - len(suffix)] if suffix else raw) * _SUFFIXES.get(suffix, Decimal(1))
     except InvalidOperation:
-        raise ValueError(f"{raw!r} is not a quantity: give a number with one of the suffixes m, k, M, G, Ki, Mi, Gi") from None
+        raise ValueError(f"{raw!r} is not a quantity: give a number, perhaps with m, k, M, G, Ki, Mi or Gi") from None
 
 
 def divide(quantity: str, divisor: str) -> str:

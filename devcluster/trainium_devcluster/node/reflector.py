@@ -1,7 +1,8 @@
 """List and watch: a local copy of some objects that follows the API server.
 
-Invariants: `on_change` is called with every object once after each list and on each later change, and with `deleted` set when an object is
-gone (also when that is only noticed by a new list); a broken connection is retried for ever with a pause of at most two seconds.
+Invariants: `on_change` is called with every object once after each list and on each later change, and with `deleted`
+set when an object is gone (also when that is only noticed by a new list); a broken connection is retried for ever
+with a pause of at most two seconds.
 """
 
 import asyncio
@@ -17,7 +18,10 @@ _GONE = 410
 _FIRST_PAUSE = 0.05  # seconds, doubled up to
 _MAX_PAUSE = 2.0
 _SYNC_TIMEOUT = 10.0  # seconds
-_WATCH_SECONDS = (300, 600)  # how long a watch may last before the server ends it; spread so that they do not all end at once
+_WATCH_SECONDS = (
+    300,
+    600,
+)  # how long a watch may last before the server ends it; spread so that they do not all end at once
 
 OnChange = Callable[[Json, bool], None]
 
@@ -32,6 +36,7 @@ class Reflector:
         self._path = path
         self._params = params
         self._on_change = on_change
+        self._complaint = ""
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -43,7 +48,8 @@ class Reflector:
                 while True:
                     version = await self._watch(version)
             except ApiError as error:
-                if error.status != _GONE:
+                if error.status != _GONE and str(error) != self._complaint:
+                    self._complaint = str(error)
                     _log.warning("%s: %s", self._path, error)
             except Unreachable as error:
                 _log.debug("%s: %s", self._path, error)
@@ -66,7 +72,12 @@ class Reflector:
 
     async def _watch(self, version: str) -> str:
         seconds = random.randint(*_WATCH_SECONDS)  # noqa: S311 - spreads load, guards nothing
-        params = {**self._params, "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
+        params = {
+            **self._params,
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(seconds),
+        }
         async for kind, item in self._api.watch(self._path, params):
             version = item["metadata"]["resourceVersion"]
             if kind == "BOOKMARK":

@@ -1,7 +1,8 @@
 """What this node does not honour, found in a pod before it starts, and what it does not enforce.
 
-A pod that asks for something here that would change what it does is refused with a sentence that names the field. Limits that only protect
-others (CPU, memory) are not enforced; they are reported once per node instead. Pure functions of the pod.
+A pod that asks for something here that would change what it does is refused with a sentence that names the field.
+Limits that only protect others (CPU, memory) are not enforced; they are reported once per node instead. Pure
+functions of the pod.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from trainium_devcluster.node.isolation import Isolation
 from trainium_devcluster.node.launching import ADDABLE_CAPABILITIES
 from trainium_devcluster.node.objects import Json, containers, init_containers
 
-_VOLUMES = frozenset({"emptyDir", "hostPath", "configMap", "secret", "downwardAPI", "projected", "persistentVolumeClaim"})
+_VOLUMES = frozenset(
+    {"emptyDir", "hostPath", "configMap", "secret", "downwardAPI", "projected", "persistentVolumeClaim"}
+)
 _PROJECTED = frozenset({"serviceAccountToken", "configMap", "secret", "downwardAPI"})
 _POD_FLAGS = {
     "hostPID": "processes of the machine are never shown to pods",
@@ -39,7 +42,9 @@ def not_enforced(pod: Json) -> list[str]:
         limits = (container.get("resources") or {}).get("limits") or {}
         found += [f"resources.limits.{name}" for name in ("cpu", "memory", "ephemeral-storage") if name in limits]
         context = container.get("securityContext") or {}
-        found += [f"securityContext.{name}" for name in ("runAsUser", "runAsGroup", "seccompProfile") if name in context]
+        found += [
+            f"securityContext.{name}" for name in ("runAsUser", "runAsGroup", "seccompProfile") if name in context
+        ]
     context = pod["spec"].get("securityContext") or {}
     names = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups", "seccompProfile")
     found += [f"securityContext.{name}" for name in names if name in context]
@@ -100,7 +105,7 @@ def _containers(pod: Json, isolation: Isolation) -> Iterator[str]:
 
 def _container(container: Json) -> Iterator[str]:
     if not container.get("command"):
-        yield "command must be given on a process node: it runs installed programs and reads no image, so it knows no entry point"
+        yield "command must be given on a process node, which reads no image and so knows no entry point"
     if container.get("restartPolicyRules"):
         yield "restartPolicyRules is not supported by the process node"
     if container.get("volumeDevices"):
@@ -132,6 +137,6 @@ def _security(container: Json, isolation: Isolation) -> Iterator[str]:
         if capability.removeprefix("CAP_") not in ADDABLE_CAPABILITIES:
             yield f"securityContext.capabilities.add {capability} is not supported by the process node"
     if not isolation.mounts and container.get("volumeMounts"):
-        yield "volumeMounts needs mount namespaces, which this machine permits neither as root nor to this user (sysctl user.max_user_namespaces)"
+        yield "volumeMounts needs mount namespaces, which this machine permits neither as root nor to this user"
     if not isolation.mounts and context.get("readOnlyRootFilesystem"):
         yield "securityContext.readOnlyRootFilesystem needs mount namespaces, which this machine does not permit"

@@ -1,7 +1,7 @@
 """The Node object: registering it, its conditions, and the lease that says that the node lives.
 
-Invariants: the lease is renewed every 10 s and only then; status is written when it changes and every five minutes. A condition set by a
-fault control stays until it is cleared, and wins over the node's own.
+Invariants: the lease is renewed every 10 s and only then; status is written when it changes and every five minutes. A
+condition set by a fault control stays until it is cleared, and wins over the node's own.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Registration:
     _boot_id: str = field(default_factory=lambda: os.urandom(16).hex())
 
     async def register(self) -> None:
-        """Create the Node, or take over the one that is there, and report Ready; waits for the API server as long as it takes."""
+        """Create the Node, or take over the one that is there, and report Ready; waits for the API server."""
         while True:
             try:
                 await self._ensure_node()
@@ -82,7 +82,7 @@ class Registration:
         self._changed.set()
 
     def clear_condition(self, kind: str) -> None:
-        """Report the node's own condition again; one that the node does not have by itself becomes Unknown's opposite, False."""
+        """Report the node's own condition again; one that it does not have by itself becomes False."""
         if kind in self._forced:
             if kind in {"Ready", *(k for k, _, _ in _HEALTHY)}:
                 del self._forced[kind]

@@ -1,8 +1,8 @@
 """The running node: puts the parts together and hands pods to their runners.
 
-Invariants: a pod bound to this node has exactly one runner, by uid; what a former process of this node left behind (pod directories, claims on
-running containers) is settled before anything new is started; a polite stop kills the containers and leaves the API as it is, as a power
-cut does.
+Invariants: a pod bound to this node has exactly one runner, by uid; what a former process of this node left behind
+(pod directories, claims on running containers) is settled before anything new is started; a polite stop kills the
+containers and leaves the API as it is, as a power cut does.
 """
 
 import asyncio
@@ -46,9 +46,10 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     launcher = Launcher(launcher_socket, isolation)
-    async with Api(load_kubeconfig(options.kubeconfig), f"process-node/{options.name}") as api, aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True, limit=0)
-    ) as http:
+    async with (
+        Api(load_kubeconfig(options.kubeconfig), f"process-node/{options.name}") as api,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http,
+    ):
         node = _assemble(options, isolation, launcher, api, http)
         tasks = [asyncio.create_task(node.run()), asyncio.create_task(stop.wait())]
         tasks.append(asyncio.ensure_future(launcher.gone))
@@ -105,7 +106,7 @@ class Node:
     async def run(self) -> None:
         """Register and run pods until cancelled."""
         options = self.services.options
-        faults = Faults(self.services.api, self.registration, lambda: self.runners.values())
+        faults = Faults(self.services.api, self.registration, self.runners.values)
         control_server = await control.serve(options.control_socket, faults.handle)
         web_runner = await self._serve_api()
         pods = Reflector(

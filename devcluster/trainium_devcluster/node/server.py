@@ -1,7 +1,7 @@
 """The node's own HTTPS API, which the API server calls for `kubectl logs` and `kubectl exec`.
 
-Invariants: without a client certificate of the cluster's authority nobody gets in (the TLS layer sees to it); what is not offered answers
-with a sentence, not with silence.
+Invariants: without a client certificate of the cluster's authority nobody gets in (the TLS layer sees to it); what is
+not offered answers with a sentence, not with silence.
 """
 
 import time
@@ -55,9 +55,11 @@ class NodeServer:
         path = container.log_path(previous=previous)
         if path is None:
             if previous:
-                text = f'previous terminated container "{container.name}" in pod "{request.match_info["pod"]}" not found'
+                text = (
+                    f'previous terminated container "{container.name}" in pod "{request.match_info["pod"]}" not found'
+                )
                 raise web.HTTPBadRequest(text=text)
-            text = f'container "{container.name}" in pod "{request.match_info["pod"]}" is waiting to start: ContainerCreating'
+            text = f'container "{container.name}" in pod "{request.match_info["pod"]}" is waiting to start'
             raise web.HTTPBadRequest(text=text)
         try:
             query = _query(request)

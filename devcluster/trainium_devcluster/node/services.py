@@ -70,7 +70,8 @@ class NodeServices:
                 continue
             used = sum((quantities.pod_requests(p).get(resource, Decimal(0)) for p in others), Decimal(0))
             if used + wanted > capacity:
-                message = f"Node didn't have enough resource: {resource}, requested: {wanted}, used: {used}, capacity: {capacity}"
+                amounts = f"requested: {wanted}, used: {used}, capacity: {capacity}"
+                message = f"Node didn't have enough resource: {resource}, {amounts}"
                 return resource, message
         return None
 

@@ -1,10 +1,10 @@
 """The certificate with which the node serves its API, signed by the cluster's authority for the node's own address.
 
-Invariants: the key never leaves the node's state directory (mode 0600); the certificate names the node's address and name and is valid for a
-year, longer than any development cluster lives.
+Invariants: the key never leaves the node's state directory (mode 0600); the certificate names the node's address and
+name and is valid for a year, longer than any development cluster lives.
 """
 
-import datetime
+import datetime as dt
 import ipaddress
 import os
 import ssl
@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-_SKEW = datetime.timedelta(minutes=5)
-_LIFE = datetime.timedelta(days=365)
+_SKEW = dt.timedelta(minutes=5)
+_LIFE = dt.timedelta(days=365)
 
 
 def make_certificate(ca_cert: Path, ca_key: Path, name: str, address: str, folder: Path) -> tuple[Path, Path]:
@@ -25,7 +25,7 @@ def make_certificate(ca_cert: Path, ca_key: Path, name: str, address: str, folde
     signer = serialization.load_pem_private_key(ca_key.read_bytes(), password=None)
     assert isinstance(signer, rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
-    now = datetime.datetime.now(datetime.UTC)
+    now = dt.datetime.now(dt.UTC)
     names = [x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName(name)]
     certificate = (
         x509.CertificateBuilder()
@@ -50,9 +50,7 @@ def make_certificate(ca_cert: Path, ca_key: Path, name: str, address: str, folde
     )
     cert_file, key_file = folder / "serving.crt", folder / "serving.key"
     cert_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    raw = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    raw = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     fd = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(raw)

@@ -1,8 +1,9 @@
 """Cutting the network of running processes without privileges: a filter on their sockets that drops all that arrives.
 
-The kernel lets a process take a duplicate of a descendant's descriptor (pidfd_getfd) and attach a classic BPF program to a socket. A program that
-returns 0 drops every incoming segment, so connections hang as in a network partition instead of breaking. What is sent still leaves, and a
-listening socket accepts no connection. New sockets are found by looking again.
+The kernel lets a process take a duplicate of a descendant's descriptor (pidfd_getfd) and attach a classic BPF program
+to a socket. A program that returns 0 drops every incoming segment, so connections hang as in a network partition
+instead of breaking. What is sent still leaves, and a listening socket accepts no connection. New sockets are found by
+looking again.
 Invariants: only TCP sockets are touched; `heal` restores every socket that was cut and still exists.
 """
 
@@ -14,6 +15,7 @@ import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _SYS_PIDFD_GETFD = 438
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -70,7 +72,7 @@ def _sockets(pid: int) -> list[tuple[int, str]]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
+                target = str(Path(entry.path).readlink())
                 if target.startswith("socket:"):
                     found.append((int(entry.name), target))
     return found

@@ -1,7 +1,7 @@
 """From what the node knows of a pod's containers to the pod's status. Pure.
 
-Invariants: phase, conditions, reasons and messages are a kubelet's; a pod never leaves Succeeded or Failed; a condition's transition time
-changes with its status only; conditions that other controllers own are left alone.
+Invariants: phase, conditions, reasons and messages are a kubelet's; a pod never leaves Succeeded or Failed; a
+condition's transition time changes with its status only; conditions that other controllers own are left alone.
 """
 
 from collections.abc import Sequence
@@ -136,7 +136,9 @@ def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
         if any(isinstance(v.state, Running) for v in by_name.values() if v.kind is not Kind.INIT):
             return "Running"
     ends = [_end_of(v) for v in main]
-    if not terminal and any(e is not None and should_restart(pod, specs[v.name], e.exit_code) for v, e in zip(main, ends, strict=True)):
+    if not terminal and any(
+        e is not None and should_restart(pod, specs[v.name], e.exit_code) for v, e in zip(main, ends, strict=True)
+    ):
         return "Running"
     if all(e is not None and e.exit_code == 0 for e in ends):
         return "Succeeded"
@@ -160,10 +162,10 @@ def pod_status(view: PodView, now: str) -> Json:
         "hostIPs": [{"ip": view.host_ip}],
         "startTime": view.start_time,
         "observedGeneration": view.pod["metadata"].get("generation"),
-        "containerStatuses": [_status(v, view) for v in view.containers if v.kind is Kind.MAIN],
+        "containerStatuses": [_status(v) for v in view.containers if v.kind is Kind.MAIN],
         "conditions": _conditions(view, chosen, now),
     }
-    inits = [_status(v, view) for v in view.containers if v.kind is not Kind.MAIN]
+    inits = [_status(v) for v in view.containers if v.kind is not Kind.MAIN]
     if inits:
         status["initContainerStatuses"] = inits
     if view.pod_ip:
@@ -180,11 +182,12 @@ def _end_of(view: ContainerView) -> Terminated | None:
 
 def _sidecars_pending(by_name: dict[str, ContainerView]) -> bool:
     return any(
-        v.kind is Kind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None for v in by_name.values()
+        v.kind is Kind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None
+        for v in by_name.values()
     )
 
 
-def _status(view: ContainerView, pod: PodView) -> Json:
+def _status(view: ContainerView) -> Json:
     status: Json = {
         "name": view.name,
         "image": view.image,
@@ -269,7 +272,9 @@ def _initialized(view: PodView, chosen: str) -> tuple[str, str, str]:
     if any(v.kind is Kind.MAIN and (not isinstance(v.state, Waiting) or v.last is not None) for v in view.containers):
         return "True", "", ""
     incomplete = [
-        v.name for v in view.containers if (v.kind is Kind.INIT and not v.ready) or (v.kind is Kind.SIDECAR and not v.started)
+        v.name
+        for v in view.containers
+        if (v.kind is Kind.INIT and not v.ready) or (v.kind is Kind.SIDECAR and not v.started)
     ]
     if incomplete:
         return "False", "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]"

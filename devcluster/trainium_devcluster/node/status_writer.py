@@ -1,7 +1,8 @@
 """Writes one pod's status, at once and never twice at the same time.
 
-Invariants: what is written last is the newest; writes that pile up become one; a write names the pod's uid, so it never touches a pod that
-was made anew under the same name; an API server that is away is tried again until it answers.
+Invariants: what is written last is the newest; writes that pile up become one; a write names the pod's uid, so it
+never touches a pod that was made anew under the same name; an API server that is away is tried again until it
+answers.
 """
 
 import asyncio

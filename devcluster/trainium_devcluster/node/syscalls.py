@@ -1,7 +1,7 @@
 """The few Linux system calls that the standard library lacks: namespaces, mounts, process control.
 
-Invariants: each wrapper raises `OSError` with the path or the call's name; nothing here allocates threads, so that all of it
-may be called in a forked child. Imports nothing but the standard library: the launcher must stay small.
+Invariants: each wrapper raises `OSError` with the path or the call's name; nothing here allocates threads, so that
+all of it may be called in a forked child. Imports nothing but the standard library: the launcher must stay small.
 """
 
 import ctypes

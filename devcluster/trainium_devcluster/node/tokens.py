@@ -1,7 +1,7 @@
 """Projected service account tokens: bound to the pod, with the audience asked for, renewed before they expire.
 
-Invariants: a token is requested from the API server, never made here; it is renewed after 80 % of its life or 24 hours, as by a kubelet;
-when renewal fails the old token stays in use.
+Invariants: a token is requested from the API server, never made here; it is renewed after 80 % of its life or 24
+hours, as by a kubelet; when renewal fails the old token stays in use.
 """
 
 import time
@@ -63,7 +63,9 @@ class TokenSource:
             },
         }
         asked = time.time()
-        answer = await self.api.create(f"/api/v1/namespaces/{namespace(self.pod)}/serviceaccounts/{account}/token", body)
+        answer = await self.api.create(
+            f"/api/v1/namespaces/{namespace(self.pod)}/serviceaccounts/{account}/token", body
+        )
         life = parse_time(answer["status"]["expirationTimestamp"]) - asked
         self._token = answer["status"]["token"]
         self._renew_at = asked + min(life * _RENEW_SHARE, _MAX_AGE)

@@ -1,8 +1,8 @@
 """The volumes of one pod: made before its containers start, kept up to date while they run, removed afterwards.
 
-Invariants: every volume is a path below the pod's directory (or the host path itself); volumes made of objects change atomically and within
-a second of the object; a token is renewed after 80 % of its life; an emptyDir of medium Memory is a tmpfs of its own with the size asked
-for, which vanishes with the node as it does when a machine loses power.
+Invariants: every volume is a path below the pod's directory (or the host path itself); volumes made of objects change
+atomically and within a second of the object; a token is renewed after 80 % of its life; an emptyDir of medium Memory
+is a tmpfs of its own with the size asked for, which vanishes with the node as it does when a machine loses power.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class PodVolumes:
         return self.facts().pod
 
     async def _make(self, volume: Json) -> Path:
-        path = self.folder / "volumes" / volume["name"]
+        path = self.folder / "volumes" / str(volume["name"])
         if "emptyDir" in volume:
             return self._make_empty(path, volume["emptyDir"] or {})
         if "hostPath" in volume:
@@ -212,9 +212,14 @@ def check_host_path(source: Json) -> Path:
     elif kind == "FileOrCreate" and not path.exists():
         path.touch(mode=0o644)
     demands: dict[str, Callable[[int], bool]] = {
-        "Directory": stat.S_ISDIR, "DirectoryOrCreate": stat.S_ISDIR, "File": stat.S_ISREG, "FileOrCreate": stat.S_ISREG,
-        "Socket": stat.S_ISSOCK, "CharDevice": stat.S_ISCHR, "BlockDevice": stat.S_ISBLK,
-    }  # fmt: skip
+        "Directory": stat.S_ISDIR,
+        "DirectoryOrCreate": stat.S_ISDIR,
+        "File": stat.S_ISREG,
+        "FileOrCreate": stat.S_ISREG,
+        "Socket": stat.S_ISSOCK,
+        "CharDevice": stat.S_ISCHR,
+        "BlockDevice": stat.S_ISBLK,
+    }
     if kind in demands and not (path.exists() and demands[kind](path.stat().st_mode)):
         raise VolumeError(f"hostPath type check failed: {path} is not a {kind}")
     return path
