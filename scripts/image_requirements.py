@@ -1,0 +1,69 @@
+# ruff: noqa: INP001 - a script
+"""Prints what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
+
+Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|build
+`operator` and `trainer` are the project's extras, `build` is what makes its wheel. A torch that is already installed
+(a vendor's image brings its own) is left alone, and so is everything that only the pinned torch would need.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+
+def blocks(text: str) -> dict[str, str]:
+    """Package name -> its lines of constraints.txt, hashes and marker included."""
+    found = {}
+    for block in re.split(r"\n(?=[A-Za-z0-9])", text.strip()):
+        name = re.match(r"[A-Za-z0-9._-]+", block)
+        if name:
+            found[normal(name[0])] = block
+    return found
+
+
+def normal(name: str) -> str:
+    """A package name as indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def wanted(part: str) -> list[str]:
+    """The requirements of one part, as pyproject.toml gives them."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    if part == "build":
+        return list(project["build-system"]["requires"])
+    return [*project["project"]["dependencies"], *project["project"]["optional-dependencies"][part]]
+
+
+def resolved(requirements: list[str], pins: str) -> list[str]:
+    """Names of all packages that pip would install for the requirements at the pinned versions."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(pins)
+        file.flush()
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", "-c", file.name]
+        answer = subprocess.run([*command, *requirements], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [normal(package["metadata"]["name"]) for package in json.loads(answer)["install"]]
+
+
+def main(part: str) -> None:
+    """Prints the requirements of `part`; exits with a sentence when one of them is not pinned."""
+    pinned = blocks(Path("constraints.txt").read_text(encoding="utf-8"))
+    if importlib.util.find_spec("torch"):
+        pinned.pop("torch", None)
+    pins = "\n".join(re.split(r"\s*\\?\n", block)[0] for block in pinned.values())
+    names = resolved(wanted(part), pins)
+    if missing := [name for name in names if name not in pinned]:
+        sys.exit(f"constraints.txt has no version and hash of {', '.join(missing)}; add them")
+    sys.stdout.write("".join(f"{pinned[name]}\n" for name in sorted(names)))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in {"operator", "trainer", "build"}:
+        sys.exit("usage: python scripts/image_requirements.py operator|trainer|build")
+    main(sys.argv[1])
