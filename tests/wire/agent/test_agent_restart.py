@@ -2,39 +2,196 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+
+from conftest import alive
 
 
-def kill_rank(world, rank: int, **which: int) -> tuple[int, float]:
+def kill_rank(world, rank: int, **which: int) -> int:
     pid = world.starts(rank=rank, **which)[-1]["pid"]
-    at = time.time()
     os.kill(pid, signal.SIGKILL)
-    return pid, at
+    return pid
+
+
+async def job(world, *names: str, **extra: str) -> None:
+    """Agents that train as generation 1."""
+    world.start(*names, **extra)
+    await world.ready(*names)
+    await world.jobs.publish([*names])
+    await world.training(*names, step=3)
 
 
 async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world):
-    world.start("a", "b", "c", "d")
-    await world.registered("a", "b", "c", "d")
-    await world.ready("a", "b", "c", "d")
-    await world.jobs.publish(["a", "b", "c", "d"])
-    await world.training("a", "b", "c", "d", step=5)
+    await job(world, "a", "b", "c", "d")
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
-    _, killed_at = kill_rank(world, 2)
+    kill_rank(world, 2)
 
-    await world.training("a", "b", "c", "d", attempt=1)
+    await world.training(*agents, attempt=1)
     again = world.starts(attempt=1)
     assert sorted(row["rank"] for row in again) == [0, 1, 2, 3]
-    print("kill to main():", [round(row["at"] - killed_at, 3) for row in again])
     assert {name: agent.pid for name, agent in world.agents.items() if agent.code is None} == agents
     assert [row["ppid"] for row in sorted(again, key=lambda row: row["rank"])] == [*agents.values()]
     assert {row["nice"] for row in again} == {0}
-    await world.until(lambda: world.jobs.last("c").restarts[-1].resumed_at, "the restart resumed")
+    await world.until(
+        lambda: all(world.jobs.last(name).restarts[-1].resumed_at for name in agents), "every restart resumed"
+    )
     failure = world.jobs.last("c").failures[-1]
     assert (failure.exit_code, failure.rank, failure.attempt) == (137, 2, 0)
+    assert failure.step >= 3
     assert not world.jobs.last("a").failures
     for name in agents:
-        restarts = world.jobs.last(name).restarts
-        assert len(restarts) == 1
-        assert restarts[0].cause == "Crash"
-        assert restarts[0].resume_step is not None
+        (restart,) = world.jobs.last(name).restarts
+        assert restart.cause == "Crash"
+        assert restart.resume_step is not None
+        assert restart.failed_at <= restart.detected_at <= restart.resumed_at
+
+
+async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world):
+    await job(world, "a", "b")
+    await world.servers[0].stop()
+
+    kill_rank(world, 1)
+    await world.until(lambda: len(world.starts(attempt=1)) == 2, "attempt 1 without a coordinator")
+
+    await world.servers[0].start()
+    await world.training("a", "b", attempt=1)
+    assert world.jobs.last("b").failures[-1].exit_code == 137
+    assert [name for name, _ in world.jobs.registrations].count("a") >= 2
+
+
+async def test_failures_at_the_same_moment_count_once(world):
+    await job(world, "a", "b", "c")
+    for rank in (0, 1, 2):
+        kill_rank(world, rank)
+    await world.training("a", "b", "c", attempt=1)
+    assert not world.starts(attempt=2)
+
+
+async def test_several_ranks_of_one_pod_restart_together(world):
+    world.start("a", "b")
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"], processes=3)
+    await world.training("a", "b", step=1)
+    kill_rank(world, 4)
+    await world.training("a", "b", attempt=1)
+    again = world.starts(attempt=1)
+    assert sorted(row["rank"] for row in again) == [0, 1, 2, 3, 4, 5]
+    assert {row["pod"] for row in again if row["rank"] < 3} == {"a"}
+
+
+async def test_a_user_error_stops_the_generation_with_a_verdict(world):
+    await job(world, "a", "b")
+    (world.control / "exit-1").write_text("64")
+    await world.until(
+        lambda: all(world.jobs.last(name).phase == "Failed" for name in ("a", "b")), "both agents report Failed"
+    )
+    assert world.jobs.last("b").verdict.exit_code == 64
+    assert "rank 1 leaves with 64" in world.jobs.last("b").verdict.message
+    assert world.jobs.last("a").verdict is None
+    assert not world.starts(attempt=1)
+    assert not any(alive(row["pid"]) for row in world.starts())
+    assert all(agent.code is None for agent in world.agents.values())
+
+
+async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(world):
+    (world.control / "always-exit").write_text("1")
+    world.start("a", "b")
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"])
+    await world.until(
+        lambda: all(world.jobs.last(name).phase == "Failed" for name in ("a", "b")), "both agents report Failed"
+    )
+    verdicts = [world.jobs.last(name).verdict for name in ("a", "b") if world.jobs.last(name).verdict]
+    assert verdicts
+    assert {(verdict.exit_code, verdict.step) for verdict in verdicts} == {(1, -1)}
+    assert "the fault is in line 7" in verdicts[0].message
+    assert {row["attempt"] for row in world.starts()} == {0, 1}
+
+
+async def test_a_program_that_cannot_be_imported_is_a_verdict(world):
+    world.start("a", TRAINIUM_RANK_ENTRY="fake_broken:main")
+    await world.registered("a")
+    await world.jobs.publish(["a"])
+    await world.until(lambda: (beat := world.jobs.last("a")) and beat.phase == "Failed", "Failed")
+    verdict = world.jobs.last("a").verdict
+    assert verdict.exit_code == 1
+    assert verdict.attempt == 1
+    assert "a_module_that_nobody_has" in verdict.message
+
+
+async def test_restarts_without_a_new_step_are_limited(world):
+    world.start("a", TRAINIUM_MAX_IN_PLACE_RESTARTS="2")
+    await world.ready("a")
+    await world.jobs.publish(["a"])
+    await world.training("a", step=3)
+    (world.control / "always-exit").write_text("76")
+    kill_rank(world, 0)
+    await world.until(lambda: world.jobs.last("a").phase == "Failed", "Failed")
+    assert world.jobs.last("a").verdict.exit_code == 76
+    assert [row["attempt"] for row in world.starts()] == [0, 1, 2]
+
+
+async def test_new_steps_refill_the_budget_of_restarts(world):
+    await job(world, "a", TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
+    for attempt in (1, 2, 3):
+        kill_rank(world, 0)
+        await world.training("a", attempt=attempt)
+        await world.until(lambda: world.jobs.last("a").restarts[-1].resumed_at, "a new step")
+
+
+async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world):
+    world.start("spare")
+    await job(world, "a", "b")
+    (world.control / "exit-1").write_text("80")
+    await world.until(lambda: world.jobs.last("b").phase == "Failed", "b failed")
+    assert world.jobs.last("b").verdict.exit_code == 80
+    await world.until(lambda: world.jobs.last("a").waiting_for == (1,), "a waits for node rank 1")
+    assert world.jobs.last("a").phase == "Joining"
+    await world.jobs.publish(["a", "spare"])
+    await world.training("a", "spare", generation=2)
+    await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is out")
+
+
+async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world):
+    await job(world, "a", "b")
+    os.kill(world.starts(rank=1)[0]["pid"], signal.SIGTERM)
+    await world.until(
+        lambda: all(world.jobs.last(name).phase == "Yielded" for name in ("a", "b")), "both agents report Yielded"
+    )
+    assert not world.jobs.last("a").failures
+    await world.training("a", "b", attempt=1)
+    assert world.jobs.last("a").restarts[-1].cause == "Yielded"
+
+
+async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_generation(world):
+    world.start("spare")
+    await job(world, "a", "b", "c")
+    world.agents["a"].signal(signal.SIGKILL)
+    await world.ended("a")
+    await world.until(lambda: not alive(world.starts(rank=0)[0]["pid"]), "its rank ended with it")
+    for rank in (1, 2):
+        kill_rank(world, rank)
+    await world.until(
+        lambda: all(world.jobs.last(name).waiting_for == (0,) for name in ("b", "c")), "the others wait for node 0"
+    )
+    await world.jobs.publish(["spare", "b", "c"])
+    await world.training("spare", "b", "c", generation=2)
+
+
+async def test_a_lost_standby_is_replaced_and_ranks_start_all_the_same(world):
+    await job(world, "a")
+    standby = int(standby_of(world.agents["a"].pid))
+    os.kill(standby, signal.SIGKILL)
+    kill_rank(world, 0)
+    await world.training("a", attempt=1)
+    assert standby_of(world.agents["a"].pid) != str(standby)
+    await world.ready("a")
+
+
+def standby_of(agent: int) -> str:
+    with open(f"/proc/{agent}/task/{agent}/children") as file:
+        for pid in file.read().split():
+            with open(f"/proc/{pid}/cmdline") as line:
+                if "standby" in line.read():
+                    return pid
+    return ""

@@ -13,9 +13,8 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -29,7 +28,11 @@ from trainium_contract.messages import (
     RegisterRequest,
     RegisterResponse,
 )
-from trainium_trainer.agent.settings import AgentSettings, Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.agent.settings import AgentSettings, Endpoint
 
 _Message = TypeVar("_Message", bound=BaseModel)
 _log = logging.getLogger(__name__)
@@ -55,7 +58,7 @@ class Address:
         return f"https://{ip}:{self.port}{path}"
 
 
-class CoordinatorUnavailable(ConnectionError):
+class CoordinatorUnavailableError(ConnectionError):
     """One address did not answer as the leader does; the text is one sentence."""
 
 
@@ -87,7 +90,7 @@ class Coordinator:
                 found[Address(endpoint.host, ip, endpoint.port)] = None
         if not found:
             names = ", ".join(endpoint.host for endpoint in self._settings.coordinator)
-            raise CoordinatorUnavailable(f"the coordinator's name {names} does not resolve")
+            raise CoordinatorUnavailableError(f"the coordinator's name {names} does not resolve")
         return list(found)
 
     async def request(
@@ -102,7 +105,7 @@ class Coordinator:
     ) -> _Message | None:
         """One request to one address; None when it has nothing to say (204).
 
-        Raises OlderGeneration for 409 and CoordinatorUnavailable for everything else that is not a success.
+        Raises OlderGeneration for 409 and CoordinatorUnavailableError for everything else that is not a success.
         """
         try:
             token = self._settings.token_path.read_text(encoding="utf-8").strip()
@@ -121,12 +124,12 @@ class Coordinator:
                 status = response.status
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
             self._tls = None  # read the certificate authority again: it may have been rotated
-            raise CoordinatorUnavailable(
+            raise CoordinatorUnavailableError(
                 f"the certificate of {address.host} does not verify against {self._settings.ca_path} ({error})"
             ) from error
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
-            raise CoordinatorUnavailable(f"{address.host} at {address.ip}:{address.port}: {reason}") from error
+            raise CoordinatorUnavailableError(f"{address.host} at {address.ip}:{address.port}: {reason}") from error
         return _decoded(address, status, text, answer)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -164,8 +167,8 @@ def _decoded(address: Address, status: int, text: str, answer: type[_Message]) -
     if status == _CONFLICT:
         raise OlderGeneration(sentence)
     if status in (401, 403):
-        raise CoordinatorUnavailable(f"{where} refused this pod's token ({status}): {sentence}")
-    raise CoordinatorUnavailable(f"{where} answered {status}: {sentence}")
+        raise CoordinatorUnavailableError(f"{where} refused this pod's token ({status}): {sentence}")
+    raise CoordinatorUnavailableError(f"{where} answered {status}: {sentence}")
 
 
 class CoordinatorClient:
@@ -216,7 +219,7 @@ class CoordinatorClient:
             while True:
                 try:
                     address, welcome = await self._registered()
-                except CoordinatorUnavailable as error:
+                except CoordinatorUnavailableError as error:
                     self._complain(str(error))
                     await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
                     backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
@@ -228,7 +231,7 @@ class CoordinatorClient:
                     self._learn(welcome.membership)
                 try:
                     await self._stay(address, welcome.heartbeat_seconds)
-                except CoordinatorUnavailable as error:
+                except CoordinatorUnavailableError as error:
                     self._complain(str(error))
                     self._first = None
         finally:
@@ -248,7 +251,7 @@ class CoordinatorClient:
                     welcome = await self._coordinator.request(
                         address, messages.REGISTER_PATH, RegisterResponse, body=self._register
                     )
-                except (CoordinatorUnavailable, OlderGeneration) as error:
+                except (CoordinatorUnavailableError, OlderGeneration) as error:
                     sentence = str(error)
                     if "does not verify" not in sentence:
                         break
@@ -257,10 +260,10 @@ class CoordinatorClient:
                         self._answered()
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
                         return address, welcome
-        raise CoordinatorUnavailable(sentence)
+        raise CoordinatorUnavailableError(sentence)
 
     async def _stay(self, address: Address, heartbeat_seconds: float) -> None:
-        """Poll and beat at one address until it fails. Raises CoordinatorUnavailable."""
+        """Poll and beat at one address until it fails. Raises CoordinatorUnavailableError."""
         tasks = [
             asyncio.create_task(self._beat(address, heartbeat_seconds)),
             asyncio.create_task(self._poll(address)),
@@ -327,7 +330,7 @@ class CoordinatorClient:
                 address, self._membership_path, Membership, query=query, seconds=_POLL_SECONDS + _REQUEST_SECONDS
             )
         except OlderGeneration as error:
-            raise CoordinatorUnavailable(str(error)) from error
+            raise CoordinatorUnavailableError(str(error)) from error
 
     def _learn(self, membership: Membership) -> None:
         self._answered()

@@ -11,43 +11,42 @@ the next one is joined; an exit that the agent asked for is never reported as a 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
-    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.events.api import Event, EventSource
 
-from trainium_contract import worker_env
 from trainium_contract.exit_codes import ExitCode, Response, verdict_of
 from trainium_contract.messages import Membership, WorkerPhase
-from trainium_trainer.agent.generation_store import GenerationStore, StateWatcher, StoreLost
+from trainium_trainer.agent.generation_store import GenerationStore, StateWatcher, StoreLostError
 from trainium_trainer.agent.policy import Decision, GenerationState, after_yield, judge
 from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterrupted
-from trainium_trainer.agent.report import Report
-from trainium_trainer.agent.settings import AgentSettings
-from trainium_trainer.agent.standby import StartRequest
-from trainium_trainer.agent.standby_keeper import StandbyKeeper
+from trainium_trainer.agent.ranks import LocalRanks
+from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterruptedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.agent.report import Report
+    from trainium_trainer.agent.settings import AgentSettings
+    from trainium_trainer.agent.standby_keeper import StandbyKeeper
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
-_KILL_SECONDS = 30.0
 _YIELD_PATIENCE_SECONDS = 5.0
 _FAREWELL_SECONDS = 5.0
 _RECONNECT_SECONDS = 0.2
@@ -98,12 +97,10 @@ class GenerationAgent(SimpleElasticAgent):
         self._membership = membership
         self._generation = membership.generation
         self._node_rank = node_rank
-        self._keeper = keeper
         self._report = report
         self._events: queue.SimpleQueue[RankProcess | _StateChanged | _Nudge] = queue.SimpleQueue()
         self._order = Order.NONE
         self._superseded_by = 0
-        self._ranks: list[RankProcess] = []
         self._yield_reported_at = 0.0
         self.outcome = Outcome.LEFT
         self.yielded = False
@@ -120,6 +117,13 @@ class GenerationAgent(SimpleElasticAgent):
             membership,
             on_change=lambda state: self._events.put(_StateChanged(state)),
             on_loss=lambda: self._events.put(_Nudge()),
+        )
+        self._ranks = LocalRanks(
+            settings,
+            keeper,
+            generation=membership.generation,
+            run_id=self._rendezvous_handler.get_run_id(),
+            on_exit=self._events.put,
         )
         super().__init__(
             WorkerSpec(
@@ -139,26 +143,25 @@ class GenerationAgent(SimpleElasticAgent):
         self._order = max(self._order, order)
         self._events.put(_Nudge())
 
-    # The base class's seams.
+    # The base class's seams, with its signatures.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._report.enter(WorkerPhase.LOADING, attempt=self._attempt)
-        self._ranks = [self._start(worker_group, worker) for worker in worker_group.workers]
+        self._ranks.start(worker_group, self._attempt)
         return {process.local_rank: process.pid for process in self._ranks}
 
-    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._kill()
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        self._ranks.kill()
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        alive = any(process.alive for process in self._ranks)
-        return RunResult(state=WorkerState.HEALTHY if alive else WorkerState.STOPPED)
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002
+        return RunResult(state=WorkerState.HEALTHY if self._ranks.alive else WorkerState.STOPPED)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002
         self._watcher.stop()
-        self._kill()
+        self._ranks.kill()
         self._rendezvous_handler.shutdown()
 
-    def record_duration(self, state: str) -> AbstractContextManager[None]:  # type: ignore[override]
+    def record_duration(self, state: str) -> AbstractContextManager[None]:  # type: ignore[override]  # noqa: ARG002
         """Nothing: the heartbeats carry the durations."""
         return nullcontext()
 
@@ -166,7 +169,7 @@ class GenerationAgent(SimpleElasticAgent):
         # The base class looks up the host's full name for every event, which takes seconds where DNS is slow.
         return Event(f"trainium.worker.{state}", source=source, metadata={"generation": str(self._generation)})
 
-    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002
         self._report.enter(WorkerPhase.JOINING, attempt=0)
         self._watcher.start()
         self._until_interrupted(lambda: self._initialize_workers(self._worker_group))
@@ -194,12 +197,8 @@ class GenerationAgent(SimpleElasticAgent):
         return self._rendezvous_handler.state.attempt
 
     @property
-    def _store(self) -> GenerationStore:  # type: ignore[override]
+    def _shared(self) -> GenerationStore:
         return self._rendezvous_handler.store
-
-    @_store.setter
-    def _store(self, _: Any) -> None:
-        """The base class keeps a reference to the rendezvous' prefix store here, which nothing of it needs."""
 
     def _next_event(self) -> RankProcess | _StateChanged | _Nudge:
         waiting = self._report.phase in (WorkerPhase.FINISHED, WorkerPhase.YIELDED)
@@ -219,14 +218,14 @@ class GenerationAgent(SimpleElasticAgent):
         code = process.exit_code
         assert code is not None
         if code in (ExitCode.FINISHED, ExitCode.YIELDING):
-            if all(not rank.alive for rank in self._ranks):
+            if not self._ranks.alive:
                 self._all_left()
             return
         if self._report.phase is WorkerPhase.FAILED:
             return
         _log.warning("rank %d ended with code %d in attempt %d", process.rank, code, process.attempt)
         self._report.failed(self._generation, process)
-        self._kill()
+        self._ranks.kill()
         self._decide(self._worst(process))
 
     def _worst(self, process: RankProcess) -> RankProcess:
@@ -247,10 +246,10 @@ class GenerationAgent(SimpleElasticAgent):
 
         while True:
             try:
-                judgement = judge(code, attempt, best_step, self._store.state(), limit)
-                after = self._store.change(judged)
+                judgement = judge(code, attempt, best_step, self._shared.state(), limit)
+                after = self._shared.change(judged)
                 break
-            except StoreLost as loss:
+            except StoreLostError as loss:
                 self._await_store(loss)
         if after.stopped is not None or judgement.decision is Decision.WITHDRAW:
             _log.error("giving up in place: rank %d ended with code %d", process.rank, code)
@@ -261,15 +260,15 @@ class GenerationAgent(SimpleElasticAgent):
             self._pause(judgement.backoff_seconds)
         self._restart(after, process.ended_at)
 
-    def _await_store(self, loss: StoreLost) -> None:
-        """Try once more to reach the store. Raises RendezvousInterrupted when told to leave instead."""
+    def _await_store(self, loss: StoreLostError) -> None:
+        """Try once more to reach the store. Raises RendezvousInterruptedError when told to leave instead."""
         if self._report.phase is not WorkerPhase.JOINING:
             _log.warning("the store of generation %d is gone (%s); waiting for a newer one", self._generation, loss)
             self._report.enter(WorkerPhase.JOINING)
         self._report.wait_for((0,))
         self._leave_when_ordered()
         time.sleep(_RECONNECT_SECONDS)
-        self._quietly(self._store.connect)
+        self._quietly(self._shared.connect)
 
     def _restart(self, state: GenerationState, failed_at: float) -> None:
         self._report.observe()
@@ -278,34 +277,34 @@ class GenerationAgent(SimpleElasticAgent):
 
     def _stop(self) -> None:
         """Another agent gave up for all."""
-        self._kill()
+        self._ranks.kill()
         if self._report.phase is not WorkerPhase.FAILED:
             _log.error("generation %d was stopped by another member", self._generation)
             self._report.enter(WorkerPhase.FAILED)
 
     def _all_left(self) -> None:
         """Every local rank ended with 0 or 75."""
-        finished = all(rank.exit_code == ExitCode.FINISHED for rank in self._ranks)
+        finished = self._ranks.all_ended_with(ExitCode.FINISHED)
         self._report.observe()
         self._report.enter(WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED)
         self._yield_reported_at = time.monotonic()
-        self._quietly(lambda: self._store.count(self._store.key(self._attempt, self._report.phase), 1))
+        self._quietly(lambda: self._shared.count(self._shared.key(self._attempt, self._report.phase), 1))
 
     def _all_finished(self) -> bool:
         return self._counted(WorkerPhase.FINISHED) == len(self._membership.members)
 
     def _farewell(self) -> None:
         """Node 0 hosts the store, so it stays until the others have seen that all are finished."""
-        key, others = self._store.key("left"), len(self._membership.members) - 1
+        key, others = self._shared.key("left"), len(self._membership.members) - 1
         if self._node_rank != 0:
-            self._quietly(lambda: self._store.count(key, 1))
+            self._quietly(lambda: self._shared.count(key, 1))
             return
         deadline = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < deadline and (self._quietly(lambda: self._store.count(key)) or 0) < others:
+        while time.monotonic() < deadline and (self._quietly(lambda: self._shared.count(key)) or 0) < others:
             time.sleep(_POLL_SECONDS)
 
     def _counted(self, phase: WorkerPhase) -> int:
-        count = self._quietly(lambda: self._store.count(self._store.key(self._attempt, phase)))
+        count = self._quietly(lambda: self._shared.count(self._shared.key(self._attempt, phase)))
         return count or 0
 
     def _restart_when_nobody_calls(self) -> None:
@@ -314,47 +313,45 @@ class GenerationAgent(SimpleElasticAgent):
             return
         if self._counted(WorkerPhase.YIELDED) + self._counted(WorkerPhase.FINISHED) < len(self._membership.members):
             return
-        state = self._quietly(self._store.state)
+        state = self._quietly(self._shared.state)
         if state is None or state.leaving or state.superseded > self._generation:
             return
         attempt, best_step = self._attempt, self._report.best_step
-        after = self._quietly(lambda: self._store.change(lambda seen: after_yield(attempt, best_step, seen)))
+        after = self._quietly(lambda: self._shared.change(lambda seen: after_yield(attempt, best_step, seen)))
         if after is not None:
             self._restart(after, time.time())
 
     # Leaving.
 
     def _leave_when_ordered(self) -> None:
-        """Carry out an order to leave. Raises RendezvousInterrupted when no rank is alive."""
+        """Carry out an order to leave. Raises RendezvousInterruptedError when no rank is alive."""
         if self._order is Order.NONE:
             return
         if self._order is not Order.IMMEDIATE:
             self._save_and_end()
-        self._kill()
-        raise RendezvousInterrupted("left as ordered")
+        self._ranks.kill()
+        raise RendezvousInterruptedError("left as ordered")
 
     def _save_and_end(self) -> None:
         """Ask the ranks to save and leave; wait for them as long as it makes sense."""
         deadline = time.monotonic() + self._settings.grace_seconds
-        had_ranks = bool(self._ranks)
-        for process in self._ranks:
-            process.signal(signal.SIGTERM)
+        self._ranks.ask_to_leave()
         self._announce_leaving()
         told_broken = False
-        while any(process.alive for process in self._ranks) and time.monotonic() < deadline:
+        while self._ranks.alive and time.monotonic() < deadline:
             if self._order is Order.IMMEDIATE:
                 return
             codes = {process.exit_code for process in self._ranks} - {None, 0, int(ExitCode.YIELDING)}
             if codes and not told_broken:
                 told_broken = True
-                self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
+                self._quietly(lambda: self._shared.change(lambda state: replace(state, broken=True)))
             try:
                 event = self._events.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
             if isinstance(event, _StateChanged) and (event.state.broken or event.state.stopped is not None):
                 break
-        self.yielded = had_ranks and all(process.exit_code == ExitCode.YIELDING for process in self._ranks)
+        self.yielded = self._ranks.all_ended_with(ExitCode.YIELDING)
 
     def _announce_leaving(self) -> None:
         leaving = self._order is Order.TERMINATE
@@ -364,59 +361,9 @@ class GenerationAgent(SimpleElasticAgent):
                 state, leaving=state.leaving or leaving, superseded=max(state.superseded, self._superseded_by)
             )
 
-        self._quietly(lambda: self._store.change(announced))
+        self._quietly(lambda: self._shared.change(announced))
 
-    # Processes.
-
-    def _start(self, worker_group: WorkerGroup, worker: Worker) -> RankProcess:
-        environment = self._environment(worker_group, worker)
-        return self._keeper.start(
-            StartRequest(
-                ("train", "--config", str(self._settings.config_path)),
-                environment,
-                f"trainium-rank {worker.global_rank} of {worker.world_size}",
-            ),
-            local_rank=worker.local_rank,
-            rank=worker.global_rank,
-            attempt=self._attempt,
-            on_exit=self._events.put,
-        )
-
-    def _environment(self, worker_group: WorkerGroup, worker: Worker) -> Mapping[str, str]:
-        spec = worker_group.spec
-        return {
-            "RANK": str(worker.global_rank),
-            "LOCAL_RANK": str(worker.local_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-            "GROUP_RANK": str(worker_group.group_rank),
-            "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            "ROLE_NAME": spec.role,
-            "MASTER_ADDR": str(worker_group.master_addr),
-            "MASTER_PORT": str(worker_group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-            "TORCHELASTIC_RUN_ID": self._rendezvous_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
-            worker_env.ENV_GENERATION: str(self._generation),
-            worker_env.ENV_ATTEMPT: str(self._attempt),
-            worker_env.ENV_PROGRESS_FILE: os.fspath(
-                self._settings.progress_directory / f"g{self._generation}-r{worker.local_rank}"
-            ),
-        }
-
-    def _kill(self) -> None:
-        """SIGKILL every local rank and wait until each has been collected."""
-        for process in self._ranks:
-            process.signal(signal.SIGKILL)
-        deadline = time.monotonic() + _KILL_SECONDS
-        while any(process.alive for process in self._ranks):
-            if time.monotonic() > deadline:
-                # A process in uninterruptible sleep holds its device; nothing can start beside it.
-                raise RuntimeError("a training process did not end within 30 s of SIGKILL")
-            time.sleep(0.002)
+    # Small things.
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -427,7 +374,7 @@ class GenerationAgent(SimpleElasticAgent):
         """Run a rendezvous; when it is interrupted by a stop of the generation, report that instead."""
         try:
             work()
-        except RendezvousInterrupted:
+        except RendezvousInterruptedError:
             if self._order is not Order.NONE:
                 self._leave_when_ordered()
             self._stop()
@@ -435,5 +382,5 @@ class GenerationAgent(SimpleElasticAgent):
     def _quietly(self, operation: Callable[[], _T]) -> _T | None:
         try:
             return operation()
-        except StoreLost:
+        except StoreLostError:
             return None

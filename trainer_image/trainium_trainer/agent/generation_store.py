@@ -5,7 +5,7 @@ the server of its node rank 0, with its number in front of every key. The ranks 
 each attempt, so that nothing of an earlier attempt can be read by accident.
 
 Invariants: the shared state changes only by compare-and-set; no call blocks longer than `OPERATION_SECONDS`; every
-failure to reach the server is StoreLost.
+failure to reach the server is StoreLostError.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from trainium_contract.messages import Membership
 from trainium_trainer.agent.policy import GenerationState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainium_contract.messages import Membership
 
 OPERATION_SECONDS = 5.0
 _CONNECT_SECONDS = 1.0
@@ -28,7 +32,7 @@ _RANK_STORE_SECONDS = 300.0
 _BACKLOG = 1024
 
 
-class StoreLost(ConnectionError):
+class StoreLostError(ConnectionError):
     """The agent that hosts the store cannot be reached."""
 
 
@@ -37,7 +41,7 @@ def _lost_on_error() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise StoreLost(str(error).partition("\n")[0]) from error
+        raise StoreLostError(str(error).partition("\n")[0]) from error
 
 
 def serve_store(address: str, port: int = 0, *, seconds: float = OPERATION_SECONDS) -> TCPStore:
@@ -83,13 +87,13 @@ class GenerationStore:
 
     @property
     def client(self) -> Store:
-        """The store itself. Raises StoreLost when not connected."""
+        """The store itself. Raises StoreLostError when not connected."""
         if self._client is None:
-            raise StoreLost("not connected to the generation's store")
+            raise StoreLostError("not connected to the generation's store")
         return self._client
 
     def connect(self) -> None:
-        """Connect, once and quickly. Raises StoreLost."""
+        """Connect, once and quickly. Raises StoreLostError."""
         with _lost_on_error():
             # The library's own client retries with long back-offs and prints a stack trace each time.
             socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()
@@ -159,7 +163,7 @@ class GenerationStore:
         try:
             with _lost_on_error():
                 yield client
-        except StoreLost:
+        except StoreLostError:
             self._client = None
             raise
 
@@ -198,7 +202,7 @@ class StateWatcher:
                     self._store.connect()
                     lost = False
                 state = self._store.state()
-            except StoreLost:
+            except StoreLostError:
                 if not lost and not self._stop.is_set():
                     self._on_loss()
                 lost = True

@@ -11,13 +11,15 @@ import importlib
 import logging
 import os
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.agent import kernel
 from trainium_trainer.agent.preflight import preflight
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def main() -> None:
@@ -30,7 +32,11 @@ def main() -> None:
     # Read by torch when it is imported; the ranks share the agent's import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-    sys.exit(run(settings))
+    code = run(settings)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing torch down takes a second or more on a busy machine, and nothing is left to save.
+    os._exit(code)
 
 
 def run(settings: AgentSettings) -> int:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent.settings import AgentSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_trainer.agent.settings import AgentSettings
 
 _MINIMUM_FREE_BYTES = 1 << 20
 _DEVICES = Path("/dev")

@@ -11,12 +11,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import exit_code_of_wait_status
 from trainium_trainer.agent import kernel
-from trainium_trainer.agent.output import Tail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.agent.output import Tail
 
 _KILL_POLL_SECONDS = 0.005
 

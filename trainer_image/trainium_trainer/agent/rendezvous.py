@@ -1,4 +1,4 @@
-"""Rendezvous of a generation: all of its members, at the ranks that the membership fixes, for one attempt after another.
+"""Rendezvous of a generation: all its members, at the ranks that the membership fixes, one attempt after another.
 
 Invariants: nobody who is not in the membership can join it; ranks are never negotiated; an attempt begins when every
 member has joined it; while it waits it follows the shared state, so a newer attempt or a verdict is never missed.
@@ -7,9 +7,9 @@ member has joined it; while it waits it follows the shared state, so a newer att
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -17,9 +17,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from trainium_contract.messages import Membership
-from trainium_trainer.agent.generation_store import GenerationStore, StoreLost, serve_rank_store
-from trainium_trainer.agent.policy import GenerationState
+from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_rank_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.messages import Membership
+    from trainium_trainer.agent.policy import GenerationState
 
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2
@@ -27,7 +31,7 @@ _MISSING_SECONDS = 0.5
 _LISTED = 64
 
 
-class RendezvousInterrupted(RendezvousGracefulExitError):
+class RendezvousInterruptedError(RendezvousGracefulExitError):
     """The agent was told to leave, or the generation stopped, while it waited for the others."""
 
 
@@ -67,14 +71,14 @@ class GenerationRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the newest attempt and wait for all members.
 
-        Raises RendezvousInterrupted when told to leave or when the generation stopped.
+        Raises RendezvousInterruptedError when told to leave or when the generation stopped.
         """
         while True:
             self._stop_when_interrupted()
             try:
                 self._connect()
                 info = self._join(self.store.state())
-            except StoreLost:
+            except StoreLostError:
                 # Node 0's pod is gone or not there yet; only a newer generation or its return ends this.
                 self._waiting_for((0,))
                 time.sleep(_RECONNECT_SECONDS)
@@ -117,7 +121,7 @@ class GenerationRendezvous(RendezvousHandler):
         """Join one attempt; None when a newer attempt began meanwhile."""
         self.state = state
         if state.stopped is not None:
-            raise RendezvousInterrupted("the generation stopped")
+            raise RendezvousInterruptedError("the generation stopped")
         store, attempt = self.store, state.attempt
         port_key, go_key = store.key(attempt, "port"), store.key(attempt, "go")
         if self._node_rank == 0:
@@ -159,4 +163,4 @@ class GenerationRendezvous(RendezvousHandler):
 
     def _stop_when_interrupted(self) -> None:
         if self._interrupted():
-            raise RendezvousInterrupted("told to leave")
+            raise RendezvousInterruptedError("told to leave")

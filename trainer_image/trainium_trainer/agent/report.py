@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_contract.exit_codes import Cause, verdict_of
 from trainium_contract.messages import HeartbeatRequest, ProcessFailure, Progress, RestartRecord, WorkerPhase
-from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.settings import AgentSettings
+
+if TYPE_CHECKING:
+    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.settings import AgentSettings
 
 _KEPT = 8
 _MESSAGE_CHARACTERS = 1024
@@ -140,6 +142,12 @@ class Report:
             self._attempt = 0
             self._verdict = None
         self.enter(phase)
+
+    def know(self, generation: int) -> None:
+        """A newer generation is known to a pod that cannot take part in any."""
+        with self._lock:
+            self._generation = generation
+        self._wake()
 
     def follow(self, files: Sequence[Path]) -> None:
         """Read progress from these records from now on, the pod's first rank first."""

@@ -5,11 +5,14 @@ Invariant: either every value is present and well formed, or one sentence names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainium_contract import worker_env
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ENV_RANK_ENTRY = "TRAINIUM_RANK_ENTRY"
 """`module:function` that each training process calls instead of the trainer's command line."""

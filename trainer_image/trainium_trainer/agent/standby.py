@@ -24,12 +24,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.agent import kernel
 from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 PACKET_BYTES = 1 << 18
 _REPARENT_POLL_SECONDS = 0.0002

@@ -16,12 +16,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.agent import standby
-from trainium_trainer.agent.output import OutputPump
 from trainium_trainer.agent.processes import RankProcess, Reaper
-from trainium_trainer.agent.settings import AgentSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.agent.output import OutputPump
+    from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
 _WARM_UP_SECONDS = 300.0
@@ -29,7 +33,7 @@ _START_SECONDS = 30.0
 _RESPAWN_SECONDS = 30.0
 
 
-class StandbyLost(RuntimeError):
+class StandbyLostError(RuntimeError):
     """The standby ended or does not answer."""
 
 
@@ -86,7 +90,7 @@ class Standby:
             try:
                 if select.select([self._channel], [], [], 0)[0]:
                     self._await_ready(0.0)
-            except StandbyLost:
+            except StandbyLostError:
                 return False
             finally:
                 self._lock.release()
@@ -95,7 +99,7 @@ class Standby:
     def start(self, request: standby.StartRequest, output: int) -> int:
         """Fork a rank; its pid.
 
-        Raises StandbyLost when the standby ended or does not answer in time.
+        Raises StandbyLostError when the standby ended or does not answer in time.
         """
         with self._lock:
             self._await_ready(_WARM_UP_SECONDS)
@@ -103,7 +107,7 @@ class Standby:
                 socket.send_fds(self._channel, [request.encode()], [output])
             except OSError as error:
                 self._lose()
-                raise StandbyLost(f"the standby process is gone ({error})") from error
+                raise StandbyLostError(f"the standby process is gone ({error})") from error
             return int(self._receive(_START_SECONDS)["pid"])
 
     def kill(self) -> None:
@@ -123,9 +127,9 @@ class Standby:
         if threads:
             _log.warning("the standby was left with threads %s; a rank forked from it may hang", ", ".join(threads))
 
-    def _receive(self, seconds: float) -> dict[str, list[str]] | dict[str, int]:
+    def _receive(self, seconds: float) -> dict[str, Any]:
         if self.lost:
-            raise StandbyLost("the standby process has ended")
+            raise StandbyLostError("the standby process has ended")
         try:
             readable = select.select([self._channel], [], [], seconds)[0]
             packet = self._channel.recv(standby.PACKET_BYTES) if readable else b""
@@ -133,8 +137,8 @@ class Standby:
             readable, packet = [self._channel], b""
         if not packet:
             self._lose()
-            raise StandbyLost("the standby process ended" if readable else f"no answer in {seconds:.0f} s")
-        message: dict[str, int] = json.loads(packet)
+            raise StandbyLostError("the standby process ended" if readable else f"no answer in {seconds:.0f} s")
+        message: dict[str, Any] = json.loads(packet)
         return message
 
 
@@ -178,7 +182,7 @@ class StandbyKeeper:
     ) -> RankProcess:
         """Start a rank; `on_exit` is called from the reaper's thread.
 
-        Raises StandbyLost when two standbys in a row were lost while starting it.
+        Raises StandbyLostError when two standbys in a row were lost while starting it.
         """
         write_end, tail = self._pump.open(f"[rank {rank}] ")
         try:
@@ -204,7 +208,7 @@ class StandbyKeeper:
         first = self._standby
         try:
             return first.start(request, write_end)
-        except StandbyLost as loss:
+        except StandbyLostError as loss:
             _log.warning("%s; a new one starts cold", loss)
             first.kill()
         self._await_other_than(first)
@@ -215,7 +219,7 @@ class StandbyKeeper:
         with self._changed:
             while self._standby is lost:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise StandbyLost("no new standby could be started")
+                    raise StandbyLostError("no new standby could be started")
 
     def _adopt(self, fresh: Standby) -> None:
         with self._changed:

@@ -9,28 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterable
 from importlib.metadata import version
-from pathlib import Path
-
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
-
 from trainium_trainer.agent.coordinator import CoordinatorClient
 from trainium_trainer.agent.elastic import GenerationAgent, Order, Outcome
 from trainium_trainer.agent.output import OutputPump
-from trainium_trainer.agent.preflight import Finding
 from trainium_trainer.agent.processes import Reaper, kill_descendants
 from trainium_trainer.agent.report import ReadProgress, Report
-from trainium_trainer.agent.settings import AgentSettings
 from trainium_trainer.agent.standby_keeper import Standby, StandbyKeeper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+    from trainium_trainer.agent.preflight import Finding
+    from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
 _RECOVERING_SECONDS = 0.02
@@ -38,6 +40,7 @@ _TRAINING_SECONDS = 0.5
 _ACKNOWLEDGE_SECONDS = 10.0
 _FORSAKEN_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
+_SLACK_SECONDS = 5.0
 _INTERNAL_ERROR = 70
 
 
@@ -64,6 +67,7 @@ class Supervisor:
         self._newest: Membership | None = None
         self._running: GenerationAgent | None = None
         self._terminating = False
+        self._unfit = False
         self._acknowledged = threading.Event()
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
@@ -81,8 +85,8 @@ class Supervisor:
             self._report.enter(WorkerPhase.STANDBY)
             threading.Thread(target=self._live, name="generations", daemon=True).start()
         else:
-            assert unfit.code is not None
-            self._report.give_up_with(unfit.code, unfit.sentence)
+            self._unfit = True
+            self._report.give_up_with(unfit.code or ExitCode.USER_ERROR, unfit.sentence)
         try:
             return await self._exit
         finally:
@@ -110,8 +114,8 @@ class Supervisor:
             self._newest = membership
             running = self._running
             self._changed.notify_all()
-        if self._report.verdict_code is not None and running is None:
-            return  # the pod itself is unfit
+        if self._unfit:
+            self._report.know(membership.generation)
         if running is not None:
             self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
             running.order(Order.IMMEDIATE if immediate else Order.GRACEFUL, membership.generation)
@@ -128,6 +132,7 @@ class Supervisor:
             self._changed.notify_all()
         if running is not None:
             running.order(Order.TERMINATE)
+            self._loop.call_later(self._settings.grace_seconds + _SLACK_SECONDS, self._leave, ExitCode.YIELDING)
         else:
             self._leave(self._report.verdict_code or ExitCode.FINISHED)
 
@@ -229,5 +234,5 @@ def _fresh_progress_files(directory: Path, membership: Membership) -> tuple[Path
     files = tuple(directory / f"g{membership.generation}-r{rank}" for rank in range(membership.processes_per_node))
     for left_over in set(directory.glob("g*-r*")) - set(files):
         with contextlib.suppress(OSError):
-            os.unlink(left_over)
+            left_over.unlink()
     return files

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from coordinator_server import Authority
+
+
+async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it(world):
+    second = await world.server()
+    world.servers[0].leader = False
+    world.start("a")
+    await world.ready("a")
+    await world.jobs.publish(["a"])
+    await world.training("a")
+    assert {ip for _, ip in world.jobs.registrations} == {second.ip}
+
+    second.leader, world.servers[0].leader = False, True
+    await world.until(
+        lambda: ("a", world.servers[0].ip) in world.jobs.registrations, "registered with the new leader"
+    )
+    await second.stop()
+    await world.jobs.publish(["a"])
+    await world.training("a", generation=2)
+
+
+async def test_a_rotated_certificate_authority_is_read_again(world):
+    world.start("a")
+    await world.ready("a")
+    await world.servers[0].stop()
+    world.servers[0].authority = Authority("the next authority")
+    await world.servers[0].start()
+    await world.until(lambda: "does not verify" in world.agents["a"].log, "the new certificate is refused")
+    seen = len(world.jobs.registrations)
+    # As the kubelet does it: the old and the new authority, by an atomic rename.
+    fresh = world.folder / "ca.new"
+    fresh.write_bytes(world.authority.pem + world.servers[0].authority.pem)
+    fresh.rename(world.ca)
+    await world.until(lambda: len(world.jobs.registrations) > seen, "registered again")
+
+
+async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world):
+    world.start("a")
+    await world.ready("a")
+    world.jobs.token = "token-2"
+    await world.until(lambda: len(world.jobs.refused) >= 4, "refused several times")
+    assert world.agents["a"].log.count("refused this pod's token") <= 2
+    world.token.write_text("token-2\n")
+    seen = len(world.jobs.registrations)
+    await world.until(lambda: len(world.jobs.registrations) > seen, "accepted with the new token")
+
+
+async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_hears(world):
+    world.start("a", TRAINIUM_CONFIG=str(world.folder / "nothing.yaml"))
+    await world.until(lambda: (beat := world.jobs.last("a")) and beat.phase == "Failed", "Failed")
+    verdict = world.jobs.last("a").verdict
+    assert verdict.exit_code == 64
+    assert "nothing.yaml cannot be read" in verdict.message
+    await world.jobs.publish(["a"])
+    seen = len(world.jobs.heartbeats["a"])
+    await world.until(lambda: len(world.jobs.heartbeats["a"]) > seen + 3, "heartbeats go on")
+    assert not world.starts()
+
+
+async def test_the_installed_command_trains_and_names_what_its_environment_lacks(world, tmp_path):
+    command = Path(sys.executable).parent / "trainium-agent"
+    empty = subprocess.run([command], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20)
+    assert empty.returncode == 64
+    assert "TRAINIUM_COORDINATOR, TRAINIUM_NAMESPACE" in empty.stderr
+    assert "Traceback" not in empty.stderr
+
+    (world.control / "last-step").write_text("5")
+    environment = world.environment("a", world.fresh_ip())
+    with (tmp_path / "a.log").open("wb") as log:
+        agent = subprocess.Popen([command], env=environment, stdout=log, stderr=log)
+    await world.registered("a")
+    await world.jobs.publish(["a"])
+    await world.until(lambda: agent.poll() is not None, "the agent ended")
+    assert agent.returncode == 0, (tmp_path / "a.log").read_text()
+    assert len(world.starts()) == 1

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import os
+import signal
+
+from trainium_contract.messages import Transition
+
+from conftest import alive
+
+
+async def test_a_first_generation_starts_every_rank_where_the_membership_says(world):
+    world.start("a", "b", "spare")
+    await world.ready("a", "b", "spare")
+    await world.jobs.publish(["b", "a"])
+    await world.training("a", "b")
+    rows = sorted(world.starts(), key=lambda row: row["rank"])
+    assert [(row["rank"], row["world"], row["pod"]) for row in rows] == [(0, 2, "b"), (1, 2, "a")]
+    assert rows[0]["argv"] == ["train", "--config", str(world.folder / "trainer.yaml")]
+    beat = world.jobs.last("spare")
+    assert (beat.phase, beat.ready, beat.generation) == ("Standby", True, 1)
+    assert f"[rank 0]" not in world.agents["a"].log
+
+
+async def test_a_graceful_resize_loses_no_step(world):
+    world.start("a", "b", "c")
+    await world.ready("a", "b", "c")
+    await world.jobs.publish(["a", "b", "c"])
+    await world.training("a", "b", "c", step=5)
+    await world.jobs.publish(["a", "b"], Transition.GRACEFUL)
+    await world.training("a", "b", generation=2)
+    assert sorted((row["rank"], row["world"]) for row in world.starts(generation=2)) == [(0, 2), (1, 2)]
+    await world.until(lambda: world.jobs.last("c").phase == "Standby", "c is a spare")
+    assert all(not world.jobs.last(name).failures for name in "abc")
+    assert not [row for row in world.starts(generation=1) if alive(row["pid"])]
+
+    await world.jobs.publish(["a", "b", "c"], Transition.GRACEFUL)
+    await world.training("a", "b", "c", generation=3)
+
+
+async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world):
+    world.start("a", "b")
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b")
+    os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
+    await world.jobs.publish(["b"], Transition.GRACEFUL)
+    await world.until(lambda: world.jobs.last("a").phase == "Standby", "a gave up waiting after its grace period")
+    assert not alive(world.starts(rank=0, generation=1)[0]["pid"])
+
+
+async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world):
+    world.start("a", "b", "spare")
+    await world.ready("a", "b", "spare")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b")
+    lost = world.starts(rank=1)[0]["pid"]
+    world.agents["b"].signal(signal.SIGKILL)
+    await world.jobs.publish(["a", "spare"])
+    await world.training("a", "spare", generation=2)
+    await world.until(lambda: not alive(lost), "the lost agent's rank ended with it")
+    assert world.starts(generation=2, rank=1)[0]["pod"] == "spare"
+
+
+async def test_a_generation_published_while_another_is_joined_wins(world):
+    world.start("a", "b")
+    await world.ready("a", "b")
+    world.jobs.registered["ghost"] = world.jobs.registered["b"].model_copy(
+        update={"pod_name": "ghost", "pod_uid": "uid-ghost", "pod_ip": world.fresh_ip()}
+    )
+    await world.jobs.publish(["a", "b", "ghost"])
+    await world.until(lambda: world.jobs.last("a").waiting_for == (2,), "a says whom it waits for")
+    await world.until(lambda: world.jobs.last("b").waiting_for == (2,), "b knows it too")
+    await world.jobs.publish(["ghost", "b"])
+    await world.until(lambda: world.jobs.last("b").waiting_for == (0,), "b waits for node 0")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b", generation=3)
+    assert not world.starts(generation=1)
+
+
+async def test_an_agent_that_missed_a_generation_is_told_by_the_refusal_of_its_heartbeat(world):
+    world.start("a", "b")
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b")
+    # A long poll that never answers: the membership changes without waking it.
+    membership = world.jobs.membership
+    world.jobs.membership = membership.model_copy(update={"generation": 2, "members": membership.members[:1]})
+    await world.training("a", generation=2)
+    await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is out")
+
+
+async def test_an_older_generation_is_never_joined(world):
+    world.start("a")
+    await world.ready("a")
+    await world.jobs.publish(["a"])
+    first = world.jobs.membership
+    await world.jobs.publish(["a"])
+    await world.training("a", generation=2)
+    world.jobs.membership = first
+    await world.servers[0].stop()
+    await world.servers[0].start()
+    await world.until(lambda: len(world.jobs.registrations) == 2, "registered again, and told of generation 1")
+    seen = len(world.jobs.heartbeats["a"])
+    await world.until(lambda: len(world.jobs.heartbeats["a"]) > seen + 2, "more heartbeats")
+    assert {row["generation"] for row in world.starts()} <= {1, 2}
+    assert world.jobs.last("a").generation == 2
+    assert alive(world.starts(generation=2)[0]["pid"])
+
+
+async def test_a_finished_job_ends_every_agent_with_success(world):
+    (world.control / "last-step").write_text("10")
+    world.start("a", "b", "c")
+    await world.ready("a", "b", "c")
+    await world.jobs.publish(["a", "b", "c"])
+    await world.ended("a", "b", "c")
+    assert {agent.code for agent in world.agents.values()} == {0}
+    assert all(world.jobs.last(name).phase == "Finished" for name in "abc")
+    assert world.jobs.last("a").progress.step == 10
+
+
+async def test_sigterm_saves_and_leaves_nothing_running(world):
+    world.start("a", "b")
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b")
+    below = descendants(world.agents["a"].pid)
+    assert len(below) == 2
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    assert world.agents["a"].code == 75
+    assert not [pid for pid in below if alive(pid)]
+    await world.until(lambda: world.jobs.last("b").phase == "Yielded", "b yielded with it")
+    # The other member's pod is ending, so b must not go on alone.
+    world.agents["b"].signal(signal.SIGTERM)
+    await world.ended("b")
+    assert world.agents["b"].code == 75
+    assert not [row for row in world.starts() if alive(row["pid"])]
+
+
+async def test_sigterm_to_a_spare_ends_it_at_once(world):
+    world.start("a")
+    await world.ready("a")
+    below = descendants(world.agents["a"].pid)
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    assert world.agents["a"].code == 0
+    assert not [pid for pid in below if alive(pid)]
+
+
+async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world):
+    world.start("a", TRAINIUM_GRACE_SECONDS="0.5")
+    await world.ready("a")
+    await world.jobs.publish(["a"])
+    await world.training("a")
+    os.kill(world.starts()[0]["pid"], signal.SIGSTOP)
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    assert not alive(world.starts()[0]["pid"])
+
+
+def descendants(pid: int) -> list[int]:
+    from trainium_trainer.agent.kernel import descendants as below
+
+    return below(pid)
