@@ -1,0 +1,257 @@
+"""Real gloo processes with a small training state whose right value at every step is known."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from trainium_contract.trainer import CheckpointConfig, DataParallelMode
+
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.checkpoint.storage import PosixStorage, Retry
+
+DIGEST = "settings-1"
+SHAPES = {
+    "model.wide": ((12, 10), 0),
+    "model.tall": ((10, 12), 1),
+    "model.norm": ((10,), None),
+    "optimizer.wide": ((12, 10), 0),
+    "optimizer.tall": ((10, 12), 1),
+    "optimizer.norm": ((10,), None),
+}
+
+
+@dataclass
+class Place:
+    rank: int
+    world_size: int
+    tp_size: int = 1
+    dp_mode: DataParallelMode = DataParallelMode.REPLICATED
+    dp_size: int = field(init=False)
+    dp_rank: int = field(init=False)
+    tp_rank: int = field(init=False)
+
+    def __post_init__(self):
+        self.dp_size = self.world_size // self.tp_size
+        self.dp_rank, self.tp_rank = divmod(self.rank, self.tp_size)
+
+
+SOLO = Place(0, 1)
+
+
+def position(step):
+    return Position(step=step, samples=8 * step, tokens=1000 * step)
+
+
+class State:
+    """Tensors whose values are a function of the step, cut up as the place says."""
+
+    def __init__(self, place, scale=1):
+        self.place = place
+        self.scale = scale
+        self.mesh = None
+        if place.world_size > 1 and (place.tp_size > 1 or place.dp_mode is DataParallelMode.FULLY_SHARDED):
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self.mesh = init_device_mesh("cpu", (place.dp_size, place.tp_size), mesh_dim_names=("dp", "tp"))
+        self.tensors = {name: self._make(name, 0) for name in SHAPES}
+        self.tensors["optimizer.step"] = torch.zeros((), dtype=torch.int64)
+
+    def _whole(self, name, step):
+        shape = SHAPES[name][0]
+        if self.scale > 1:
+            shape = (shape[0] * self.scale, *shape[1:])
+        number = list(SHAPES).index(name)
+        numel = torch.Size(shape).numel()
+        return torch.arange(numel, dtype=torch.float32).reshape(shape) * 0.5 + number + 1000.0 * step
+
+    def _make(self, name, step):
+        whole = self._whole(name, step)
+        if self.mesh is None:
+            return whole
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        tp_dim = SHAPES[name][1]
+        tp = Replicate() if tp_dim is None or self.place.tp_size == 1 else Shard(tp_dim)
+        sharded = self.place.dp_mode is DataParallelMode.FULLY_SHARDED
+        if not sharded and isinstance(tp, Replicate):
+            return whole
+        local, placements = whole, []
+        if not isinstance(tp, Replicate):
+            local = local.chunk(self.place.tp_size, tp_dim)[self.place.tp_rank]
+        dp = Replicate()
+        if sharded:
+            dp = Shard(1 if tp_dim == 0 else 0)
+            pieces = local.chunk(self.place.dp_size, dp.dim)
+            local = pieces[self.place.dp_rank] if self.place.dp_rank < len(pieces) else local.narrow(dp.dim, 0, 0)
+        placements = [dp, tp]
+        return DTensor.from_local(
+            local.contiguous(), self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def state_dict(self):
+        return dict(self.tensors)
+
+    def load_state_dict(self, state):
+        pass
+
+    def local_tensors(self):
+        return {name: t.to_local() if hasattr(t, "to_local") else t for name, t in self.tensors.items()}
+
+    @torch.no_grad()
+    def become(self, step):
+        for name in SHAPES:
+            fresh = self._make(name, step)
+            target, source = (t.to_local() if hasattr(t, "to_local") else t for t in (self.tensors[name], fresh))
+            target.copy_(source)
+        self.tensors["optimizer.step"].fill_(step)
+
+    def wrong(self, step):
+        """Names of tensors that do not have the value of this step."""
+        bad = [] if int(self.tensors["optimizer.step"]) == step else ["optimizer.step"]
+        for name in SHAPES:
+            have, want = self.tensors[name], self._make(name, step)
+            if hasattr(have, "to_local"):
+                have, want = have.to_local(), want.to_local()
+            if not torch.equal(have, want):
+                bad.append(name)
+        return bad
+
+
+class Run:
+    """A training loop around a manager, step by step."""
+
+    def __init__(self, place, root, memory=None, *, generation=1, run="", storage=None, retry=None, scale=1, **settings):
+        self.place = place
+        self.state = State(place, scale)
+        config = CheckpointConfig.model_validate(
+            {
+                "path": str(root),
+                "memory": {"everySteps": settings.pop("memory_every", 1)},
+                "durable": {"everySeconds": None, "everySteps": None, "keepLast": 3} | settings.pop("durable", {}),
+            }
+        )
+        self.manager = CheckpointManager(
+            config,
+            state=self.state,
+            mesh=place,
+            generation=generation,
+            memory_directory=memory,
+            config_digest=settings.pop("digest", DIGEST),
+            run=run,
+            storage=storage,
+            retry=retry or Retry(delays=()),
+        )
+        self.resumed = self.manager.resume()
+        self.step = self.resumed.step if self.resumed else 0
+        self.wrong = self.state.wrong(self.step) if self.resumed else []
+        if not self.resumed:
+            self.state.become(0)
+
+    def advance(self, *, save=None):
+        self.manager.before_update()
+        votes = torch.tensor(self.manager.vote())
+        if self.place.world_size > 1:
+            dist.all_reduce(votes)
+        self.step += 1
+        self.state.become(self.step)
+        decided = float(votes) if save is None else float(save)
+        self.manager.after_step(position(self.step), decided)
+        return decided
+
+    def to(self, step, *, save_at=()):
+        while self.step < step:
+            self.advance(save=self.step + 1 in save_at)
+        return self
+
+    def settle(self):
+        """Wait for background saves, which a real loop never does."""
+        self.manager.before_update()
+        self.manager._durable.wait()
+        return self
+
+    def report(self):
+        return {
+            "step": self.resumed.step if self.resumed else None,
+            "position": self.resumed,
+            "wrong": self.wrong,
+            "source": str(self.manager.resumed_from),
+            "warnings": self.manager.warnings,
+            "durable": self.manager.durable_step,
+            "memory": self.manager.memory_step,
+        }
+
+
+def solo(root, memory=None, **settings):
+    return Run(SOLO, root, memory, **settings)
+
+
+class SlowStorage(PosixStorage):
+    """A store that takes `seconds` for every file it writes."""
+
+    def __init__(self, root, seconds):
+        super().__init__(Path(root))
+        self.seconds = seconds
+
+    @contextmanager
+    def open_write(self, name):
+        with super().open_write(name) as file:
+            time.sleep(self.seconds)
+            yield file
+
+
+def _child(function, rank, size, tp, mode, store, arguments, results):
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        if size > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            )
+        place = Place(rank, size, tp, DataParallelMode(mode))
+        results.put((rank, function(place, *arguments), None))
+        if size > 1:
+            dist.barrier()
+    except BaseException as error:  # noqa: BLE001
+        results.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def run_world(folder, size, function, arguments, *, tp=1, mode="Replicated", timeout=40.0):
+    """Results of `function(place, *arguments)` by rank; raises when a rank failed."""
+    context = multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    store = tempfile.mktemp(dir=folder, prefix="store-")
+    processes = [
+        context.Process(target=_child, args=(function, rank, size, tp, mode, store, arguments, results), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    outcome = {}
+    try:
+        deadline = time.monotonic() + timeout
+        while len(outcome) < size:
+            rank, value, error = results.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert error is None, f"rank {rank}: {error}"
+            outcome[rank] = value
+        for process in processes:
+            process.join(10)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+        results.close()
+    return [outcome[rank] for rank in range(size)]

@@ -1,0 +1,188 @@
+import math
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainium_trainer.checkpoint.agreement import (
+    Claim,
+    Fresh,
+    FromDurable,
+    FromMemory,
+    Moment,
+    RankView,
+    ShardKey,
+    caretakers,
+    decide,
+    writers,
+)
+from trainium_trainer.checkpoint.interfaces import Position
+
+
+def moment(step, session="a", generation=1):
+    return Moment(Position(step, step * 8, step * 100), generation, session)
+
+
+def claim(step, key=None, session="a", layout="L"):
+    return Claim(moment(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
+
+
+def view(rank, claims, *, store=None, key=None, layout="L"):
+    return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(claims))
+
+
+def test_nothing_anywhere_is_a_fresh_start():
+    assert decide([view(0, []), view(1, [])], []) == Fresh()
+
+
+def test_the_newest_step_that_any_replica_holds_wins():
+    decision = decide([view(0, [claim(4), claim(5)]), view(1, [claim(5), claim(6)]), view(2, [])], [3])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment.position.step == 6
+    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(1, 0)], [(0, 2)]] or [
+        [(t.source, t.target) for t in batch] for batch in decision.rounds
+    ] == [[(1, 0)], [(1, 2)]]
+
+
+def test_storage_wins_only_when_it_is_strictly_newer():
+    views = [view(0, [claim(5)])]
+    assert isinstance(decide(views, [5, 2]), FromMemory)
+    assert decide(views, [6, 2]) == FromDurable(6)
+
+
+def test_a_step_counts_only_when_every_shard_of_it_exists():
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    views = [
+        view(0, [claim(4, left), claim(5, left)], key=left),
+        view(1, [claim(4, right)], key=right),
+    ]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment.position.step == 4
+    assert decision.rounds == ()
+
+
+def test_shards_of_different_histories_are_never_mixed():
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    views = [
+        view(0, [claim(5, left, "a"), claim(4, left, "a")], key=left),
+        view(1, [claim(5, right, "b"), claim(4, right, "a")], key=right),
+    ]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment == moment(4, "a")
+
+
+def test_another_layout_cannot_be_used_from_memory():
+    old = ShardKey(0, 2)
+    assert decide([view(0, [claim(9, old)])], [3]) == FromDurable(3)
+    assert decide([view(0, [claim(9)], layout="other")], []) == Fresh()
+
+
+def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it():
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    decision = decide([view(0, [claim(7, right)], key=left), view(1, [claim(7, left)], key=right)], [])
+    assert isinstance(decision, FromMemory)
+    assert sorted((t.source, t.target, t.key) for batch in decision.rounds for t in batch) == [
+        (0, 1, right),
+        (1, 0, left),
+    ]
+
+
+def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it():
+    views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
+    assert writers(views) == {0, 4}
+    assert caretakers(views) == {0, 4}
+    sharded = [view(rank, [], store="node", key=ShardKey(rank, 4)) for rank in range(4)]
+    assert writers(sharded) == {0, 1, 2, 3}
+    assert caretakers(sharded) == {0}
+
+
+def test_a_node_without_a_snapshot_receives_it_once_for_all_its_ranks():
+    views = [view(0, [claim(3)], store="a"), view(1, [], store="b"), view(2, [], store="b")]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(0, 1)]]
+
+
+def test_every_combination_of_two_shards_over_three_ranks_and_two_steps():
+    keys = (ShardKey(0, 2), ShardKey(1, 2))
+    options = [frozenset(), *(frozenset({claim(s, k)}) for s in (1, 2) for k in keys)]
+    options.append(frozenset(claim(s, k) for s in (1, 2) for k in keys))
+    for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
+        views = [view(r, held[r], key=needs[r]) for r in range(3)]
+        _check(views, durable)
+
+
+def _check(views, durable):
+    decision = decide(views, durable)
+    needed = {v.needs for v in views}
+    everything = {c for v in views for c in v.claims}
+    complete = {
+        c.moment
+        for c in everything
+        if all(any(o.moment == c.moment and o.key == k and o.layout == "L" for o in everything) for k in needed)
+    }
+    best = max((m.position.step for m in complete), default=-1)
+    newest = max(durable, default=-1)
+    if isinstance(decision, Fresh):
+        assert best == newest == -1
+        return
+    if isinstance(decision, FromDurable):
+        assert decision.step == newest > best
+        return
+    assert decision.moment.position.step == best >= newest
+    # Carry the rounds out: nobody sends what it has not, nobody gets a thing twice, all end with what they need.
+    has = {v.store: {c.key for c in v.claims if c.moment == decision.moment} for v in views}
+    store = {v.rank: v.store for v in views}
+    for batch in decision.rounds:
+        before = {name: set(keys) for name, keys in has.items()}
+        for transfer in batch:
+            assert transfer.key in before[store[transfer.source]]
+            assert transfer.key not in has[store[transfer.target]]
+            assert views[transfer.target].needs == transfer.key
+            has[store[transfer.target]].add(transfer.key)
+        assert len({(t.source, t.key) for t in batch}) == len(batch)
+        assert len({t.target for t in batch}) == len(batch)
+    assert all(v.needs in has[v.store] for v in views)
+    assert len(decision.rounds) <= math.ceil(math.log2(max(2, len(views)))) + 1
+
+
+@st.composite
+def clusters(draw):
+    sharded = draw(st.booleans())
+    tp = draw(st.integers(1, 3))
+    dp = draw(st.integers(1, 5))
+    keys = [ShardKey(t, tp, d if sharded else 0, dp if sharded else 1) for d in range(dp) for t in range(tp)]
+    per_node = draw(st.integers(1, 4))
+    stores = {f"node-{rank // per_node}" for rank in range(len(keys))}
+    claims = st.builds(
+        claim, st.integers(1, 4), st.sampled_from(keys), st.sampled_from(["a", "b"]), st.sampled_from(["L", "L", "M"])
+    )
+    held = {store: frozenset(draw(st.lists(claims, max_size=8))) for store in sorted(stores)}
+    order = draw(st.permutations(keys))
+    return [
+        RankView(rank, f"node-{rank // per_node}", key, "L", held[f"node-{rank // per_node}"])
+        for rank, key in enumerate(order)
+    ]
+
+
+@settings(max_examples=400, deadline=None)
+@given(clusters(), st.lists(st.integers(0, 5), max_size=3))
+def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(views, durable):
+    _check([RankView(v.rank, v.store, v.needs, v.layout, frozenset(c for c in v.claims if c.layout == "L")) for v in views], durable)
+    decide(views, durable)
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters(), st.lists(st.integers(0, 5), max_size=3), st.randoms())
+def test_the_order_of_the_reports_does_not_matter(views, durable, random):
+    shuffled = list(views)
+    random.shuffle(shuffled)
+    assert decide(views, durable) == decide(shuffled, durable)
+
+
+def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds():
+    decision = decide([view(0, [claim(1)]), *(view(rank, []) for rank in range(1, 101))], [])
+    assert isinstance(decision, FromMemory)
+    assert len(decision.rounds) == 7
