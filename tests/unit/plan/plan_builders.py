@@ -1,0 +1,245 @@
+"""Small observations for table tests: a job, its pods, nodes and agents, each with what the test says and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Interruption, MembershipStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.messages import (
+    HeartbeatRequest,
+    Member,
+    Membership,
+    ProcessFailure,
+    Progress,
+    RegisterRequest,
+    RestartRecord,
+    Transition,
+    WorkerPhase,
+)
+from trainium_operator.plan import children, names
+from trainium_operator.plan.model import (
+    Action,
+    AgentView,
+    CreatePod,
+    DeletePod,
+    JobView,
+    NodeReadiness,
+    NodeView,
+    Observed,
+    Plan,
+    PlanSettings,
+    PodPhase,
+    PodView,
+    PublishMembership,
+)
+from trainium_operator.plan.plan import plan
+
+NOW = 1_800_000_000.0
+SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443")
+CA = "-----BEGIN CERTIFICATE-----\n"
+
+
+def spec(**changes: Any) -> TrainingJobSpec:
+    """A CPU job of 4 workers and no spare whose every size from 1 to 4, 6, 8, ... is legal."""
+    workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
+    trainer = {"batch": {"globalSize": 24}, "steps": 100, **changes.pop("trainer", {})}
+    return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
+
+
+def job(job_spec: TrainingJobSpec | None = None, status: TrainingJobStatus | None = None, **changes: Any) -> JobView:
+    view = JobView(
+        namespace="default",
+        name="demo",
+        uid="job-uid",
+        generation=1,
+        deleting=False,
+        spec=job_spec or spec(),
+        status=status or TrainingJobStatus(),
+        created=NOW - 100,
+    )
+    return replace(view, **changes)
+
+
+def pod(ordinal: int, **changes: Any) -> PodView:
+    """A running pod `demo-w-<ordinal>` on `node-<ordinal>`."""
+    view = PodView(
+        name=f"demo-w-{ordinal}",
+        uid=f"uid-{ordinal}",
+        ordinal=ordinal,
+        phase=PodPhase.RUNNING,
+        ip=f"10.0.0.{ordinal}",
+        node=f"node-{ordinal}",
+        ready=True,
+        created=NOW - 60,
+        scheduled=True,
+    )
+    return replace(view, **changes)
+
+
+def heartbeat(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, **changes: Any) -> HeartbeatRequest:
+    fields = {"generation": 0, "ready": True, **changes}
+    return HeartbeatRequest(
+        namespace="default", job="demo", pod_name=f"demo-w-{ordinal}", pod_uid=f"uid-{ordinal}", phase=phase, **fields
+    )
+
+
+def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any) -> AgentView:
+    """An agent that was last heard `silent` seconds ago."""
+    view = {name: changes.pop(name) for name in ("progressed", "step_seconds") if name in changes}
+    return AgentView(
+        registration=RegisterRequest(
+            namespace="default",
+            job="demo",
+            pod_name=f"demo-w-{ordinal}",
+            pod_uid=f"uid-{ordinal}",
+            pod_ip=f"10.0.0.{ordinal}",
+            node_name=f"node-{ordinal}",
+            rendezvous_port=29500,
+            agent_version="1",
+        ),
+        heard=NOW - silent,
+        first_heard=NOW - 50,
+        heartbeat=heartbeat(ordinal, phase, **changes),
+        **view,
+    )
+
+
+def training(ordinal: int, step: int = 20, generation: int = 1, **changes: Any) -> AgentView:
+    """The agent of a member that trains."""
+    progress = Progress(step=step, loss=2.0, memory_step=step, durable_step=10, updated=NOW - 0.5)
+    return agent(ordinal, WorkerPhase.TRAINING, generation=generation, **{"progress": progress, **changes})
+
+
+def failure(code: int, *, attempt: int = 0, step: int = 20, rank: int = 0, **changes: Any) -> ProcessFailure:
+    fields = {"sequence": 0, "generation": 1, "message": "Traceback ... boom", "at": NOW - 2, **changes}
+    return ProcessFailure(attempt=attempt, exit_code=code, step=step, rank=rank, **fields)
+
+
+def restart(attempt: int, cause: Cause = Cause.CRASH, **changes: Any) -> RestartRecord:
+    fields = {"sequence": 0, "generation": 1, "failed_at": NOW - 3, "detected_at": NOW - 2.9, **changes}
+    return RestartRecord(attempt=attempt, cause=cause, **fields)
+
+
+def membership(*ordinals: int, generation: int = 1) -> Membership:
+    members = tuple(
+        Member(
+            pod_uid=f"uid-{ordinal}",
+            pod_name=f"demo-w-{ordinal}",
+            pod_ip=f"10.0.0.{ordinal}",
+            node_name=f"node-{ordinal}",
+            node_rank=rank,
+            rendezvous_port=29500,
+        )
+        for rank, ordinal in enumerate(ordinals)
+    )
+    return Membership(
+        generation=generation,
+        transition=Transition.IMMEDIATE,
+        cause=Cause.RESIZE,
+        members=members,
+        processes_per_node=1,
+    )
+
+
+def node(name: str, ready: NodeReadiness = NodeReadiness.TRUE) -> NodeView:
+    return NodeView(name=name, ready=ready)
+
+
+def observed(
+    view: JobView,
+    pods: tuple[PodView, ...] = (),
+    agents: dict[int, AgentView] | None = None,
+    **changes: Any,
+) -> Observed:
+    """An observation long after the operator's start, with every node there and every child applied."""
+    applied = [children.service(view), children.config_map(view, CA)]
+    base = Observed(
+        job=view,
+        pods=pods,
+        nodes={each.node: node(each.node) for each in pods if each.node},
+        agents={f"uid-{ordinal}": known for ordinal, known in (agents or {}).items()},
+        membership=None,
+        published=0,
+        children={
+            f"{each['kind']}/{each['metadata']['name']}": each["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
+            for each in applied
+        },
+        ca_bundle=CA,
+        coordinator_since=NOW - 1000,
+        now=NOW,
+    )
+    return replace(base, **changes)
+
+
+def running(
+    count: int = 4,
+    *,
+    spares: int = 0,
+    job_spec: TrainingJobSpec | None = None,
+    agents: dict[int, AgentView] | None = None,
+    status: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Observed:
+    """A job that trains in generation 1 on pods 0 to count-1, with warm spares after them; `agents` replaces some."""
+    base = job_spec or spec(workers={"replicas": count, "spares": spares})
+    fields: dict[str, Any] = {
+        "desired": count,
+        "next_pod_ordinal": count + spares,
+        "membership": MembershipStatus(generation=1, size=count, data_parallel=count),
+        **(status or {}),
+    }
+    total = count + spares
+    known = {at: training(at) if at < count else agent(at) for at in range(total)}
+    known.update(agents or {})
+    defaults: dict[str, Any] = {"membership": membership(*range(count)), "published": 1}
+    pods = changes.pop("pods", tuple(pod(at) for at in range(total)))
+    return observed(job(base, TrainingJobStatus(**fields)), pods, known, **{**defaults, **changes})
+
+
+def without(seen: Observed, *ordinals: int) -> Observed:
+    """The same without these pods and what their agents said."""
+    gone = {f"uid-{ordinal}" for ordinal in ordinals}
+    return replace(
+        seen,
+        pods=tuple(each for each in seen.pods if each.uid not in gone),
+        agents={uid: known for uid, known in seen.agents.items() if uid not in gone},
+    )
+
+
+def with_pod(seen: Observed, changed: PodView) -> Observed:
+    """The same with one pod replaced."""
+    return replace(seen, pods=tuple(changed if each.uid == changed.uid else each for each in seen.pods))
+
+
+def planned(seen: Observed) -> Plan:
+    return plan(seen, SETTINGS)
+
+
+def published(result: Plan) -> Membership | None:
+    """The membership that a plan publishes."""
+    found = [action for action in result.actions if isinstance(action, PublishMembership)]
+    assert len(found) <= 1
+    return found[0].membership if found else None
+
+
+def created(result: Plan) -> list[str]:
+    return [action.manifest["metadata"]["name"] for action in result.actions if isinstance(action, CreatePod)]
+
+
+def deleted(result: Plan) -> dict[str, int | None]:
+    return {action.name: action.grace_seconds for action in result.actions if isinstance(action, DeletePod)}
+
+
+def kinds(actions: tuple[Action, ...]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def newest(result: Plan) -> Interruption:
+    return result.status.history[-1]
+
+
+def ranks(found: Membership | None) -> list[str]:
+    assert found is not None
+    return [member.pod_name for member in found.members]

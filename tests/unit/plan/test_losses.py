@@ -1,0 +1,185 @@
+from dataclasses import replace
+
+import pytest
+from plan_builders import (
+    NOW,
+    agent,
+    created,
+    deleted,
+    failure,
+    newest,
+    node,
+    planned,
+    pod,
+    published,
+    running,
+    training,
+    with_pod,
+    without,
+)
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Phase, Rung
+from trainium_contract.messages import Transition, WorkerPhase
+from trainium_operator.plan.model import NodeReadiness, PodPhase
+
+LOST = pod(1).name
+
+
+def joining(at, **changes):
+    return agent(at, WorkerPhase.JOINING, generation=1, **changes)
+
+
+def waiting_for_rank_1():
+    return {at: joining(at, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "grace"),
+    [
+        ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 137, "finished": NOW - 1}, Cause.POD_LOST, None),
+        ({"phase": PodPhase.FAILED, "reason": "OOMKilled", "exit_code": 137, "finished": NOW - 1}, Cause.MEMORY, None),
+        ({"phase": PodPhase.FAILED, "reason": "Evicted"}, Cause.PREEMPTED, None),
+        ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 1, "disrupted": True}, Cause.PREEMPTED, None),
+        ({"phase": PodPhase.FAILED, "reason": "NodeLost"}, Cause.NODE_LOST, None),
+        ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 80}, Cause.DEVICE, None),
+    ],
+)
+def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes, cause, grace):
+    result = planned(with_pod(running(4), pod(1, **changes)))
+    assert newest(result).cause is cause
+    assert newest(result).pod == LOST
+    assert deleted(result) == {LOST: grace}
+    assert created(result) == ["demo-w-4"]
+    assert published(result) is None
+    assert result.status.phase is Phase.RECOVERING
+
+
+def test_a_member_whose_pod_is_gone_is_lost():
+    result = planned(without(running(4), 1))
+    assert newest(result).cause is Cause.POD_LOST
+    assert newest(result).rung is Rung.REPLACE
+    assert deleted(result) == {}
+
+
+def test_a_member_whose_node_is_gone_is_lost_and_its_pod_removed_by_force():
+    seen = running(4)
+    result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != "node-1"}))
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result) == {LOST: 0}
+
+
+def test_silence_alone_is_not_a_loss_and_is_looked_at_again_at_its_deadline():
+    result = planned(running(4, agents={1: training(1, silent=3.0)}))
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(1.0)
+
+
+def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_passes():
+    early = planned(running(4, agents={1: training(1, silent=3.9), **waiting_for_rank_1()}))
+    assert early.status.history == ()
+    late = planned(running(4, agents={1: training(1, silent=4.0), **waiting_for_rank_1()}))
+    assert newest(late).cause is Cause.NODE_LOST
+    assert newest(late).detected_seconds == pytest.approx(4.0)
+    assert newest(late).failed_at == pytest.approx(NOW - 4.0)
+    assert "when it was last heard" in newest(late).message
+    assert deleted(late) == {LOST: 0}
+    assert len(late.status.history) == 1
+
+
+def test_a_silent_member_is_kept_while_the_others_make_steps():
+    agents = {at: training(at, progressed=NOW - 0.5, step_seconds=0.5) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=30), **agents}))
+    assert result.status.history == ()
+    assert result.requeue_after is not None
+
+
+def test_a_silent_member_is_lost_when_no_step_has_been_made_for_longer_than_steps_take():
+    agents = {at: training(at, progressed=NOW - 3.5, step_seconds=0.5) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
+    assert newest(result).cause is Cause.NODE_LOST
+
+
+def test_long_steps_are_not_taken_for_a_stall():
+    agents = {at: training(at, progressed=NOW - 20, step_seconds=10) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=5), **agents}))
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(3.5)
+
+
+def test_a_silent_member_on_a_node_that_is_not_ready_is_lost():
+    seen = running(4, agents={1: training(1, silent=5)})
+    result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result) == {LOST: 0}
+
+
+def test_a_talking_member_on_a_node_that_is_not_ready_is_kept():
+    seen = running(4)
+    result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.FALSE)}))
+    assert result.status.history == ()
+
+
+def test_when_all_members_are_silent_at_once_nothing_is_done():
+    result = planned(running(4, agents={at: training(at, silent=60) for at in range(4)}))
+    assert result.status.history == ()
+    assert result.actions == ()
+
+
+def test_agents_get_time_to_find_a_restarted_operator():
+    agents = {at: joining(at, attempt=1, waiting_for=(1,), silent=0.1) for at in (0, 2, 3)}
+    seen = running(4, agents=agents)
+    unheard = {uid: known for uid, known in seen.agents.items() if uid != "uid-1"}
+    seen = replace(seen, agents=unheard, published=0)
+    for since, lost in ((5.0, False), (13.9, False), (14.0, True)):
+        result = planned(replace(seen, coordinator_since=NOW - since))
+        assert bool(result.status.history) is lost, since
+
+
+def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget():
+    failed = agent(1, WorkerPhase.FAILED, generation=1, verdict=failure(80, rank=1), failures=(failure(80, rank=1),))
+    result = planned(running(4, spares=1, agents={1: failed}))
+    assert newest(result).cause is Cause.DEVICE
+    assert newest(result).rung is Rung.SPARE
+    assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-1")]
+    assert deleted(result) == {LOST: None}
+
+
+def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up():
+    agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in (0, 2, 3)}
+    culprit = agent(1, WorkerPhase.FAILED, generation=1, verdict=failure(139, attempt=3, rank=1))
+    status = {"progress": {"step": 20}}
+    result = planned(running(4, spares=1, agents={1: culprit, **agents}, status=status))
+    assert newest(result).cause is Cause.CRASH
+    assert deleted(result) == {LOST: None}
+    assert [member.pod_name for member in published(result).members] == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+
+
+def test_a_generation_in_which_all_stopped_without_a_culprit_starts_again_with_the_same_members():
+    result = planned(running(4, agents={at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}))
+    assert published(result).generation == 2
+    assert deleted(result) == {}
+
+
+def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted():
+    result = planned(with_pod(running(4, spares=1), pod(1, deleting=True)))
+    assert newest(result).cause is Cause.PREEMPTED
+    assert published(result).transition is Transition.GRACEFUL
+    assert result.status.failures == ()
+    assert deleted(result) == {}
+
+
+def test_a_deleted_pod_whose_node_does_not_answer_is_removed_by_force_at_once():
+    seen = with_pod(running(4, spares=1, agents={1: training(1, silent=9)}), pod(1, deleting=True))
+    seen = replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)})
+    result = planned(seen)
+    assert published(result).transition is Transition.IMMEDIATE
+    assert deleted(result) == {LOST: 0}
+
+
+def test_a_rack_that_is_lost_at_once_is_one_interruption():
+    result = planned(without(running(4), 1, 2))
+    assert len(result.status.history) == 1
+    assert "2 workers" in newest(result).message
+    assert result.status.restarts.total == 1
+    assert len(result.status.failures) == 1

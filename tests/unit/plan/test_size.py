@@ -1,0 +1,62 @@
+import pytest
+from plan_builders import job, observed, planned, running, spec
+
+from trainium_contract.job import ConditionType, Phase
+from trainium_operator.plan.conditions import find_condition, is_true
+from trainium_operator.plan.reasons import Reason
+from trainium_operator.plan.size import decide_size
+
+
+@pytest.mark.parametrize(
+    ("workers", "desired", "floor", "reason"),
+    [
+        ({"replicas": 4}, 4, 4, Reason.AS_REQUESTED),
+        ({"replicas": 5}, 4, 4, Reason.FLOORED),
+        ({"replicas": 4, "minReplicas": 2}, 4, 2, Reason.AS_REQUESTED),
+        ({"replicas": 8, "maxReplicas": 7, "minReplicas": 1}, 6, 1, Reason.FLOORED),
+        ({"replicas": 5, "minReplicas": 5}, 0, 0, Reason.NO_LEGAL_SIZE),
+        ({"replicas": 24}, 24, 24, Reason.AS_REQUESTED),
+        ({"replicas": 25}, 24, 24, Reason.FLOORED),
+    ],
+)
+def test_a_requested_size_is_floored_to_a_legal_one_within_the_bounds(workers, desired, floor, reason):
+    decision = decide_size(spec(workers=workers))
+    assert (decision.desired, decision.floor, decision.reason) == (desired, floor, reason)
+
+
+def test_a_floored_size_says_why_in_the_status_and_in_an_event():
+    result = planned(observed(job(spec(workers={"replicas": 5}))))
+    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert condition is not None
+    assert condition.reason == "FlooredToLegalSize"
+    assert condition.message.startswith("5 nodes were requested; 4 is the largest legal size.")
+    assert result.status.desired == 4
+    assert [event.reason for event in result.events] == ["FlooredToLegalSize"]
+
+
+def test_a_job_without_any_legal_size_fails_with_a_sentence_that_says_what_to_change():
+    result = planned(observed(job(spec(workers={"replicas": 5, "minReplicas": 5}))))
+    assert result.status.phase is Phase.FAILED
+    assert "No size from 5 to 5 nodes is legal" in result.status.verdict
+    assert "Change spec.workers.replicas" in result.status.verdict
+    assert result.actions == ()
+
+
+def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size():
+    result = planned(running(4, job_spec=spec(workers={"replicas": 5, "minReplicas": 5})))
+    assert result.status.desired == 4
+    assert result.status.phase is Phase.RUNNING
+    assert not is_true(result.status, ConditionType.SIZE_LEGAL)
+
+
+def test_a_configuration_that_contradicts_itself_fails_with_a_sentence_instead_of_an_exception():
+    result = planned(observed_invalid())
+    assert result.status.phase is Phase.FAILED
+    assert "warmupSteps" in result.status.verdict
+
+
+def observed_invalid():
+    from dataclasses import replace
+
+    broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
+    return replace(observed(job()), job=job(broken))
