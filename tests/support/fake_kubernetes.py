@@ -137,10 +137,10 @@ class FakeCluster:
             if outcome is not None:
                 return outcome
         resource, namespace, name, subresource = _route(path)
-        body = copy.deepcopy(body)
-        answer = self._dispatch(method, resource, namespace, name, subresource, dict(query), body, content_type)
+        taken = copy.deepcopy(body)
+        answer = self._dispatch(method, resource, namespace, name, subresource, dict(query), taken, content_type)
         if method != "GET":
-            write = Write(method, path, body, answer.status)
+            write = Write(method, path, copy.deepcopy(body), answer.status)
             self.writes.append(write)
             self.after_write(write)
         return answer

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+
+import pytest
+from cryptography import x509
+from trainium_operator.coordinator.certificate_keeper import (
+    CertificateKeeper,
+    SecretConflictError,
+    SecretUnavailableError,
+)
+from trainium_operator.coordinator.certificates import (
+    Material,
+    UnusableMaterialError,
+    renewed,
+    server_names,
+)
+
+NAMES = server_names("coordinator", "system")
+NOW = 1.8e9
+DAY = 86_400.0
+
+
+def authorities(material: Material) -> list[x509.Certificate]:
+    return x509.load_pem_x509_certificates(material.ca_bundle)
+
+
+def server(material: Material) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(material.server_cert)
+
+
+def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_authority():
+    material = renewed(None, NAMES, NOW)
+    names = server(material).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert set(names.get_values_for_type(x509.DNSName)) == {
+        "coordinator",
+        "coordinator.system",
+        "coordinator.system.svc",
+        "coordinator.system.svc.cluster.local",
+        "localhost",
+    }
+    server(material).verify_directly_issued_by(authorities(material)[0])
+
+
+def test_nothing_changes_while_nothing_is_due():
+    material = renewed(None, NAMES, NOW)
+    assert renewed(material, NAMES, NOW + 19 * DAY) is material
+
+
+def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_authority():
+    material = renewed(None, NAMES, NOW)
+    later = renewed(material, NAMES, NOW + 20.1 * DAY)
+    assert later.ca_bundle == material.ca_bundle
+    assert later.ca_key == material.ca_key
+    assert later.server_cert != material.server_cert
+    server(later).verify_directly_issued_by(authorities(material)[0])
+
+
+def test_a_new_authority_is_announced_before_anything_is_signed_by_it():
+    material = renewed(None, NAMES, NOW)
+    rotated = renewed(material, NAMES, NOW + 245 * DAY)
+    old, new = authorities(material)[0], authorities(rotated)
+    assert len(new) == 2
+    assert new[1] == old
+    assert rotated.ca_key != material.ca_key
+    server(rotated).verify_directly_issued_by(old)  # agents with the old bundle still trust the server
+    afterwards = renewed(rotated, NAMES, NOW + 266 * DAY)
+    server(afterwards).verify_directly_issued_by(new[0])
+
+
+def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the_server():
+    material = renewed(None, NAMES, NOW)
+    for day in range(0, 5 * 365, 1):
+        before, material = material, renewed(material, NAMES, NOW + day * DAY)
+        signers = [a for a in authorities(before) if a.subject == server(material).issuer]
+        assert signers, f"day {day}"
+        server(material).verify_directly_issued_by(signers[0])
+        assert server(material).not_valid_after_utc.timestamp() > NOW + (day + 1) * DAY
+        assert len(authorities(material)) <= 2
+
+
+def test_an_expired_authority_leaves_the_bundle():
+    material = renewed(None, NAMES, NOW)
+    rotated = renewed(material, NAMES, NOW + 245 * DAY)
+    assert len(authorities(renewed(rotated, NAMES, NOW + 367 * DAY))) == 1
+
+
+def test_after_years_without_the_operator_everything_is_made_anew():
+    material = renewed(None, NAMES, NOW)
+    later = renewed(material, NAMES, NOW + 1000 * DAY)
+    assert authorities(later)[0] not in authorities(material)
+
+
+def test_another_service_name_gets_a_certificate_of_its_own():
+    material = renewed(None, NAMES, NOW)
+    other = renewed(material, server_names("renamed", "system"), NOW + DAY)
+    assert other.server_cert != material.server_cert
+    assert other.ca_bundle == material.ca_bundle
+
+
+def test_a_secret_round_trip_and_its_damage():
+    material = renewed(None, NAMES, NOW)
+    assert Material.from_data(material.to_data()) == material
+    assert Material.from_data({}) is None
+    with pytest.raises(UnusableMaterialError):
+        Material.from_data({**material.to_data(), "ca.key": b"garbage"})
+    with pytest.raises(UnusableMaterialError):
+        Material.from_data({"ca.crt": material.ca_bundle})
+
+
+def test_no_key_is_ever_shown():
+    material = renewed(None, NAMES, NOW)
+    assert "PRIVATE" not in repr(material)
+    assert "ca_key" not in repr(material)
+
+
+class Box:
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.version = 1
+        self.writes = 0
+        self.missing = False
+        self.interloper: dict[str, bytes] | None = None
+
+    async def read(self) -> tuple[Mapping[str, bytes], str]:
+        if self.missing:
+            raise SecretUnavailableError("missing")
+        return dict(self.data), str(self.version)
+
+    async def write(self, data: Mapping[str, bytes], version: str) -> str:
+        if self.interloper is not None:
+            self.data, self.interloper = self.interloper, None
+            self.version += 1
+        if version != str(self.version):
+            raise SecretConflictError
+        self.data, self.version, self.writes = dict(data), self.version + 1, self.writes + 1
+        return str(self.version)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keeper(box: Box, clock: Clock, **options) -> CertificateKeeper:
+    return CertificateKeeper(box, NAMES, wall_clock=clock, **options)
+
+
+async def test_the_leader_fills_the_empty_secret_and_followers_take_it():
+    box, clock = Box(), Clock()
+    leader, follower = keeper(box, clock), keeper(box, clock)
+    await follower.refresh(write=False)
+    assert not follower.loaded.is_set()
+    assert follower.ca_bundle == ""
+    await leader.refresh(write=True)
+    await follower.refresh(write=False)
+    assert leader.ca_bundle == follower.ca_bundle != ""
+    assert box.writes == 1
+
+
+async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_bundle_is_told():
+    box, clock, told = Box(), Clock(), []
+    kept = keeper(box, clock, on_new_bundle=lambda: told.append(clock.now))
+    context = kept.context
+    await kept.refresh(write=True)
+    clock.now += 21 * DAY
+    await kept.refresh(write=True)
+    assert told == [NOW]
+    clock.now += 224 * DAY
+    await kept.refresh(write=True)
+    assert len(told) == 2
+    assert kept.context is context
+    assert box.writes == 3
+
+
+async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote():
+    box, clock = Box(), Clock()
+    box.interloper = renewed(None, NAMES, NOW).to_data()
+    theirs = box.interloper["ca.crt"].decode()
+    kept = keeper(box, clock)
+    task = asyncio.create_task(kept.run(lambda: True))
+    await asyncio.wait_for(kept.loaded.wait(), 5)
+    task.cancel()
+    assert kept.ca_bundle == theirs
+
+
+async def test_a_damaged_secret_is_made_anew_by_the_leader_only():
+    box, clock = Box(), Clock()
+    box.data = {"ca.crt": b"garbage"}
+    kept = keeper(box, clock)
+    await kept.refresh(write=False)
+    assert not kept.loaded.is_set()
+    await kept.refresh(write=True)
+    assert kept.loaded.is_set()
+
+
+async def test_a_running_server_shows_the_renewed_certificate_to_new_connections():
+    box, clock = Box(), Clock()
+    clock.now = time.time()
+    kept = keeper(box, clock)
+    await kept.refresh(write=True)
+    served = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0, ssl=kept.context)
+    port = served.sockets[0].getsockname()[1]
+
+    async def shown() -> bytes:
+        trust = ssl.create_default_context(cadata=kept.ca_bundle)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="coordinator.system")
+        certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return certificate
+
+    first = await shown()
+    other = renewed(None, NAMES, clock.now)
+    box.data, box.version = other.to_data(), box.version + 1
+    await kept.refresh(write=False)
+    assert await shown() != first
+    served.close()
+    await served.wait_closed()
