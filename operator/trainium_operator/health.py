@@ -32,9 +32,9 @@ class HealthServer:
         application.router.add_get("/livez", lambda _: self._answer(self._live()))
         application.router.add_get("/readyz", lambda _: self._answer(self._ready()))
         application.router.add_get("/metrics", self._exposition)
-        self._runner = web.AppRunner(application, access_log=None)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, shutdown_timeout=1.0).start()
+        await web.TCPSite(self._runner, host, port).start()
         bound: int = self._runner.addresses[0][1]
         return bound
 

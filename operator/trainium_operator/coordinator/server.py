@@ -78,11 +78,11 @@ class CoordinatorServer:
         application.router.add_post(REGISTER_PATH, self._register)
         application.router.add_post(HEARTBEAT_PATH, self._heartbeat)
         application.router.add_get(MEMBERSHIP_PATH, self._membership)
-        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=75.0)
-        await self._runner.setup()
-        site = web.TCPSite(
-            self._runner, host, port, ssl_context=context, backlog=1024, shutdown_timeout=SHUTDOWN_SECONDS
+        self._runner = web.AppRunner(
+            application, access_log=None, keepalive_timeout=75.0, shutdown_timeout=SHUTDOWN_SECONDS
         )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, ssl_context=context, backlog=1024)
         await site.start()
         bound: int = self._runner.addresses[0][1]
         return bound
