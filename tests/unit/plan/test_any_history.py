@@ -1,0 +1,142 @@
+"""Any sequence of faults, wishes and operator deaths keeps the invariants and ends in training or a verdict."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from plan_builders import spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import verdict_of
+from trainium_contract.job import Phase
+from trainium_operator.plan.conditions import is_terminal
+
+NODES = 6
+BOUND_SECONDS = 420
+RANKS = st.integers(0, 5)
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """A job of 4 workers and a spare that may shrink to 2, on 6 nodes."""
+
+    @initialize(spares=st.integers(0, 2), elastic=st.booleans())
+    def begin(self, spares: int, elastic: bool) -> None:
+        workers = {"replicas": 4, "spares": spares, **({"minReplicas": 2} if elastic else {})}
+        recovery = {"rescaleAfterSeconds": 30, "budgets": {"process": {"maxFailures": 50}}}
+        self.cluster = FakeCluster(spec(workers=workers, recovery=recovery, trainer={"steps": 10**6}), NODES)
+        self.cluster.run(12)
+        self.ranks: dict[str, int] = {}
+        self.seen_generation = 0
+        self.stopping_code_given = False
+
+    @rule(rank=RANKS, code=st.sampled_from([1, 137, 139]))
+    def a_process_crashes(self, rank: int, code: int) -> None:
+        self.cluster.crash_process(rank, code)
+
+    @rule(rank=RANKS, code=st.sampled_from([139, 80]))
+    def an_agent_gives_up(self, rank: int, code: int) -> None:
+        assert verdict_of(code)
+        self.cluster.give_up(rank, code)
+
+    @rule(pick=st.integers(0, 9))
+    def a_pod_is_killed(self, pick: int) -> None:
+        if self.cluster.pods:
+            self.cluster.kill_pod(sorted(self.cluster.pods)[pick % len(self.cluster.pods)])
+
+    @rule(pick=st.integers(0, 9), grace=st.sampled_from([None, 0]))
+    def a_pod_is_deleted(self, pick: int, grace: int | None) -> None:
+        if self.cluster.pods:
+            found = self.cluster.pods[sorted(self.cluster.pods)[pick % len(self.cluster.pods)]]
+            self.cluster._delete(found.view.name, found.view.uid, grace)
+
+    @rule(at=st.integers(0, NODES - 1))
+    def a_node_is_lost(self, at: int) -> None:
+        self.cluster.lose_node(f"node-{at}")
+
+    @rule(at=st.integers(0, NODES - 1))
+    def a_node_comes_back(self, at: int) -> None:
+        self.cluster.restore_node(f"node-{at}")
+
+    @rule(replicas=st.sampled_from([2, 3, 4, 5, 6]))
+    def the_user_scales(self, replicas: int) -> None:
+        low = self.cluster.spec.workers.min_replicas or 0
+        if replicas >= low:
+            self.cluster.change(replicas=replicas)
+
+    @rule()
+    def the_user_suspends_or_resumes(self) -> None:
+        self.cluster.suspend(not self.cluster.spec.suspend)
+
+    @rule(writes=st.integers(0, 6))
+    def the_operator_dies_in_the_middle_of_its_writes(self, writes: int) -> None:
+        self.cluster.reconcile(crash_after=writes)
+
+    @rule(seconds=st.sampled_from([3.0, 20.0]))
+    def the_operator_is_away(self, seconds: float) -> None:
+        self.cluster.crash_operator(seconds)
+
+    @rule(seconds=st.sampled_from([1, 2, 5, 12]))
+    def time_passes(self, seconds: int) -> None:
+        self.cluster.run(seconds)
+
+    @invariant()
+    def survivors_keep_their_ranks_at_the_same_size(self) -> None:
+        membership = self.cluster.membership if hasattr(self, "cluster") else None
+        if membership is None or membership.generation == self.seen_generation:
+            return
+        ranks = {member.pod_uid: member.node_rank for member in membership.members}
+        if len(ranks) == len(self.ranks):
+            moved = {uid for uid, rank in ranks.items() if self.ranks.get(uid, rank) != rank}
+            assert not moved
+        self.ranks, self.seen_generation = ranks, membership.generation
+
+    @invariant()
+    def the_status_stays_small_and_sane(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        status = self.cluster.status
+        assert len(status.model_dump_json()) < 100_000
+        assert status.restarts.total == sum(status.restarts.by_cause.values())
+        assert 0 <= status.goodput.ratio <= 1
+
+    def teardown(self) -> None:
+        """With enough nodes, everything ends in training at the desired size, or in a verdict, within a bound."""
+        if not hasattr(self, "cluster"):
+            return
+        cluster = self.cluster
+        for node in list(cluster.nodes):
+            cluster.restore_node(node)
+        if cluster.spec.suspend:
+            cluster.suspend(False)
+        cluster.change(replicas=4)
+        cluster.run(25)
+        waited = 25
+        while waited < BOUND_SECONDS and not self._at_rest():
+            cluster.run(10)
+            waited += 10
+        assert self._at_rest(), cluster.status
+        cluster.settle()
+        result = cluster.reconcile()
+        assert result is not None
+        assert result.actions == ()
+        if not is_terminal(cluster.status):
+            assert cluster.status.waiting_since is None
+
+    def _at_rest(self) -> bool:
+        status = self.cluster.status
+        if is_terminal(status):
+            return True
+        wanted = status.desired + self.cluster.spec.workers.spares
+        trains = status.phase is Phase.RUNNING and status.replicas == status.desired
+        recovered = all(entry.recovered_seconds is not None for entry in status.history)
+        return trains and recovered and len(self.cluster.pods) == wanted
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(
+    max_examples=25,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)

@@ -1,0 +1,238 @@
+"""Whole lives of a job in the fake cluster: each fault alone, and what it must lead to."""
+
+import pytest
+from plan_builders import spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import ConditionType, Phase, Rung
+from trainium_operator.plan.conditions import is_true
+
+
+def started(*, nodes=6, spares=1, steps=100_000, **workers):
+    cluster = FakeCluster(spec(workers={"spares": spares, **workers}, trainer={"steps": steps}), nodes)
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    return cluster
+
+
+def names_of(cluster):
+    return [member.pod_name for member in cluster.membership.members]
+
+
+def last(cluster):
+    return cluster.status.history[-1]
+
+
+def test_a_job_starts_trains_and_completes_and_its_spare_is_released():
+    cluster = started(steps=60)
+    cluster.run(60)
+    assert cluster.status.phase is Phase.COMPLETED
+    assert cluster.status.progress.step == 60
+    assert set(cluster.pods) == {f"demo-w-{at}" for at in range(4)}
+    assert cluster.status.history == ()
+    assert cluster.status.goodput.ratio == 1.0
+
+
+def test_a_plan_for_a_running_job_asks_for_nothing():
+    cluster = started()
+    before = cluster.status
+    result = cluster.reconcile()
+    assert result.actions == ()
+    assert result.events == ()
+    assert result.status == before
+
+
+def test_a_crashed_process_is_restarted_in_place_and_no_pod_is_touched():
+    cluster = started()
+    pods = set(cluster.pods)
+    assert cluster.crash_process(2)
+    cluster.run(10)
+    assert cluster.status.phase is Phase.RUNNING
+    assert set(cluster.pods) == pods
+    assert (last(cluster).rung, last(cluster).cause, last(cluster).pods_replaced) == (Rung.IN_PLACE, Cause.CRASH, 0)
+    assert last(cluster).pod == names_of(cluster)[2]
+    assert last(cluster).steps_lost == 0
+    assert last(cluster).recovered_seconds <= 4
+    assert cluster.membership.generation == 1
+    assert cluster.status.membership.attempt == 1
+
+
+def test_a_killed_pod_is_replaced_by_the_spare_and_a_new_spare_is_made():
+    cluster = started()
+    victim = names_of(cluster)[1]
+    cluster.kill_pod(victim)
+    cluster.run(10)
+    assert cluster.status.phase is Phase.RUNNING
+    assert names_of(cluster) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert (last(cluster).rung, last(cluster).cause, last(cluster).pods_replaced) == (Rung.SPARE, Cause.POD_LOST, 1)
+    assert cluster.status.spares == 1
+    assert victim not in cluster.pods
+
+
+def test_a_lost_node_with_a_spare_is_answered_within_seconds_and_not_at_its_not_ready():
+    cluster = started()
+    node = cluster.members()[1].view.node
+    lost_at = cluster.now
+    cluster.lose_node(node)
+    cluster.run(12)
+    assert cluster.status.phase is Phase.RUNNING
+    assert last(cluster).cause is Cause.NODE_LOST
+    assert last(cluster).rung is Rung.SPARE
+    assert 4 <= last(cluster).detected_seconds <= 6
+    assert last(cluster).recovered_seconds <= 10
+    assert cluster.now - lost_at < 40
+    assert len(cluster.status.history) == 1
+
+
+def test_without_a_spare_the_survivors_wait_for_a_new_pod():
+    cluster = started(spares=0)
+    cluster.kill_pod(names_of(cluster)[0])
+    cluster.run(12)
+    assert cluster.status.phase is Phase.RUNNING
+    assert names_of(cluster)[0] == "demo-w-4"
+    assert last(cluster).rung is Rung.REPLACE
+
+
+def test_without_capacity_an_elastic_job_shrinks_and_grows_back():
+    cluster = started(nodes=4, spares=0, minReplicas=2)
+    node = cluster.members()[3].view.node
+    cluster.lose_node(node)
+    cluster.run(115)
+    assert cluster.status.phase is Phase.RECOVERING
+    cluster.run(30)
+    assert cluster.status.phase is Phase.RUNNING
+    assert last(cluster).rung is Rung.SHRINK
+    assert names_of(cluster) == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    cluster.restore_node(node)
+    cluster.run(20)
+    assert len(names_of(cluster)) == 4
+    assert last(cluster).rung is Rung.GROW
+    assert cluster.status.phase is Phase.RUNNING
+
+
+def test_scaling_down_and_up_is_graceful_and_uses_the_spare_first():
+    cluster = started()
+    cluster.change(replicas=3)
+    cluster.run(10)
+    assert cluster.status.phase is Phase.RUNNING
+    assert names_of(cluster) == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    assert (last(cluster).rung, last(cluster).cause) == (Rung.RESIZE, Cause.RESIZE)
+    assert len(cluster.pods) == 4
+    cluster.change(replicas=4)
+    cluster.run(12)
+    assert cluster.status.phase is Phase.RUNNING
+    assert len(names_of(cluster)) == 4
+    assert last(cluster).rung is Rung.RESIZE
+    assert last(cluster).recovered_seconds is not None
+    assert cluster.status.failures == ()
+    assert not is_true(cluster.status, ConditionType.RESIZING)
+
+
+def test_a_suspended_job_releases_all_pods_and_resumes_in_a_new_generation():
+    cluster = started()
+    cluster.suspend(True)
+    cluster.run(3)
+    assert cluster.status.phase is Phase.SUSPENDING or cluster.pods == {}
+    cluster.run(3)
+    assert cluster.status.phase is Phase.SUSPENDED
+    assert cluster.pods == {}
+    wall = cluster.status.goodput.wall_seconds
+    cluster.run(100)
+    cluster.suspend(False)
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    assert cluster.membership.generation == 2
+    assert cluster.status.history == ()
+    assert cluster.status.goodput.wall_seconds < wall + 30
+
+
+@pytest.mark.parametrize(("code", "reason"), [(64, "UserError"), (65, "NumericalError"), (66, "OutOfMemory")])
+def test_a_stopping_exit_code_ends_the_job_with_a_verdict_and_frees_the_nodes(code, reason):
+    cluster = started()
+    assert cluster.give_up(1, code)
+    cluster.run(6)
+    assert cluster.status.phase is Phase.FAILED
+    assert next(c for c in cluster.status.conditions if c.type is ConditionType.FAILED).reason == reason
+    assert "boom" in cluster.status.verdict
+    assert cluster.status.avoided_nodes == ()
+    assert cluster.pods == {}
+
+
+def test_a_process_that_keeps_crashing_moves_to_another_node():
+    cluster = started()
+    node = cluster.members()[1].view.node
+    cluster.give_up(1, 139)
+    cluster.run(8)
+    assert cluster.status.phase is Phase.RUNNING
+    assert last(cluster).rung is Rung.SPARE
+    assert cluster.status.avoided_nodes == (node,)
+    assert node not in {each.view.node for each in cluster.members()}
+
+
+def test_a_worker_that_never_starts_ends_the_job_within_two_tries():
+    cluster = FakeCluster(spec(workers={"replicas": 1}), 3)
+    for _ in range(6):
+        cluster.run(2)
+        for each in list(cluster.pods.values()):
+            if each.view.node and each.agent is None and each.view.exit_code is None:
+                from dataclasses import replace
+
+                from trainium_operator.plan.model import PodPhase
+
+                each.view = replace(
+                    each.view, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="No module named 'trainer'"
+                )
+                cluster.dirty = True
+    assert cluster.status.phase is Phase.FAILED
+    assert "No module named 'trainer'" in cluster.status.verdict
+    assert "2 worker pods ended before they could train" in cluster.status.verdict
+    assert cluster.status.avoided_nodes == ()
+    assert cluster.status.next_pod_ordinal == 2
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_an_operator_that_dies_after_any_write_of_the_start_goes_on_from_there(writes):
+    cluster = FakeCluster(spec(workers={"spares": 1}), 6)
+    cluster.reconcile(crash_after=writes)
+    cluster.run(25)
+    assert cluster.status.phase is Phase.RUNNING
+    assert len(cluster.pods) == 5
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_an_operator_that_dies_after_any_write_of_a_recovery_goes_on_from_there(writes):
+    cluster = started()
+    cluster.kill_pod(names_of(cluster)[1])
+    cluster.reconcile(crash_after=writes)
+    cluster.run(25)
+    assert cluster.status.phase is Phase.RUNNING
+    assert len(cluster.status.history) == 1
+    assert cluster.status.restarts.total == 1
+    assert len(cluster.pods) == 5
+    assert names_of(cluster)[::2] == ["demo-w-0", "demo-w-2"]
+
+
+@pytest.mark.parametrize("writes", range(4))
+def test_an_operator_that_dies_after_any_write_of_a_resize_goes_on_from_there(writes):
+    cluster = started()
+    cluster.change(replicas=3)
+    cluster.reconcile(crash_after=writes)
+    cluster.run(25)
+    assert cluster.status.phase is Phase.RUNNING
+    assert len(names_of(cluster)) == 3
+    assert [entry.rung for entry in cluster.status.history] == [Rung.RESIZE]
+
+
+def test_restarts_in_place_go_on_while_the_operator_is_away_and_are_told_afterwards():
+    cluster = started()
+    cluster.crash_operator(seconds=20)
+    cluster.run(2)
+    assert cluster.crash_process(0)
+    cluster.run(8)
+    assert cluster.crash_process(1)
+    cluster.run(20)
+    assert [entry.rung for entry in cluster.status.history] == [Rung.IN_PLACE, Rung.IN_PLACE]
+    assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
+    assert cluster.membership.generation == 1
+    assert cluster.status.phase is Phase.RUNNING
