@@ -14,6 +14,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from trainium_operator.cluster.resources import ALL, Resource
@@ -48,14 +49,14 @@ def refuse(status: int, reason: str, message: str = "", **headers: str) -> Answe
 class FakeCluster:
     """The server and a Transport to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: 1.6e9) -> None:
         self.objects: dict[tuple[str, str, str], Json] = {}
         self.writes: list[Write] = []
         self.requests: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.after_write: Callable[[Write], None] = lambda _: None
         self.tokens: dict[str, Json] = {}
-        self.now = "2026-01-01T00:00:00Z"
+        self._clock = clock
         self.graceful_pods = False
         self.down = False
         self._version = itertools.count(1)
@@ -65,6 +66,10 @@ class FakeCluster:
         self._compacted = 0
         self._watches: list[_Watch] = []
         self._applied: dict[tuple[str, str, str, str], set[tuple[str, ...]]] = {}
+
+    @property
+    def now(self) -> str:
+        return datetime.fromtimestamp(self._clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     # what tests do from outside
 
@@ -230,9 +235,7 @@ class FakeCluster:
         found = [
             raw
             for (plural, space, _), raw in sorted(self.objects.items())
-            if plural == resource.plural
-            and namespace in ("", space)
-            and _matches(raw, query.get("labelSelector", ""))
+            if plural == resource.plural and namespace in ("", space) and _matches(raw, query.get("labelSelector", ""))
         ]
         start = int(query.get("continue", "0"))
         limit = int(query.get("limit", "500"))
@@ -242,7 +245,13 @@ class FakeCluster:
         return _ok({"metadata": metadata, "items": found[start : start + limit]})
 
     def _apply(
-        self, resource: Resource, key: tuple[str, str, str], current: Json | None, subresource: str, manager: str, body: Json
+        self,
+        resource: Resource,
+        key: tuple[str, str, str],
+        current: Json | None,
+        subresource: str,
+        manager: str,
+        body: Json,
     ) -> Answer:
         expected = body["metadata"].pop("resourceVersion", None)
         if current is None:
@@ -253,9 +262,11 @@ class FakeCluster:
             return created
         if expected is not None and expected != current["metadata"]["resourceVersion"]:
             return refuse(409, "Conflict", "the object has been modified")
-        wanted = {"status": body.get("status", {})} if subresource == "status" else {
-            part: value for part, value in body.items() if part != "status"
-        }
+        wanted = (
+            {"status": body.get("status", {})}
+            if subresource == "status"
+            else {part: value for part, value in body.items() if part != "status"}
+        )
         owned = self._applied.get((*key, manager + subresource), set())
         result = copy.deepcopy(current)
         for path in owned - _leaves(wanted):
@@ -309,7 +320,10 @@ class FakeCluster:
             watch.queue.put_nowait({"type": kind, "object": copy.deepcopy(raw)})
 
     def _bookmark_of(self, resource: Resource) -> Json:
-        return {"type": "BOOKMARK", "object": {"kind": resource.kind, "metadata": {"resourceVersion": str(self.version)}}}
+        return {
+            "type": "BOOKMARK",
+            "object": {"kind": resource.kind, "metadata": {"resourceVersion": str(self.version)}},
+        }
 
 
 def _ok(body: Json) -> Answer:
@@ -354,7 +368,12 @@ def _merged(old: Json, new: Json, *, keep_none: bool = False) -> Json:
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
     if not isinstance(value, dict) or not value:
         return {path} if path else set()
-    return {leaf for key, child in value.items() if key not in ("apiVersion", "kind") for leaf in _leaves(child, (*path, key))}
+    return {
+        leaf
+        for key, child in value.items()
+        if key not in ("apiVersion", "kind")
+        for leaf in _leaves(child, (*path, key))
+    }
 
 
 def _drop(raw: Json, path: tuple[str, ...]) -> None:

@@ -4,17 +4,18 @@ import asyncio
 import json
 
 import pytest
-from fake_kubernetes import FakeCluster, refuse
+from fake_kubernetes import FakeCluster, Fault, refuse
+from virtual_time import run_virtual
+
 from trainium_operator.cluster import errors
 from trainium_operator.cluster.api import ATTEMPTS, Api
 from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, LEASES, PODS
 from trainium_operator.cluster.transport import Answer, ConnectionFailedError
-from virtual_time import run_virtual
 
 BODY = {"metadata": {"name": "a"}}
 
 
-def failing(times: int, outcome: Answer | Exception):
+def failing(times: int, outcome: Answer | Exception) -> Fault:
     left = [times]
 
     def fault(_method: str, _path: str) -> Answer | Exception | None:
@@ -34,7 +35,7 @@ def failing(times: int, outcome: Answer | Exception):
         ConnectionFailedError("reset"),
     ],
 )
-def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome):
+def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: Answer | Exception) -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.faults.append(failing(3, outcome))
@@ -45,7 +46,7 @@ def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome):
     run_virtual(scenario())
 
 
-def test_retry_after_is_honoured():
+def test_retry_after_is_honoured() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()
         cluster.add(CONFIG_MAPS, BODY)
@@ -57,7 +58,7 @@ def test_retry_after_is_honoured():
     assert run_virtual(scenario()) == pytest.approx(7, abs=0.01)
 
 
-def test_it_gives_up_after_some_attempts_with_one_error():
+def test_it_gives_up_after_some_attempts_with_one_error() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.down = True
@@ -81,7 +82,9 @@ def test_it_gives_up_after_some_attempts_with_one_error():
         (422, "Invalid", errors.InvalidError),
     ],
 )
-def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence(status, reason, kind):
+def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence(
+    status: int, reason: str, kind: type[errors.ApiError]
+) -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.faults.append(lambda *_: refuse(status, reason, "the server's sentence"))
@@ -92,17 +95,17 @@ def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence
     run_virtual(scenario())
 
 
-def test_an_answer_that_is_not_json_is_still_an_error_with_its_status():
+def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.faults.append(lambda *_: Answer(502, {}, b"<html>bad gateway</html>"))
-        with pytest.raises(errors.UnavailableError, match="HTTP 502.*bad gateway"):
+        with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):
             await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
 
     run_virtual(scenario())
 
 
-def test_paths_and_bodies_are_those_of_the_kubernetes_api():
+def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:
     assert JOBS.path() == "/apis/trainium.dev/v1alpha1/trainingjobs"
     assert JOBS.path("ns", "a", "status") == "/apis/trainium.dev/v1alpha1/namespaces/ns/trainingjobs/a/status"
     assert PODS.path("ns", "a") == "/api/v1/namespaces/ns/pods/a"

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_contract.worker_env import TOKEN_AUDIENCE
@@ -18,6 +18,9 @@ from trainium_operator.coordinator.authentication import Authenticator, ReviewUn
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 JOB = {"namespace": "team", "job": "llama"}
 
@@ -53,7 +56,15 @@ def register(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
 
 
 def heartbeat(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
-    return {**JOB, "protocol": 2, "podName": pod, "podUid": f"uid-{pod}", "generation": 1, "phase": "Training", **changes}
+    return {
+        **JOB,
+        "protocol": 2,
+        "podName": pod,
+        "podUid": f"uid-{pod}",
+        "generation": 1,
+        "phase": "Training",
+        **changes,
+    }
 
 
 class World:
@@ -110,7 +121,7 @@ async def world() -> AsyncIterator[World]:
         await made.server.stop()
 
 
-async def test_an_agent_registers_and_is_given_the_current_membership(world: World):
+async def test_an_agent_registers_and_is_given_the_current_membership(world: World) -> None:
     world.state.publish("job-uid", membership(3))
     status, answer = await world.post("/v1/register", register())
     assert status == 200
@@ -123,7 +134,7 @@ async def test_an_agent_registers_and_is_given_the_current_membership(world: Wor
     assert agent.registration.rendezvous_port == 29500
 
 
-async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_published(world: World):
+async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_published(world: World) -> None:
     await world.post("/v1/register", register())
     world.state.publish("job-uid", membership(1))
     assert (await world.poll(0))[0] == 200
@@ -137,13 +148,13 @@ async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_publishe
     assert time.monotonic() - published < 5
 
 
-async def test_a_long_poll_without_news_ends_empty(world: World):
+async def test_a_long_poll_without_news_ends_empty(world: World) -> None:
     await world.post("/v1/register", register())
     world.state.publish("job-uid", membership(1))
     assert await world.poll(1, seconds=0) == (204, None)
 
 
-async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: World):
+async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: World) -> None:
     world.state.publish("job-uid", membership(1))
     await world.post("/v1/register", register())
     world.notes.clear()
@@ -167,7 +178,7 @@ async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: 
     assert agent.progressed is not None
 
 
-async def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(world: World):
+async def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(world: World) -> None:
     world.state.publish("job-uid", membership(7))
     await world.post("/v1/register", register())
     before = world.state.agents("job-uid")["uid-w-0"]
@@ -178,7 +189,7 @@ async def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_
     assert after.heard >= before.heard
 
 
-async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World):
+async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World) -> None:
     world.state.publish("job-uid", membership(7))
     await world.post("/v1/register", register("w-9"), "w-9")
     status, _ = await world.post("/v1/heartbeat", heartbeat("w-9", generation=3, phase="Standby", ready=True), "w-9")
@@ -187,14 +198,14 @@ async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World
     assert status == 409  # a zombie that still trains
 
 
-async def test_after_a_restart_of_the_coordinator_agents_are_asked_to_register_again(world: World):
+async def test_after_a_restart_of_the_coordinator_agents_are_asked_to_register_again(world: World) -> None:
     status, answer = await world.post("/v1/heartbeat", heartbeat())
     assert status == 404
     assert "register" in answer["error"]
     assert (await world.poll(0))[0] == 404
 
 
-async def test_the_previous_protocol_is_spoken_and_the_next_is_refused_with_a_sentence(world: World):
+async def test_the_previous_protocol_is_spoken_and_the_next_is_refused_with_a_sentence(world: World) -> None:
     world.state.publish("job-uid", membership(1))
     status, answer = await world.post("/v1/register", register(protocol=1))
     assert status == 200
@@ -208,23 +219,23 @@ async def test_the_previous_protocol_is_spoken_and_the_next_is_refused_with_a_se
     assert "protocol 3 is not supported" in answer["error"]
 
 
-async def test_a_field_from_the_future_is_ignored(world: World):
+async def test_a_field_from_the_future_is_ignored(world: World) -> None:
     assert (await world.post("/v1/register", register(newField={"a": 1})))[0] == 200
 
 
 @pytest.mark.parametrize("body", [{}, [], "text", register(podIp=None), register(rendezvousPort=0)])
-async def test_a_message_that_cannot_be_read_gets_a_sentence(world: World, body: Any):
+async def test_a_message_that_cannot_be_read_gets_a_sentence(world: World, body: Any) -> None:
     status, answer = await world.post("/v1/register", body)
     assert status == 400
     assert answer["error"].startswith("the message is not valid")
 
 
-async def test_a_message_that_is_too_large_is_refused(world: World):
+async def test_a_message_that_is_too_large_is_refused(world: World) -> None:
     status, _ = await world.post("/v1/register", register(agentVersion="x" * 100_000))
     assert status == 413
 
 
-async def test_who_is_not_authenticated_gets_401_and_who_speaks_for_another_403(world: World):
+async def test_who_is_not_authenticated_gets_401_and_who_speaks_for_another_403(world: World) -> None:
     status, answer = await world.post("/v1/register", register(), token="forged")
     assert status == 401
     assert "token" in answer["error"]
@@ -237,25 +248,25 @@ async def test_who_is_not_authenticated_gets_401_and_who_speaks_for_another_403(
     assert world.state.agent_count() == 0
 
 
-async def test_a_follower_answers_503_to_everything(world: World):
+async def test_a_follower_answers_503_to_everything(world: World) -> None:
     world.leading = False
     assert await world.post("/v1/register", register()) == (503, {"error": "not leader"})
     assert (await world.poll(0))[0] == 503
 
 
-async def test_an_api_server_that_is_away_is_503_for_who_is_not_known_yet(world: World):
+async def test_an_api_server_that_is_away_is_503_for_who_is_not_known_yet(world: World) -> None:
     world.api_up = False
     assert (await world.post("/v1/register", register()))[0] == 503
 
 
-async def test_unknown_paths_and_methods_get_a_sentence_too(world: World):
+async def test_unknown_paths_and_methods_get_a_sentence_too(world: World) -> None:
     assert (await world.post("/v2/register", {}))[0] == 404
     async with world.session.get(world.base + "/v1/register") as response:
         assert response.status == 405
         assert "error" in await response.json()
 
 
-async def test_a_stopping_coordinator_ends_long_polls_with_503(world: World):
+async def test_a_stopping_coordinator_ends_long_polls_with_503(world: World) -> None:
     await world.post("/v1/register", register())
     waiting = asyncio.create_task(world.poll(0, seconds=50))
     await asyncio.sleep(0.2)
@@ -267,7 +278,7 @@ async def test_a_stopping_coordinator_ends_long_polls_with_503(world: World):
     assert time.monotonic() - started < 10
 
 
-async def test_workers_reach_it_over_tls_and_trust_only_the_bundle():
+async def test_workers_reach_it_over_tls_and_trust_only_the_bundle() -> None:
     world = World()
     names = server_names("coordinator", "system")
     material, other = renewed(None, names, time.time()), renewed(None, names, time.time())

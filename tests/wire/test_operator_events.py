@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from fake_kubernetes import FakeCluster
+from virtual_time import run_virtual, settle
+
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.events import BUCKET, EventRecorder, Note
 from trainium_operator.cluster.resources import EVENTS
-from virtual_time import run_virtual, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 JOB = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "namespace": "default", "name": "j", "uid": "u"}
 
@@ -15,7 +20,7 @@ def note(text: str, reason: str = "WorkerLost", uid: str = "u") -> Note:
     return Note("default", {**JOB, "uid": uid}, reason, text)
 
 
-def recording(scenario):
+def recording(scenario: Callable[[FakeCluster, EventRecorder], Awaitable[None]]) -> None:
     async def run() -> None:
         cluster = FakeCluster()
         loop = asyncio.get_running_loop()
@@ -31,7 +36,7 @@ def events(cluster: FakeCluster) -> list[dict]:
     return [raw for (plural, _, _), raw in sorted(cluster.objects.items()) if plural == EVENTS.plural]
 
 
-def test_an_event_has_all_that_the_api_asks_for():
+def test_an_event_has_all_that_the_api_asks_for() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         recorder.record(
             Note("default", JOB, "WorkerLost", "x" * 3000, warning=True, related={"kind": "Node", "name": "n"})
@@ -49,7 +54,7 @@ def test_an_event_has_all_that_the_api_asks_for():
     recording(scenario)
 
 
-def test_the_same_thing_said_again_becomes_a_series_of_one_event():
+def test_the_same_thing_said_again_becomes_a_series_of_one_event() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         for _ in range(10):
             recorder.record(note("pod w-1 lost"))
@@ -63,7 +68,7 @@ def test_the_same_thing_said_again_becomes_a_series_of_one_event():
     recording(scenario)
 
 
-def test_after_a_long_pause_it_is_a_new_event():
+def test_after_a_long_pause_it_is_a_new_event() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         recorder.record(note("pod w-1 lost"))
         await asyncio.sleep(1000)
@@ -74,7 +79,7 @@ def test_after_a_long_pause_it_is_a_new_event():
     recording(scenario)
 
 
-def test_a_job_that_says_too_much_is_limited_and_does_not_limit_others():
+def test_a_job_that_says_too_much_is_limited_and_does_not_limit_others() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         for number in range(100):
             recorder.record(note(f"news {number}"))
@@ -86,7 +91,7 @@ def test_a_job_that_says_too_much_is_limited_and_does_not_limit_others():
     recording(scenario)
 
 
-def test_a_series_whose_event_has_expired_begins_anew():
+def test_a_series_whose_event_has_expired_begins_anew() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         recorder.record(note("pod w-1 lost"))
         await asyncio.sleep(60)
@@ -99,7 +104,7 @@ def test_a_series_whose_event_has_expired_begins_anew():
     recording(scenario)
 
 
-def test_an_api_server_that_is_away_stops_nobody():
+def test_an_api_server_that_is_away_stops_nobody() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         cluster.down = True
         recorder.record(note("lost"))

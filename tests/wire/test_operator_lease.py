@@ -5,10 +5,11 @@ import contextlib
 
 import pytest
 from fake_kubernetes import FakeCluster, refuse
+from virtual_time import run_virtual
+
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError
 from trainium_operator.cluster.resources import LEASES
-from virtual_time import run_virtual
 
 
 def elector(cluster: FakeCluster, identity: str, *, clock_error: float = 0.0) -> LeaseElector:
@@ -24,11 +25,13 @@ class Operator:
     def __init__(self, cluster: FakeCluster, identity: str, **options: float) -> None:
         self.elector = elector(cluster, identity, **options)
         self.led_at: float | None = None
+        self._leads = asyncio.Event()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         await self.elector.acquire()
         self.led_at = asyncio.get_running_loop().time()
+        self._leads.set()
         await self.elector.hold()
 
     async def crash(self) -> None:
@@ -41,15 +44,14 @@ class Operator:
         await self.elector.release()
 
     async def leads(self) -> None:
-        while self.led_at is None:
-            await asyncio.sleep(0.1)
+        await self._leads.wait()
 
 
 def holder(cluster: FakeCluster) -> str:
     return cluster.get(LEASES, "ns", "lease")["spec"]["holderIdentity"]
 
 
-def test_a_free_lease_is_taken_at_once_and_then_held():
+def test_a_free_lease_is_taken_at_once_and_then_held() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         started = asyncio.get_running_loop().time()
@@ -64,7 +66,7 @@ def test_a_free_lease_is_taken_at_once_and_then_held():
     run_virtual(scenario())
 
 
-def test_of_two_only_one_leads_whatever_their_clocks_say():
+def test_of_two_only_one_leads_whatever_their_clocks_say() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         first = Operator(cluster, "a")
@@ -79,7 +81,7 @@ def test_of_two_only_one_leads_whatever_their_clocks_say():
     run_virtual(scenario())
 
 
-def test_after_a_crash_the_other_waits_for_the_whole_lease():
+def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()
         first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
@@ -96,7 +98,7 @@ def test_after_a_crash_the_other_waits_for_the_whole_lease():
     assert 12 < run_virtual(scenario()) < 20
 
 
-def test_after_a_clean_exit_the_other_takes_over_within_one_retry():
+def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()
         first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
@@ -112,7 +114,7 @@ def test_after_a_clean_exit_the_other_takes_over_within_one_retry():
     assert run_virtual(scenario()) < 2.6
 
 
-def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once():
+def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()
         first, loop = Operator(cluster, "pod-1_uid"), asyncio.get_running_loop()
@@ -127,7 +129,7 @@ def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once():
     assert run_virtual(scenario()) < 0.2
 
 
-def test_a_holder_that_cannot_renew_stops_before_others_may_take_over():
+def test_a_holder_that_cannot_renew_stops_before_others_may_take_over() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
@@ -136,8 +138,9 @@ def test_a_holder_that_cannot_renew_stops_before_others_may_take_over():
         await asyncio.sleep(20)
         cut_off = loop.time()
         cluster.faults.append(
-            lambda method, path: refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" and not lost
-            else None
+            lambda method, path: (
+                refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" and not lost else None
+            )
         )
         lost: list[float] = []
         with pytest.raises(LeaseLostError):
@@ -153,7 +156,7 @@ def test_a_holder_that_cannot_renew_stops_before_others_may_take_over():
     run_virtual(scenario())
 
 
-def test_a_holder_that_sees_another_in_its_place_stops_at_once():
+def test_a_holder_that_sees_another_in_its_place_stops_at_once() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         first = Operator(cluster, "a")
@@ -166,7 +169,7 @@ def test_a_holder_that_sees_another_in_its_place_stops_at_once():
     run_virtual(scenario())
 
 
-def test_a_label_put_on_the_lease_does_not_end_the_reign():
+def test_a_label_put_on_the_lease_does_not_end_the_reign() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         first = Operator(cluster, "a")
@@ -180,7 +183,7 @@ def test_a_label_put_on_the_lease_does_not_end_the_reign():
     run_virtual(scenario())
 
 
-def test_a_deleted_lease_is_made_again_by_its_holder():
+def test_a_deleted_lease_is_made_again_by_its_holder() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         first = Operator(cluster, "a")
@@ -193,7 +196,7 @@ def test_a_deleted_lease_is_made_again_by_its_holder():
     run_virtual(scenario())
 
 
-def test_an_absent_api_server_is_waited_for():
+def test_an_absent_api_server_is_waited_for() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.down = True

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 from fake_kubernetes import FakeCluster, refuse
+from virtual_time import run_virtual, settle
+
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.reflector import SILENCE_SECONDS, Reflector
 from trainium_operator.cluster.resources import PODS
 from trainium_operator.cluster.store import Store
-from virtual_time import run_virtual, settle
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 def pod(name: str, **labels: str) -> dict:
@@ -17,12 +21,17 @@ def pod(name: str, **labels: str) -> dict:
 
 
 @contextlib.asynccontextmanager
-async def reflected(cluster: FakeCluster, **options) -> AsyncIterator[Reflector[str]]:
+async def reflected(cluster: FakeCluster, **options: Any) -> AsyncIterator[Reflector[str]]:
     api = Api(cluster, jitter=lambda: 0.5)
     store: Store[str] = Store()
     reflector = Reflector(
-        api, PODS, store, lambda raw: raw["metadata"]["labels"].get("colour", ""), labels="role=worker",
-        jitter=lambda: 0.5, **options,
+        api,
+        PODS,
+        store,
+        lambda raw: raw["metadata"]["labels"].get("colour", ""),
+        labels="role=worker",
+        jitter=lambda: 0.5,
+        **options,
     )
     task = asyncio.create_task(reflector.run())
     await reflector.synced.wait()
@@ -39,7 +48,7 @@ def names(reflector: Reflector[str]) -> list[str]:
     return sorted(name for _, name in reflector.store.snapshot())
 
 
-def test_a_list_in_pages_and_then_the_watch_fill_the_store():
+def test_a_list_in_pages_and_then_the_watch_fill_the_store() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         for number in range(1203):
@@ -59,7 +68,7 @@ def test_a_list_in_pages_and_then_the_watch_fill_the_store():
     run_virtual(scenario())
 
 
-def test_what_vanished_while_the_watch_had_expired_is_removed():
+def test_what_vanished_while_the_watch_had_expired_is_removed() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         for number in range(10):
@@ -79,7 +88,7 @@ def test_what_vanished_while_the_watch_had_expired_is_removed():
     run_virtual(scenario())
 
 
-def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list():
+def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         async with reflected(cluster) as reflector:
@@ -93,7 +102,7 @@ def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list():
     run_virtual(scenario())
 
 
-def test_a_silent_stream_is_given_up():
+def test_a_silent_stream_is_given_up() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         async with reflected(cluster) as reflector:
@@ -107,7 +116,7 @@ def test_a_silent_stream_is_given_up():
     run_virtual(scenario())
 
 
-def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on():
+def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         async with reflected(cluster) as reflector:
@@ -127,7 +136,7 @@ def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on():
     run_virtual(scenario())
 
 
-def test_the_list_is_repeated_now_and_then_so_that_no_lost_event_lasts():
+def test_the_list_is_repeated_now_and_then_so_that_no_lost_event_lasts() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.add(PODS, pod("ghost"))
@@ -141,7 +150,7 @@ def test_the_list_is_repeated_now_and_then_so_that_no_lost_event_lasts():
     run_virtual(scenario())
 
 
-def test_the_store_converges_after_the_api_server_was_away():
+def test_the_store_converges_after_the_api_server_was_away() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         async with reflected(cluster) as reflector:
@@ -156,7 +165,7 @@ def test_the_store_converges_after_the_api_server_was_away():
     run_virtual(scenario())
 
 
-def test_a_refused_list_is_repeated_with_growing_pauses():
+def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.faults.append(lambda *_: refuse(403, "Forbidden", "no right to list pods"))
@@ -174,7 +183,7 @@ def test_a_refused_list_is_repeated_with_growing_pauses():
     run_virtual(scenario())
 
 
-def test_one_unreadable_object_does_not_hide_the_others():
+def test_one_unreadable_object_does_not_hide_the_others() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.add(PODS, pod("good"))

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from trainium_contract.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import (
     Authenticator,
@@ -28,7 +29,10 @@ def status(pod: str = "job-a-w-0", uid: str = "pod-uid", namespace: str = "team"
 
 class Pods:
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> tuple[str, str] | None:
-        known = {("team", "job-a-w-0", "pod-uid"): ("job-a", "uid-a"), ("team", "job-b-w-0", "other"): ("job-b", "uid-b")}
+        known = {
+            ("team", "job-a-w-0", "pod-uid"): ("job-a", "uid-a"),
+            ("team", "job-b-w-0", "other"): ("job-b", "uid-b"),
+        }
         return known.get((namespace, pod_name, pod_uid))
 
 
@@ -54,7 +58,7 @@ class World:
         return await self.authenticator.admit(f"Bearer {token}", **says)
 
 
-async def test_a_pod_may_speak_for_itself_in_its_own_job():
+async def test_a_pod_may_speak_for_itself_in_its_own_job() -> None:
     world = World()
     assert await world.admit() == "uid-a"
     assert world.bodies[0]["spec"]["audiences"] == [TOKEN_AUDIENCE]
@@ -69,12 +73,12 @@ async def test_a_pod_may_speak_for_itself_in_its_own_job():
         ({"job": "job-b"}, "works for job job-a, not for job-b"),
     ],
 )
-async def test_it_may_speak_for_nobody_else(says, sentence):
+async def test_it_may_speak_for_nobody_else(says: dict[str, str], sentence: str) -> None:
     with pytest.raises(RefusedError, match=sentence):
         await World().admit(**says)
 
 
-async def test_an_agent_that_presents_the_token_of_another_job_is_refused():
+async def test_an_agent_that_presents_the_token_of_another_job_is_refused() -> None:
     world = World()
     world.answers["stolen"] = status(pod="job-b-w-0", uid="other")
     with pytest.raises(RefusedError):
@@ -83,7 +87,7 @@ async def test_an_agent_that_presents_the_token_of_another_job_is_refused():
         await world.admit("stolen", pod_name="job-b-w-0", pod_uid="other")
 
 
-async def test_a_pod_that_is_gone_or_is_no_worker_is_refused():
+async def test_a_pod_that_is_gone_or_is_no_worker_is_refused() -> None:
     world = World()
     world.answers["old"] = status(uid="previous")
     with pytest.raises(RefusedError, match="not a worker of any TrainingJob"):
@@ -99,7 +103,9 @@ async def test_a_pod_that_is_gone_or_is_no_worker_is_refused():
         status(user={"username": "alice", "extra": status()["user"]["extra"]}),
     ],
 )
-async def test_a_token_that_is_invalid_for_another_audience_or_not_of_a_pod_is_not_accepted(answer):
+async def test_a_token_that_is_invalid_for_another_audience_or_not_of_a_pod_is_not_accepted(
+    answer: dict[str, Any],
+) -> None:
     world = World()
     world.answers["bad"] = answer
     with pytest.raises(UnauthenticatedError):
@@ -107,14 +113,14 @@ async def test_a_token_that_is_invalid_for_another_audience_or_not_of_a_pod_is_n
 
 
 @pytest.mark.parametrize("header", ["", "Basic abc", "Bearer", "Bearer  ", "Bearer " + "x" * 20_000])
-async def test_without_a_usable_token_nobody_is_asked(header):
+async def test_without_a_usable_token_nobody_is_asked(header: str) -> None:
     world = World()
     with pytest.raises(UnauthenticatedError):
         await world.authenticator.admit(header, namespace="team", job="job-a", pod_name=None, pod_uid="pod-uid")
     assert world.reviews == []
 
 
-async def test_an_answer_is_remembered_for_a_minute():
+async def test_an_answer_is_remembered_for_a_minute() -> None:
     world = World()
     for _ in range(10):
         await world.admit()
@@ -126,7 +132,7 @@ async def test_an_answer_is_remembered_for_a_minute():
     assert len(world.reviews) == 2
 
 
-async def test_an_answer_is_not_remembered_past_the_expiry_of_the_token():
+async def test_an_answer_is_not_remembered_past_the_expiry_of_the_token() -> None:
     world = World()
     claims = base64.urlsafe_b64encode(json.dumps({"exp": 1020}).encode()).rstrip(b"=").decode()
     token = f"header.{claims}.signature"
@@ -138,7 +144,7 @@ async def test_an_answer_is_not_remembered_past_the_expiry_of_the_token():
         await world.admit(token)
 
 
-async def test_a_refusal_is_remembered_for_a_moment_only():
+async def test_a_refusal_is_remembered_for_a_moment_only() -> None:
     world = World()
     for _ in range(5):
         with pytest.raises(UnauthenticatedError):
@@ -149,13 +155,13 @@ async def test_a_refusal_is_remembered_for_a_moment_only():
     assert await world.admit("late") == "uid-a"
 
 
-async def test_many_messages_with_one_token_ask_once():
+async def test_many_messages_with_one_token_ask_once() -> None:
     world = World()
     assert await asyncio.gather(*(world.admit() for _ in range(50))) == ["uid-a"] * 50
     assert len(world.reviews) == 1
 
 
-async def test_while_the_api_server_is_away_a_known_token_goes_on_and_an_unknown_one_waits():
+async def test_while_the_api_server_is_away_a_known_token_goes_on_and_an_unknown_one_waits() -> None:
     world = World()
     await world.admit()
     world.now += 120
@@ -169,7 +175,7 @@ async def test_while_the_api_server_is_away_a_known_token_goes_on_and_an_unknown
         await world.admit()
 
 
-async def test_tokens_are_kept_as_digests_only():
+async def test_tokens_are_kept_as_digests_only() -> None:
     world = World()
     await world.admit()
     assert "good" not in repr(vars(world.authenticator))

@@ -3,10 +3,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography import x509
+
 from trainium_operator.coordinator.certificate_keeper import (
     CertificateKeeper,
     SecretConflictError,
@@ -18,6 +19,9 @@ from trainium_operator.coordinator.certificates import (
     renewed,
     server_names,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 NAMES = server_names("coordinator", "system")
 NOW = 1.8e9
@@ -32,7 +36,7 @@ def server(material: Material) -> x509.Certificate:
     return x509.load_pem_x509_certificate(material.server_cert)
 
 
-def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_authority():
+def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_authority() -> None:
     material = renewed(None, NAMES, NOW)
     names = server(material).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert set(names.get_values_for_type(x509.DNSName)) == {
@@ -45,12 +49,12 @@ def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_author
     server(material).verify_directly_issued_by(authorities(material)[0])
 
 
-def test_nothing_changes_while_nothing_is_due():
+def test_nothing_changes_while_nothing_is_due() -> None:
     material = renewed(None, NAMES, NOW)
     assert renewed(material, NAMES, NOW + 19 * DAY) is material
 
 
-def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_authority():
+def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_authority() -> None:
     material = renewed(None, NAMES, NOW)
     later = renewed(material, NAMES, NOW + 20.1 * DAY)
     assert later.ca_bundle == material.ca_bundle
@@ -59,7 +63,7 @@ def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_a
     server(later).verify_directly_issued_by(authorities(material)[0])
 
 
-def test_a_new_authority_is_announced_before_anything_is_signed_by_it():
+def test_a_new_authority_is_announced_before_anything_is_signed_by_it() -> None:
     material = renewed(None, NAMES, NOW)
     rotated = renewed(material, NAMES, NOW + 245 * DAY)
     old, new = authorities(material)[0], authorities(rotated)
@@ -71,7 +75,7 @@ def test_a_new_authority_is_announced_before_anything_is_signed_by_it():
     server(afterwards).verify_directly_issued_by(new[0])
 
 
-def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the_server():
+def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the_server() -> None:
     material = renewed(None, NAMES, NOW)
     for day in range(0, 5 * 365, 1):
         before, material = material, renewed(material, NAMES, NOW + day * DAY)
@@ -82,26 +86,26 @@ def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the
         assert len(authorities(material)) <= 2
 
 
-def test_an_expired_authority_leaves_the_bundle():
+def test_an_expired_authority_leaves_the_bundle() -> None:
     material = renewed(None, NAMES, NOW)
     rotated = renewed(material, NAMES, NOW + 245 * DAY)
     assert len(authorities(renewed(rotated, NAMES, NOW + 367 * DAY))) == 1
 
 
-def test_after_years_without_the_operator_everything_is_made_anew():
+def test_after_years_without_the_operator_everything_is_made_anew() -> None:
     material = renewed(None, NAMES, NOW)
     later = renewed(material, NAMES, NOW + 1000 * DAY)
     assert authorities(later)[0] not in authorities(material)
 
 
-def test_another_service_name_gets_a_certificate_of_its_own():
+def test_another_service_name_gets_a_certificate_of_its_own() -> None:
     material = renewed(None, NAMES, NOW)
     other = renewed(material, server_names("renamed", "system"), NOW + DAY)
     assert other.server_cert != material.server_cert
     assert other.ca_bundle == material.ca_bundle
 
 
-def test_a_secret_round_trip_and_its_damage():
+def test_a_secret_round_trip_and_its_damage() -> None:
     material = renewed(None, NAMES, NOW)
     assert Material.from_data(material.to_data()) == material
     assert Material.from_data({}) is None
@@ -111,7 +115,7 @@ def test_a_secret_round_trip_and_its_damage():
         Material.from_data({"ca.crt": material.ca_bundle})
 
 
-def test_no_key_is_ever_shown():
+def test_no_key_is_ever_shown() -> None:
     material = renewed(None, NAMES, NOW)
     assert "PRIVATE" not in repr(material)
     assert "ca_key" not in repr(material)
@@ -148,11 +152,11 @@ class Clock:
         return self.now
 
 
-def keeper(box: Box, clock: Clock, **options) -> CertificateKeeper:
+def keeper(box: Box, clock: Clock, **options: Any) -> CertificateKeeper:
     return CertificateKeeper(box, NAMES, wall_clock=clock, **options)
 
 
-async def test_the_leader_fills_the_empty_secret_and_followers_take_it():
+async def test_the_leader_fills_the_empty_secret_and_followers_take_it() -> None:
     box, clock = Box(), Clock()
     leader, follower = keeper(box, clock), keeper(box, clock)
     await follower.refresh(write=False)
@@ -164,7 +168,7 @@ async def test_the_leader_fills_the_empty_secret_and_followers_take_it():
     assert box.writes == 1
 
 
-async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_bundle_is_told():
+async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_bundle_is_told() -> None:
     box, clock, told = Box(), Clock(), []
     kept = keeper(box, clock, on_new_bundle=lambda: told.append(clock.now))
     context = kept.context
@@ -179,7 +183,7 @@ async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_b
     assert box.writes == 3
 
 
-async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote():
+async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote() -> None:
     box, clock = Box(), Clock()
     box.interloper = renewed(None, NAMES, NOW).to_data()
     theirs = box.interloper["ca.crt"].decode()
@@ -190,7 +194,7 @@ async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote():
     assert kept.ca_bundle == theirs
 
 
-async def test_a_damaged_secret_is_made_anew_by_the_leader_only():
+async def test_a_damaged_secret_is_made_anew_by_the_leader_only() -> None:
     box, clock = Box(), Clock()
     box.data = {"ca.crt": b"garbage"}
     kept = keeper(box, clock)
@@ -200,7 +204,7 @@ async def test_a_damaged_secret_is_made_anew_by_the_leader_only():
     assert kept.loaded.is_set()
 
 
-async def test_a_running_server_shows_the_renewed_certificate_to_new_connections():
+async def test_a_running_server_shows_the_renewed_certificate_to_new_connections() -> None:
     box, clock = Box(), Clock()
     clock.now = time.time()
     kept = keeper(box, clock)

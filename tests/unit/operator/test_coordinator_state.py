@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from virtual_time import run_virtual, settle
+
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import (
     HeartbeatRequest,
@@ -14,7 +16,6 @@ from trainium_contract.messages import (
     WorkerPhase,
 )
 from trainium_operator.coordinator.state import CoordinatorState
-from virtual_time import run_virtual, settle
 
 
 def membership(generation: int, *pods: str) -> Membership:
@@ -23,20 +24,35 @@ def membership(generation: int, *pods: str) -> Membership:
         for rank, pod in enumerate(pods or ("a",))
     )
     return Membership(
-        generation=generation, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=members, processes_per_node=1
+        generation=generation,
+        transition=Transition.IMMEDIATE,
+        cause=Cause.RESIZE,
+        members=members,
+        processes_per_node=1,
     )
 
 
 def registration(pod: str) -> RegisterRequest:
     return RegisterRequest(
-        namespace="ns", job="j", pod_name=pod, pod_uid=pod, pod_ip="10.0.0.1", node_name="n", rendezvous_port=1,
+        namespace="ns",
+        job="j",
+        pod_name=pod,
+        pod_uid=pod,
+        pod_ip="10.0.0.1",
+        node_name="n",
+        rendezvous_port=1,
         agent_version="1",
     )
 
 
 def step(pod: str, number: int) -> HeartbeatRequest:
     return HeartbeatRequest(
-        namespace="ns", job="j", pod_name=pod, pod_uid=pod, generation=1, phase=WorkerPhase.TRAINING,
+        namespace="ns",
+        job="j",
+        pod_name=pod,
+        pod_uid=pod,
+        generation=1,
+        phase=WorkerPhase.TRAINING,
         progress=Progress(step=number),
     )
 
@@ -58,20 +74,20 @@ def state(clock: Clock) -> CoordinatorState:
     return CoordinatorState(clock)
 
 
-def test_a_served_generation_never_goes_back(state):
+def test_a_served_generation_never_goes_back(state: CoordinatorState) -> None:
     state.publish("job", membership(3))
     state.publish("job", membership(2))
     assert state.published("job") == 3
 
 
-def test_a_new_job_of_the_same_name_inherits_nothing(state):
+def test_a_new_job_of_the_same_name_inherits_nothing(state: CoordinatorState) -> None:
     state.publish("old-uid", membership(7))
     assert state.published("new-uid") == 0
     state.forget_job("old-uid")
     assert state.published("old-uid") == 0
 
 
-def test_seconds_per_step_come_from_the_operators_own_clock(state, clock):
+def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorState, clock: Clock) -> None:
     state.register("job", registration("a"))
     state.heartbeat("job", step("a", 10))
     clock.now += 4
@@ -84,7 +100,7 @@ def test_seconds_per_step_come_from_the_operators_own_clock(state, clock):
     assert state.agents("job")["a"].progressed == clock.now - 1
 
 
-def test_what_a_lost_member_said_last_stays_until_the_next_generation(state):
+def test_what_a_lost_member_said_last_stays_until_the_next_generation(state: CoordinatorState) -> None:
     state.publish("job", membership(1, "a", "b"))
     for pod in ("a", "b", "spare"):
         state.register("job", registration(pod))
@@ -95,7 +111,7 @@ def test_what_a_lost_member_said_last_stays_until_the_next_generation(state):
     assert set(state.agents("job")) == {"a"}
 
 
-def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state):
+def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state: CoordinatorState) -> None:
     async def scenario() -> None:
         waiting = asyncio.create_task(state.newer_membership("job", 0, 60))
         await settle()
@@ -107,7 +123,7 @@ def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state):
     run_virtual(scenario())
 
 
-def test_many_waiters_get_one_publication(state):
+def test_many_waiters_get_one_publication(state: CoordinatorState) -> None:
     async def scenario() -> None:
         waiting = [asyncio.create_task(state.newer_membership("job", 1, 60)) for _ in range(100)]
         await settle()

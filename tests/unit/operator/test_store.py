@@ -16,14 +16,14 @@ def listened(store: Store[str]) -> list[tuple[str | None, str | None]]:
     return told
 
 
-def test_an_older_version_never_replaces_a_newer_one():
+def test_an_older_version_never_replaces_a_newer_one() -> None:
     store: Store[str] = Store()
     assert store.put(KEY, entry(5, "new"))
     assert not store.put(KEY, entry(4, "old"))
     assert store.get(KEY) == "new"
 
 
-def test_a_write_of_our_own_is_seen_at_once_and_not_told():
+def test_a_write_of_our_own_is_seen_at_once_and_not_told() -> None:
     store: Store[str] = Store()
     told = listened(store)
     assert store.write_through(KEY, entry(5))
@@ -33,7 +33,7 @@ def test_a_write_of_our_own_is_seen_at_once_and_not_told():
     assert told == []
 
 
-def test_a_late_answer_to_our_own_write_does_not_bring_back_what_the_watch_saw_deleted():
+def test_a_late_answer_to_our_own_write_does_not_bring_back_what_the_watch_saw_deleted() -> None:
     store: Store[str] = Store()
     store.put(KEY, entry(5))
     store.remove(KEY, 7)
@@ -41,7 +41,7 @@ def test_a_late_answer_to_our_own_write_does_not_bring_back_what_the_watch_saw_d
     assert store.get(KEY) is None
 
 
-def test_a_list_keeps_what_was_written_after_it_was_made():
+def test_a_list_keeps_what_was_written_after_it_was_made() -> None:
     store: Store[str] = Store()
     store.put(("ns", "old"), entry(3))
     store.write_through(("ns", "new"), entry(9))
@@ -49,7 +49,7 @@ def test_a_list_keeps_what_was_written_after_it_was_made():
     assert list(store.snapshot()) == [("ns", "new")]
 
 
-def test_a_list_tells_what_vanished_what_came_and_what_changed_once():
+def test_a_list_tells_what_vanished_what_came_and_what_changed_once() -> None:
     store: Store[str] = Store()
     store.put(("ns", "a"), entry(1, "a"))
     store.put(("ns", "b"), entry(2, "b"))
@@ -58,7 +58,7 @@ def test_a_list_tells_what_vanished_what_came_and_what_changed_once():
     assert told == [("a", None), (None, "c")]
 
 
-def test_only_the_incarnation_that_is_named_is_forgotten():
+def test_only_the_incarnation_that_is_named_is_forgotten() -> None:
     store: Store[str] = Store()
     store.put(KEY, entry(5, uid="second"))
     store.forget(KEY, "first")

@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from trainium_operator.cluster.work_queue import ClosedError, WorkQueue
 from virtual_time import run_virtual, settle
 
+from trainium_operator.cluster.work_queue import ClosedError, WorkQueue
 
-def test_a_key_that_waits_is_there_once_however_often_it_is_put():
+
+def test_a_key_that_waits_is_there_once_however_often_it_is_put() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         for _ in range(3):
@@ -20,7 +21,7 @@ def test_a_key_that_waits_is_there_once_however_often_it_is_put():
     run_virtual(scenario())
 
 
-def test_a_key_is_never_given_to_two_workers_at_once():
+def test_a_key_is_never_given_to_two_workers_at_once() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         queue.put("a")
@@ -36,7 +37,7 @@ def test_a_key_is_never_given_to_two_workers_at_once():
     run_virtual(scenario())
 
 
-def test_a_key_put_while_a_worker_has_it_is_given_out_again_once():
+def test_a_key_put_while_a_worker_has_it_is_given_out_again_once() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         queue.put("a")
@@ -51,7 +52,7 @@ def test_a_key_put_while_a_worker_has_it_is_given_out_again_once():
     run_virtual(scenario())
 
 
-def test_keys_are_given_out_in_the_order_in_which_they_came():
+def test_keys_are_given_out_in_the_order_in_which_they_came() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         for key in "cabac":
@@ -61,7 +62,7 @@ def test_keys_are_given_out_in_the_order_in_which_they_came():
     run_virtual(scenario())
 
 
-def test_of_several_delays_the_earliest_wins():
+def test_of_several_delays_the_earliest_wins() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         queue: WorkQueue[str] = WorkQueue()
@@ -78,7 +79,7 @@ def test_of_several_delays_the_earliest_wins():
     run_virtual(scenario())
 
 
-def test_a_delay_of_zero_is_now():
+def test_a_delay_of_zero_is_now() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         queue.put_after("a", 0)
@@ -87,7 +88,7 @@ def test_a_delay_of_zero_is_now():
     run_virtual(scenario())
 
 
-def test_the_back_off_grows_per_key_and_starts_anew_after_a_success():
+def test_the_back_off_grows_per_key_and_starts_anew_after_a_success() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue(first_delay=1, longest_delay=5)
         assert [queue.retry("a") for _ in range(4)] == [1, 2, 4, 5]
@@ -98,7 +99,7 @@ def test_the_back_off_grows_per_key_and_starts_anew_after_a_success():
     run_virtual(scenario())
 
 
-def test_a_closed_queue_gives_out_nothing_more_and_drains():
+def test_a_closed_queue_gives_out_nothing_more_and_drains() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         queue.put("a")
@@ -124,7 +125,7 @@ def test_a_closed_queue_gives_out_nothing_more_and_drains():
     run_virtual(scenario())
 
 
-def test_a_cancelled_worker_does_not_take_the_wake_up_of_another():
+def test_a_cancelled_worker_does_not_take_the_wake_up_of_another() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
         first, second = asyncio.create_task(queue.get()), asyncio.create_task(queue.get())
