@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from click.exceptions import ClickException, Exit
 
 from trainium_contract import worker_env
 from trainium_contract.exit_codes import ExitCode
@@ -55,22 +54,28 @@ def train(
     _log_to_stderr(settings.launch.rank)
     from trainium_trainer.train import train as train_now  # noqa: PLC0415 - torch, only for a sound configuration
 
-    raise Exit(train_now(settings, stop))
+    raise typer.Exit(train_now(settings, stop))
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every error is reported, none is raised."""
     try:
         result = app(list(argv) if argv is not None else None, standalone_mode=False)
-    except Exit as ending:
-        return int(ending.exit_code)
-    except ClickException as error:
-        error.show()
-        exits.leave_message(error.format_message())
-        return ExitCode.USER_ERROR
     except BaseException as error:  # noqa: BLE001 - this is the place that turns every error into a code
+        if _is_usage_error(error):
+            return exits.report(exits.UserError(f"{_sentence_of(error)}: see trainium-trainer train --help"))
         return exits.report(error)
     return result if isinstance(result, int) else ExitCode.FINISHED
+
+
+def _is_usage_error(error: BaseException) -> bool:
+    """Whether the command line itself is wrong; by name, since typer brings its own click or uses the installed one."""
+    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
+
+
+def _sentence_of(error: BaseException) -> str:
+    """What click says about a command line, without its final stop."""
+    return str(error).strip().removesuffix(".")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -66,6 +66,8 @@ def _first_step() -> None:
 
     state = torch.random.get_rng_state()
     model = Llama(resolve_shape(ModelConfig(), 2048))
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)

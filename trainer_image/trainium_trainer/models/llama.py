@@ -26,6 +26,26 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, each [sequence, head width], float32."""
 
 
+class Linear(nn.Linear):
+    """A projection without bias whose values come later, from a seed or a checkpoint.
+
+    The library's own initialisation would also run on the meta device, where it imports the compiler stack (3 s).
+    """
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__(width, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Leave the values undefined."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose values come later, for the same reason."""
+
+    def reset_parameters(self) -> None:
+        """Leave the values undefined."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation, computed in float32."""
 
@@ -65,10 +85,10 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         query = shape.num_attention_heads * shape.head_dim
         key_value = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, key_value, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, key_value, bias=False)
-        self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
+        self.q_proj = Linear(shape.hidden_size, query)
+        self.k_proj = Linear(shape.hidden_size, key_value)
+        self.v_proj = Linear(shape.hidden_size, key_value)
+        self.o_proj = Linear(query, shape.hidden_size)
 
     def forward(self, x: Tensor, table: Rotary) -> Tensor:
         """[batch, sequence, hidden] to the same."""
@@ -91,9 +111,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, hidden] to the same."""
@@ -123,7 +143,7 @@ class Trunk(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
@@ -143,7 +163,7 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         self.tie()
         self._table: Rotary | None = None
 

@@ -1,0 +1,130 @@
+"""Text, configurations and forked ranks for the trainer's tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
+
+
+@dataclass
+class Job:
+    """Ranks of one started command line."""
+
+    forge: Forge
+    pids: list[int]
+    folder: Path
+    logs: Path
+
+    def wait(self, seconds: float = 45) -> list[int | None]:
+        return self.forge.ask(wait=self.pids, seconds=seconds)["codes"]
+
+    def log(self, rank: int = 0) -> str:
+        return (self.logs / f"rank-{rank}.log").read_text()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics()]
+
+    def wait_for_step(self, step: int, seconds: float = 45) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.metrics() or self.metrics()[-1]["step"] < step:
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
+
+
+class Forge:
+    """The forking process of `forge.py`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forge.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    process = Forge()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    choose = random.Random(0)
+    lines = [" ".join(choose.choices(_WORDS, k=12)) + ".\n" for _ in range(95)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def base_config(text_file: Path) -> dict[str, Any]:
+    return {
+        "steps": 6,
+        "batch": {"globalSize": 8, "microSize": 2},
+        "data": {
+            "source": str(text_file),
+            "sequenceLength": 32,
+            "cacheDirectory": str(text_file.parent / "cache"),
+            "tokenizer": {"vocabSize": 320},
+        },
+        "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64},
+        "optimizer": {"learningRate": 1e-2},
+        "schedule": {"warmupSteps": 2},
+        "checkpoint": {"durable": {"everySeconds": None}},
+        "monitor": {"tensorboard": False},
+    }
+
+
+@pytest.fixture
+def launch(forge: Forge, base_config: dict[str, Any], tmp_path: Path) -> Callable[..., Job]:
+    """Start ranks: `launch(2, "dp2", ["steps=3"], memory=True)`; the same name again resumes."""
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(base_config))
+
+    def start(ranks: int, name: str, overrides: list[str] | None = None, *, memory: bool = False, **env: str) -> Job:
+        folder = tmp_path / name
+        logs = tmp_path / f"{name}-logs"
+        logs.mkdir(exist_ok=True)
+        argv = ["train", "--config", str(file), "--set", f"checkpoint.path={folder}"]
+        for override in overrides or ():
+            argv += ["--set", override]
+        if memory:
+            env = {"TRAINIUM_MEMORY_DIR": str(tmp_path / f"{name}-memory")} | env
+        pids = forge.ask(ranks=ranks, argv=argv, environment=env, logs=str(logs))["pids"]
+        return Job(forge, pids, folder, logs)
+
+    return start

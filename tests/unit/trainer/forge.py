@@ -1,0 +1,73 @@
+"""A process with the trainer already imported that forks ranks on request, as a worker's agent does.
+
+Reads one JSON object per line: {"ranks", "argv", "environment", "logs"} starts ranks and answers {"pids"};
+{"wait": pids, "seconds"} answers {"codes"} (null for a rank that had to be killed).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def start(order: dict[str, Any]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(order["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            log = os.open(Path(order["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(order["ranks"]),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                **order["environment"],
+            )
+            from trainium_trainer.cli import main
+
+            main(order["argv"])
+        pids.append(pid)
+    return pids
+
+
+def wait(pids: list[int], seconds: float) -> list[int | None]:
+    deadline = time.monotonic() + seconds
+    codes = {}
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    for pid in pids:
+        if pid not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [codes.get(pid) for pid in pids]
+
+
+def serve() -> None:
+    from trainium_trainer.warm import warm
+
+    warm()
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = {"codes": wait(order["wait"], order["seconds"])} if "wait" in order else {"pids": start(order)}
+        print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,65 @@
+"""Which exception ends with which code."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer import exits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (exits.UserError("x"), ExitCode.USER_ERROR),
+        (exits.NumericalError("x"), ExitCode.NUMERICAL),
+        (exits.PeerLostError("x"), ExitCode.PEER_LOST),
+        (exits.StorageError("x"), ExitCode.STORAGE_UNAVAILABLE),
+        (ModuleNotFoundError("No module named 'flash'"), ExitCode.USER_ERROR),
+        (MemoryError(), ExitCode.OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory"), ExitCode.OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 66),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"), 76),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), 76),
+        (dist.DistBackendError("NCCL communicator was aborted"), ExitCode.PEER_LOST),
+        (dist.DistStoreError("wait timeout after 300000ms"), ExitCode.PEER_LOST),
+        (ConnectionResetError(), ExitCode.PEER_LOST),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), ExitCode.USER_ERROR),
+        (OSError(errno.ENOSPC, "No space left on device"), ExitCode.STORAGE_UNAVAILABLE),
+        (OSError(errno.EIO, "Input/output error"), ExitCode.STORAGE_UNAVAILABLE),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(3), 3),
+        (ZeroDivisionError(), 1),
+        (RuntimeError("something else"), 1),
+    ],
+)
+def test_every_exception_has_its_code(error: BaseException, code: int) -> None:
+    assert exits.code_of(error) == code
+
+
+def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    monkeypatch.setattr(exits, "TERMINATION_LOG", log)
+    assert exits.report(exits.UserError("steps is 0: use more")) == 64
+    assert capsys.readouterr().err == "steps is 0: use more\n"
+    assert log.read_text() == "steps is 0: use more\n"
+
+
+def test_an_unexpected_error_shows_its_traceback_before_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError) as failure:
+        raise KeyError("missing")
+    assert exits.report(failure.value) == 1
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert text.splitlines()[-1] == "KeyError: 'missing'"

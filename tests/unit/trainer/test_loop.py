@@ -1,0 +1,173 @@
+"""Stopping, resuming, failing: what one run owes to the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_trainer.monitor.progress import ProgressPhase, read_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Forge, Job
+
+    Launcher = Callable[..., Job]
+
+
+def curve(job: Job) -> list[tuple[Any, ...]]:
+    return [(line["step"], line["loss"], line["tokens"], line["samples"]) for line in job.metrics()]
+
+
+def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: Launcher, tmp_path: Path) -> None:
+    job = launch(2, "run", ["steps=100000"], memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[1], signal.SIGTERM)
+    assert job.wait() == [75, 75], job.log()
+    assert "saved step" in job.log(0)
+    step = job.metrics()[-1]["step"]
+    assert f"saved step {step}" in job.log(0)
+    assert f"saved step {step}" in job.log(1)
+
+
+def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
+    whole = launch(2, "whole", ["steps=40"])
+    assert whole.wait() == [0, 0], whole.log()
+    job = launch(2, "parts", ["steps=40"], memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[0], signal.SIGTERM)
+    codes = job.wait()
+    assert codes == [75, 75], job.log()
+    again = launch(2, "parts", ["steps=40"], memory=True)
+    assert again.wait() == [0, 0], again.log()
+    assert curve(again) == curve(whole)
+
+
+def test_a_killed_run_resumes_and_its_files_are_the_final_history(launch: Launcher, tmp_path: Path) -> None:
+    overrides = ["steps=40", "monitor.recordSamples=true"]
+    whole = launch(2, "whole", overrides)
+    assert whole.wait() == [0, 0], whole.log()
+    job = launch(2, "parts", overrides, memory=True)
+    job.wait_for_step(5)
+    os.kill(job.pids[1], signal.SIGKILL)
+    assert job.wait() == [76, -9], job.log()
+    with (job.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step":900,"loss":1}\n{"step":9')  # of a step that the state does not have, and a torn one
+    again = launch(1, "parts", overrides, memory=True)  # at another size
+    assert again.wait() == [0], again.log()
+    assert [line["step"] for line in again.metrics()] == list(range(1, 41))
+    for line, expected in zip(again.metrics(), whole.metrics(), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert samples_by_step(job.folder) == samples_by_step(whole.folder)
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    found = {}
+    for path in sorted(folder.glob("samples-*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            found.setdefault(record["step"], []).extend(record["samples"])
+    return {step: sorted(samples) for step, samples in found.items()}
+
+
+def test_a_finished_run_finishes_again_without_a_step(launch: Launcher) -> None:
+    first = launch(1, "run", ["steps=3"])
+    assert first.wait() == [0], first.log()
+    before = curve(first)
+    second = launch(1, "run", ["steps=3"])
+    assert second.wait() == [0], second.log()
+    assert curve(second) == before
+
+
+def test_a_loss_that_is_not_a_number_ends_all_ranks_with_65(launch: Launcher) -> None:
+    job = launch(2, "run", ["model.ropeTheta=1e-300"])
+    assert job.wait() == [65, 65]
+    assert job.log().splitlines()[-1].startswith("step 1: loss is nan")
+
+
+def test_tolerated_steps_are_skipped_and_leave_the_weights_alone(launch: Launcher) -> None:
+    job = launch(1, "run", ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"])
+    assert job.wait() == [65]
+    assert [line["loss"] for line in job.metrics()] == [None, None]
+    assert "step 3: loss is nan" in job.log().splitlines()[-1]
+
+
+def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "progress" / "r0"
+    job = launch(1, "run", ["steps=5"], TRAINIUM_PROGRESS_FILE=str(file), TRAINIUM_GENERATION="4")
+    assert job.wait() == [0], job.log()
+    record = read_progress(file)
+    assert record.phase is ProgressPhase.FINISHED
+    assert (record.generation, record.step, record.resume_step, record.samples) == (4, 5, 0, 40)
+    assert record.loss == job.losses()[-1]
+    assert record.durable_step == 5
+
+
+def test_a_failed_run_says_so_in_its_progress(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "r0"
+    job = launch(1, "run", ["model.ropeTheta=1e-300"], TRAINIUM_PROGRESS_FILE=str(file))
+    assert job.wait() == [65]
+    assert read_progress(file).phase is ProgressPhase.FAILED
+
+
+def test_ranks_that_read_different_text_refuse_to_train(
+    launch: Launcher, tmp_path: Path, text_file: Path, forge: Forge, base_config: dict[str, Any]
+) -> None:
+    first = launch(2, "same", ["steps=3"])
+    assert first.wait() == [0, 0]
+    # One rank's cache holds other tokens under the same name, as a node with another build of Python would.
+    cache = text_file.parent / "cache"
+    (folder,) = (path.parent for path in cache.glob("*/meta.json"))
+    other = tmp_path / "other" / folder.name
+    other.mkdir(parents=True)
+    meta = json.loads((folder / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"identity": "f" * 64}))
+    (other / "tokens.bin").write_bytes((folder / "tokens.bin").read_bytes())
+    argv = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'differ'}"]
+    script = (
+        "import os, sys\n"
+        "extra = ['--set', 'data.cacheDirectory=' + sys.argv[1]] if os.environ['RANK'] == '1' else []\n"
+        "from trainium_trainer.cli import main\n"
+        "main(['train', *sys.argv[2:], *extra])\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = torchrun([str(tmp_path / "script.py"), str(other.parent), *argv])
+    assert "the ranks do not read the same tokens" in done.stderr
+
+
+def test_it_runs_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> None:
+    launch(1, "unused", ["steps=3"]).wait()
+    arguments = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'torchrun'}"]
+    done = torchrun(["-m", "trainium_trainer", "train", *arguments])
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "torchrun" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    torchrun_module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        torchrun_module + rendezvous + arguments, capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_start_up_says_where_its_time_went(launch: Launcher) -> None:
+    job = launch(1, "run", ["steps=3"])
+    assert job.wait() == [0]
+    line = next(line for line in job.log().splitlines() if "start-up:" in line)
+    assert all(part in line for part in ("data ", "process group ", "model ", "state ", "together "))
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_a_storage_error(launch: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where a folder should be")
+    job = launch(1, "run", ["steps=3"])
+    assert job.wait() == [81], job.log()
+    assert "checkpoint" in job.log().splitlines()[-1]

@@ -1,0 +1,145 @@
+"""Progress record, metrics and TensorBoard files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainium_trainer.exits import StorageError
+from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter, read_progress
+from trainium_trainer.monitor.tensorboard import ScalarWriter
+from trainium_trainer.monitor.throughput import Throughput
+from trainium_trainer.monitor.writers import LineWriter, forget_after
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
+    writer.step_done(
+        step=step,
+        loss=1.5,
+        grad_norm=0.5,
+        learning_rate=1e-3,
+        tokens=100 * step,
+        samples=8 * step,
+        seconds=seconds,
+        tokens_per_second=50.0,
+    )
+
+
+def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "r0"
+    writer = ProgressWriter(path, generation=3, attempt=1)
+    fresh = read_progress(path)
+    assert (fresh.generation, fresh.attempt, fresh.phase, fresh.step) == (3, 1, ProgressPhase.LOADING, -1)
+    writer.resumed(4, tokens=400, samples=32)
+    step_done(writer, 5)
+    writer.checkpoints(memory_step=5, durable_step=-1)
+    assert read_progress(path) == writer.record
+    assert writer.record.productive_seconds == 2.0
+    writer.close()
+
+
+def test_a_reader_of_nothing_or_of_something_else_gets_none(tmp_path: Path) -> None:
+    assert read_progress(tmp_path / "none") is None
+    (tmp_path / "other").write_bytes(b"x" * 200)
+    assert read_progress(tmp_path / "other") is None
+
+
+def test_a_torn_record_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "r0"
+    writer = ProgressWriter(path)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    assert read_progress(path) is None
+    writer.close()
+
+
+def test_productive_seconds_are_carried_over_restarts_without_the_lost_steps(tmp_path: Path) -> None:
+    path = tmp_path / "r0"
+    first = ProgressWriter(path, generation=2, attempt=0)
+    first.resumed(0, tokens=0, samples=0)
+    for step in range(1, 6):
+        step_done(first, step)
+    first.close()
+    second = ProgressWriter(path, generation=2, attempt=1)
+    second.resumed(4, tokens=0, samples=0)
+    assert second.record.productive_seconds == 8.0
+    second.close()
+    other = ProgressWriter(path, generation=3)
+    other.resumed(4, tokens=0, samples=0)
+    assert other.record.productive_seconds == 0.0
+    other.close()
+
+
+def test_the_progress_record_is_read_without_torch() -> None:
+    script = "import sys, trainium_trainer.monitor.progress; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def lines(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@given(count=st.integers(0, 40), step=st.integers(0, 45), torn=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_resume_keeps_exactly_the_lines_up_to_its_step(
+    tmp_path_factory: pytest.TempPathFactory, count: int, step: int, torn: bool
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
+    writer = LineWriter(path)
+    for number in range(1, count + 1):
+        writer.write({"step": number, "loss": number / 7})
+    writer.close()
+    if torn:
+        with path.open("a") as file:
+            file.write('{"step": 1')
+    forget_after(path, step)
+    assert lines(path) == list(range(1, min(count, step) + 1))
+
+
+def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
+    forget_after(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_metrics_file_that_cannot_be_opened_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written"):
+        LineWriter(tmp_path / "metrics.jsonl")
+
+
+def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:
+    first = ScalarWriter(tmp_path, resume_step=0)
+    for step in range(1, 6):
+        first.write(step, {"train/loss": step / 2, "train/tokens": 100.0 * step})
+    first.close()
+    second = ScalarWriter(tmp_path, resume_step=3)
+    for step in range(4, 8):
+        second.write(step, {"train/loss": step * 10.0})
+    second.close()
+    script = (
+        "import sys, warnings\nwarnings.simplefilter('ignore')\n"
+        "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
+        "events = EventAccumulator(sys.argv[1]).Reload()\n"
+        "print([(event.step, event.value) for event in events.Scalars('train/loss')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str([(1, 0.5), (2, 1.0), (3, 1.5), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)])
+
+
+def test_throughput_is_that_of_the_newest_steps() -> None:
+    throughput = Throughput()
+    for _ in range(100):
+        throughput.add(10, 10.0)
+    for _ in range(20):
+        rate = throughput.add(100, 2.0)
+    assert rate == pytest.approx(50.0)

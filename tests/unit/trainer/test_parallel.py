@@ -1,0 +1,89 @@
+"""The same numbers at every size and layout, with real gloo processes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+    Metrics = list[dict[str, Any]]
+
+TP = "parallelism.tensor=2"
+SP = "parallelism.sequence=true"
+SHARDED = "dataParallel=FullySharded"
+
+
+def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Metrics:
+    job = launch(ranks, name, list(overrides))
+    assert job.wait() == [0] * ranks, job.log()
+    return job.metrics()
+
+
+@pytest.fixture
+def reference(launch: Launcher) -> Metrics:
+    return run(launch, 1, "reference")
+
+
+def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
+    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
+    for line, expected in zip(metrics, reference, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-4)
+
+
+def test_the_text_has_a_shorter_last_sample_so_that_valid_tokens_differ_between_steps(reference: Metrics) -> None:
+    counts = [line["tokens"] for line in reference]
+    assert len({b - a for a, b in itertools.pairwise(counts)}) > 1
+
+
+def test_the_model_learns(reference: Metrics) -> None:
+    assert reference[-1]["loss"] < reference[0]["loss"] - 0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) -> None:
+    first, second = run(launch, ranks, "first"), run(launch, ranks, "second")
+    keys = ("step", "loss", "gradNorm", "learningRate", "tokens", "samples")
+    assert [[line[key] for key in keys] for line in first] == [[line[key] for key in keys] for line in second]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(2, [], id="dp2"),
+        pytest.param(4, [], id="dp4"),
+        pytest.param(1, ["batch.microSize=8"], id="no accumulation"),
+        pytest.param(2, ["batch.microSize=1"], id="dp2, more accumulation"),
+        pytest.param(2, [TP], id="tp2"),
+        pytest.param(2, [TP, SP], id="tp2, sequence"),
+        pytest.param(4, [TP], id="dp2 tp2"),
+        pytest.param(1, [SHARDED], id="sharded over one"),
+        pytest.param(2, [SHARDED], id="sharded over two"),
+        pytest.param(4, [SHARDED, TP, SP], id="sharded, tp2, sequence"),
+    ],
+)
+def test_the_curve_does_not_depend_on_size_or_layout(
+    launch: Launcher, reference: Metrics, ranks: int, overrides: list[str]
+) -> None:
+    assert_same_curve(run(launch, ranks, "other", overrides), reference)
+
+
+def test_untied_embeddings_divide_as_well(launch: Launcher) -> None:
+    whole = run(launch, 1, "whole", ["model.tieEmbeddings=false"])
+    assert_same_curve(run(launch, 2, "divided", ["model.tieEmbeddings=false", TP]), whole)
+
+
+@pytest.mark.parametrize("overrides", [[], [SHARDED]], ids=["replicated", "sharded"])
+def test_half_precision_compute_stays_close_to_full_precision(
+    launch: Launcher, reference: Metrics, overrides: list[str]
+) -> None:
+    half = run(launch, 2, "half", ["precision=BFloat16", *overrides])
+    assert half[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.02)
+    assert half[-1]["loss"] != reference[-1]["loss"]
