@@ -99,8 +99,10 @@ def build(plan: RootPlan) -> None:
     sc.unmount(_OLD)
     os.rmdir(_OLD)
     if plan.read_only:
+        # A volume that is mounted exactly here hides the layer below it, and it keeps its own mode.
+        volumes = {os.path.realpath(mount.target) for mount in plan.mounts}
         for path in layout.own:
-            if path != "/dev":
+            if path != "/dev" and path not in volumes:
                 sc.remount_read_only(path)
 
 
