@@ -156,8 +156,9 @@ class Supervisor:
     async def _watch_jobs(self) -> None:
         """Run kopf; when it ends by itself, so do we."""
         runtime = self._runtime
+        # Our own list is enough to begin with; kopf's import must not delay it.
+        await runtime.caches.synced()
         handlers = await asyncio.to_thread(importlib.import_module, "trainium_operator.handlers")
-        await runtime.caches.jobs.synced.wait()
         registry = handlers.make_registry(
             observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
             credentials=self._transport.credentials,

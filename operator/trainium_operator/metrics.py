@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from trainium_contract.job import ConditionStatus, ConditionType, Phase
 
@@ -25,6 +32,8 @@ class Metrics:
     """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
+        # A time series per time series, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._jobs_seen: dict[str, Phase] = {}
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 240
 """The server ends a watch after this; with jitter, so that not all end at once."""
-SILENCE_SECONDS = 70.0
-"""Above the 60 s between a server's bookmarks."""
+SILENCE_SECONDS = 90.0
+"""Well above the minute between a server's bookmarks, which come late on a busy one."""
 RELIST_SECONDS = 600.0
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 15.0
