@@ -13,6 +13,7 @@ import aiohttp
 
 from trainium_devcluster.node.inside import InsideResult
 from trainium_devcluster.node.objects import Json, find
+from trainium_devcluster.node.waiting import within
 
 _MAX_BODY = 10 * 1024
 _AGENT = "kube-probe/1.36"
@@ -92,7 +93,7 @@ async def _tcp(action: Json, target: CheckTarget, timeout: float | None) -> Outc
         return Outcome(False, f"the container has no port named {action['port']!r}")
     host = action.get("host") or target.address
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout)
+        _, writer = await within(asyncio.open_connection(host, port), timeout)
     except (OSError, TimeoutError) as error:
         return Outcome(False, f"dial tcp {host}:{port}: {error or 'i/o timeout'}")
     writer.close()

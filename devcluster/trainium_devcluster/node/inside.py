@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainium_devcluster.node.launching import Command, LaunchError, Process
+from trainium_devcluster.node.waiting import within
 
 _MAX_OUTPUT = 10 * 1024
 NOT_EXECUTABLE = 126
@@ -43,8 +44,8 @@ async def run(process: Process, argv: Sequence[str], base: Command, timeout: flo
     output = asyncio.create_task(_collect(read))
     timed_out = False
     try:
-        await asyncio.wait_for(asyncio.shield(started.running), timeout)
-        ended = await asyncio.wait_for(asyncio.shield(started.exited), timeout)
+        await within(asyncio.shield(started.running), timeout)
+        ended = await within(asyncio.shield(started.exited), timeout)
         code = ended.code
     except LaunchError as error:
         output.cancel()
@@ -54,7 +55,7 @@ async def run(process: Process, argv: Sequence[str], base: Command, timeout: flo
     finally:
         started.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(output), 1.0)
+            await within(asyncio.shield(output), 1.0)
     text = output.result() if output.done() and not output.cancelled() else ""
     return InsideResult(code, text, timed_out)
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainium_devcluster.node.objects import parse_time
+from trainium_devcluster.node.waiting import within
 
 _CHUNK = 65536
 _MAX_PIECE = 16384  # bytes of one line that are kept together
@@ -94,7 +95,7 @@ class LogWriter:
     async def close(self, timeout: float = 1.0) -> None:
         """Take what is left in the pipes; what escaped its container can hold this up for `timeout` s only."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.finished), timeout)
+            await within(asyncio.shield(self.finished), timeout)
         for stream in list(self._open):
             self._end(stream)
 

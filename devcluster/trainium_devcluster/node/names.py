@@ -16,6 +16,7 @@ from trainium_devcluster.node.environment import ServiceView
 from trainium_devcluster.node.events import EventSink, Severity
 from trainium_devcluster.node.objects import Json, is_terminal, name, namespace, uid
 from trainium_devcluster.node.reflector import Reflector
+from trainium_devcluster.node.waiting import until
 
 _GATHER = 0.02  # seconds: changes that come together are written together
 _SYNC_TIMEOUT = 10.0  # seconds that a pod's start waits for the first list
@@ -53,9 +54,8 @@ class ServiceDirectory:
 
     async def add(self, key: str, file: HostsFile) -> None:
         """Write `file` now and keep it up to date until `remove`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._services.synced.wait(), _SYNC_TIMEOUT)
-            await asyncio.wait_for(self._pods.synced.wait(), _SYNC_TIMEOUT)
+        await until(self._services.synced, _SYNC_TIMEOUT)
+        await until(self._pods.synced, _SYNC_TIMEOUT)
         self._files[key] = file
         self._write(file, self._names())
 

@@ -46,10 +46,12 @@ from trainium_devcluster.node.status import (
 )
 from trainium_devcluster.node.status_writer import StatusWriter
 from trainium_devcluster.node.volumes import VolumeError
+from trainium_devcluster.node.waiting import until
 
 _log = logging.getLogger(__name__)
 _VOLUME_RETRY = 1.0  # seconds; a change of a missing object ends the wait earlier
 _DELETE_RETRY = 0.5
+_TOO_LONG = "Pod was active on the node longer than the specified deadline"
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +142,7 @@ class PodRunner:
         try:
             living = asyncio.create_task(self._live())
             while not (self._removed or "deletionTimestamp" in self.pod["metadata"]):
-                await self._wait(None)
+                await self._wait()
             living.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await living
@@ -185,8 +187,7 @@ class PodRunner:
                 await self.setup.prepare()
             except VolumeError as error:
                 self._emit(Severity.WARNING, "FailedMount", str(error), "")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.setup.volumes.changed.wait(), _VOLUME_RETRY)
+                await until(self.setup.volumes.changed, _VOLUME_RETRY)
                 self.setup.volumes.changed.clear()
             else:
                 self._sandbox = True
@@ -203,10 +204,9 @@ class PodRunner:
             if limit is not None:
                 pauses.append(started + limit - time.time())
                 if pauses[-1] <= 0:
-                    await self._kill_all(
-                        grace_seconds(self.pod), "Pod was active on the node longer than the specified deadline"
-                    )
-                    self._fail("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
+                    self._verdict = ("Failed", "DeadlineExceeded", _TOO_LONG)
+                    await self._kill_all(grace_seconds(self.pod), _TOO_LONG)
+                    self._end()
                     return
             if await self._initialize(pauses):
                 for container in (c for c in self.containers if c.kind is Kind.MAIN):
@@ -215,8 +215,7 @@ class PodRunner:
                 await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
                 self._end()
                 return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), min(pauses, default=None))
+            await until(self._look, min(pauses, default=None))
 
     async def _initialize(self, pauses: list[float]) -> bool:
         """Run init containers and sidecars in order; True once all have done their part."""
@@ -291,7 +290,7 @@ class PodRunner:
         begun = time.monotonic()
         killing = asyncio.create_task(self._kill_all(self._grace, "Stopping container {name}"))
         while not killing.done():
-            waiter = asyncio.create_task(self._wait(None))
+            waiter = asyncio.create_task(self._wait())
             await asyncio.wait({killing, waiter}, return_when=asyncio.FIRST_COMPLETED)
             waiter.cancel()
             shorter = grace_seconds(self.pod, self._grace)
@@ -338,9 +337,9 @@ class PodRunner:
 
     def _render(self, now: str) -> Json:
         views = [container.view() for container in self.containers]
-        terminal = self._ended and not any(c.running for c in self.containers)
-        # While containers are still being stopped the phase stays what it was.
-        verdict = self._verdict if terminal else None
+        running = any(c.running for c in self.containers)
+        terminal = self._ended and not running
+        verdict = None if running else self._verdict  # while containers are still being stopped the phase stays
         sandbox = self._sandbox and not terminal
         view = PodView(
             self.pod, views, self.services.address, self.address if self._sandbox or self._had_address else "", sandbox,
@@ -366,7 +365,6 @@ class PodRunner:
         path = f"spec.{kind}{{{container}}}" if container else ""
         self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)
 
-    async def _wait(self, timeout: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+    async def _wait(self) -> None:
+        await self._changed.wait()
         self._changed.clear()

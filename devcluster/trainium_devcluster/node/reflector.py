@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from trainium_devcluster.node.api import Api, ApiError, Unreachable
 from trainium_devcluster.node.objects import Json, uid
+from trainium_devcluster.node.waiting import until
 
 _log = logging.getLogger(__name__)
 _GONE = 410
@@ -134,10 +135,8 @@ class ObjectCache:
         if watched is None:
             watched = self._objects[key] = WatchedObject(self._api, *key)
         watched.listeners[user] = listener
-        try:
-            await asyncio.wait_for(watched.synced.wait(), _SYNC_TIMEOUT)
-        except TimeoutError:
-            raise Unreachable(f"{plural} {namespace}/{name} could not be read from the API server") from None
+        if not await until(watched.synced, _SYNC_TIMEOUT):
+            raise Unreachable(f"{plural} {namespace}/{name} could not be read from the API server")
         return watched.value
 
     def release(self, user: str) -> None:

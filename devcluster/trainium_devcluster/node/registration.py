@@ -5,7 +5,6 @@ condition set by a fault control stays until it is cleared, and wins over the no
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import platform
@@ -16,6 +15,7 @@ from pathlib import Path
 from trainium_devcluster.node.api import Api, ApiError, Unreachable
 from trainium_devcluster.node.objects import Json, micro_timestamp, timestamp
 from trainium_devcluster.node.options import NodeOptions
+from trainium_devcluster.node.waiting import until
 
 _log = logging.getLogger(__name__)
 
@@ -179,8 +179,7 @@ class Registration:
 
     async def _keep_status(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _STATUS_SECONDS)
+            await until(self._changed, _STATUS_SECONDS)
             self._changed.clear()
             try:
                 await self._write_status()

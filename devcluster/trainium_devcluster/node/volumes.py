@@ -23,6 +23,7 @@ from trainium_devcluster.node.objects import Json, namespace, uid
 from trainium_devcluster.node.payloads import FileContent
 from trainium_devcluster.node.reflector import ObjectCache
 from trainium_devcluster.node.tokens import TokenSource
+from trainium_devcluster.node.waiting import until
 
 _log = logging.getLogger(__name__)
 _PRIVATE_SHM = "64m"  # what container runtimes give /dev/shm of a pod
@@ -185,8 +186,7 @@ class PodVolumes:
         """Write volumes again whenever an object, the pod or a token's age asks for it."""
         while True:
             due = min((token.renew_in() for token in self._tokens.values()), default=None)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), due)
+            await until(self.changed, due)
             self.changed.clear()
             for volume in self._pod["spec"].get("volumes") or []:
                 if not {"projected", "configMap", "secret", "downwardAPI"} & volume.keys():

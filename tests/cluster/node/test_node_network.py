@@ -1,0 +1,157 @@
+"""Addresses, Service names, logs and exec: how others reach a pod."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from lab import status
+
+if TYPE_CHECKING:
+    from lab import Lab
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SERVE = (
+    "import http.server, os\n"
+    "class Handler(http.server.BaseHTTPRequestHandler):\n"
+    "    def do_GET(self):\n"
+    "        self.send_response(200); self.end_headers(); self.wfile.write(os.environ['NAME'].encode())\n"
+    "    def log_message(self, *_): pass\n"
+    "http.server.HTTPServer((os.environ['IP'], 8080), Handler).serve_forever()\n"
+)
+WHO = [
+    {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    {"name": "NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+]
+READY = {"tcpSocket": {"port": 8080}, "periodSeconds": 1}
+
+
+def service(name: str, selector: dict[str, str], **spec: object) -> dict[str, object]:
+    body = {"selector": selector, "ports": [{"name": "web", "port": 8080}], **spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": body}
+
+
+def test_every_pod_has_an_address_of_its_own_and_serves_on_the_same_port(lab: Lab) -> None:
+    group = lab.name("group")
+    pods = [
+        lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": group}) for _ in range(2)
+    ]
+    addresses = [lab.running(pod)["status"]["podIP"] for pod in pods]
+    assert len(set(addresses)) == 2
+    fetch = "; ".join(f"print(urllib.request.urlopen('http://{a}:8080').read().decode())" for a in addresses)
+    client = lab.pod("client", lab.python(f"import urllib.request; {fetch}"))
+    assert lab.output(client).split() == pods
+    for pod in pods:
+        lab.delete(pod, "--grace-period=1")
+
+
+def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(lab: Lab) -> None:
+    name = lab.name("headless")
+    lab.create(service(name, {"app": name}, clusterIP="None", publishNotReadyAddresses=True))
+    pods = [
+        lab.pod(
+            "member",
+            lab.container("exec sleep 600", readinessProbe={"exec": {"command": ["false"]}}),
+            labels={"app": name},
+            hostname=f"host-{number}",
+            subdomain=name,
+        )
+        for number in (1, 2)
+    ]
+    expected = sorted(
+        lab.wait(pod, lambda p: p["status"].get("podIP") and status(p)["state"].get("running"), "it ran")["status"][
+            "podIP"
+        ]
+        for pod in pods
+    )
+    script = (
+        "import socket, time\n"
+        "def look(name):\n"
+        "    try: return sorted({a[4][0] for a in socket.getaddrinfo(name, 80, socket.AF_INET)})\n"
+        "    except OSError: return []\n"
+        f"names = ['{name}', '{name}.{lab.namespace}', '{name}.{lab.namespace}.svc.cluster.local']\n"
+        f"while any(len(look(n)) < 2 for n in names) or not look('host-2.{name}'): time.sleep(0.1)\n"
+        "for n in names: print(*look(n))\n"
+        f"print(*look('host-2.{name}'))\n"
+        "print(*look(socket.gethostname()))\n"
+    )
+    client = lab.pod("resolver", lab.python(script))
+    lines = [line.split() for line in lab.output(client).splitlines()]
+    assert [sorted(line) for line in lines[:3]] == [expected] * 3
+    assert lines[3] == [lab.get(pods[1])["status"]["podIP"]]
+    assert lines[4] == [lab.get(client)["status"]["podIP"]]
+    for pod in pods:
+        lab.delete(pod, "--grace-period=1")
+
+
+def test_a_service_leads_to_ready_pods_and_follows_them(lab: Lab) -> None:
+    name = lab.name("service")
+    lab.create(service(name, {"app": name}))
+    script = (
+        "import time, urllib.request\n"
+        "seen = []\n"
+        "while len(set(seen)) < 2:\n"
+        "    try:\n"
+        f"        found = urllib.request.urlopen('http://{name}:8080', timeout=2).read().decode()\n"
+        "    except OSError:\n"
+        "        found = ''\n"
+        "    if found and found not in seen: print('reached', found); seen.append(found)\n"
+        "    time.sleep(0.1)\n"
+    )
+    client = lab.pod("client", lab.python(script))
+    first = lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
+    lab.says(client, f"reached {first}")
+    lab.delete(first, "--grace-period=1")
+    second = lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
+    assert lab.output(client).split() == ["reached", first, "reached", second]
+    lab.delete(second, "--grace-period=1")
+
+
+def test_logs_show_what_is_asked_for(lab: Lab) -> None:
+    script = (
+        "for i in range(1, 6): print('line', i)\nimport sys; print('oops', file=sys.stderr); sys.stdout.write('no end')"
+    )
+    name = lab.pod("logs", lab.python(script))
+    lines = lab.output(name).splitlines()
+    assert sorted(lines) == ["line 1", "line 2", "line 3", "line 4", "line 5", "no end", "oops"]
+    assert lab.logs(name, "--tail=2").splitlines() == lines[-2:]
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z line 1\n", lab.logs(name, "--timestamps"))
+    assert len(lab.logs(name, "--limit-bytes=8")) == 8
+    assert lab.logs(name, "--since=1h").splitlines() == lines
+    assert lab.logs(name, "--since-time=2100-01-01T00:00:00Z") == ""
+
+
+def test_followed_logs_arrive_as_they_are_written_and_end_with_the_container(lab: Lab) -> None:
+    name = lab.pod("follow", lab.container("for i in 1 2 3; do echo line $i; sleep 0.7; done"))
+    lab.says(name, "line 1")
+    times = []
+    command = ["kubectl", "-n", lab.namespace, "logs", "-f", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=lab.environment()) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            times.append((time.monotonic(), line.strip()))
+    assert [line for _, line in times] == ["line 1", "line 2", "line 3"]
+    assert times[2][0] - times[1][0] > 0.3
+    assert process.returncode == 0
+
+
+def test_commands_run_inside_the_container_with_input_output_and_exit_code(lab: Lab) -> None:
+    name = lab.pod("exec", lab.container("echo mark > /opt/mark; exec sleep 600", env=[{"name": "X", "value": "y"}]))
+    lab.running(name)
+    script = "cat /opt/mark; echo $X; ls /proc | grep -c '^[0-9]*$'; cat; echo oops >&2; exit 7"
+    done = lab.site.run(
+        "kubectl", "-n", lab.namespace, "exec", "-i", name, "--", "sh", "-c", script, stdin="from here\n"
+    )  # fmt: skip
+    output = done.stdout.splitlines()
+    assert (output[0], output[1], output[-1]) == ("mark", "y", "from here")
+    assert int(output[2]) < 8  # the container's own processes, not the machine's
+    assert "oops" in done.stderr
+    assert done.returncode == 7
+    # A process inside can be ended by a signal from inside.
+    lab.site.run("kubectl", "-n", lab.namespace, "exec", name, "--", "sh", "-c", "kill -9 -1")
+    assert status(lab.get(name))["state"].get("running")
+    lab.delete(name, "--grace-period=1")
