@@ -1,6 +1,7 @@
 """Forks real agents from one process that has imported torch, so that a test does not pay for the import each time.
 
-Lines of JSON on standard input: {"env": {...}, "log": path}; on standard output: {"started": pid}, {"ended": pid, "code": n}.
+Lines of JSON on standard input: {"env": {...}, "log": path};
+on standard output: {"started": pid} and {"ended": pid, "code": n}.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 
 
 def main() -> None:
-    import torch.distributed.elastic.agent.server.api
     from trainium_trainer.agent import elastic, generation_store, main, supervisor  # noqa: F401
 
     read_end, write_end = os.pipe()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
+import datetime as dt
 import ipaddress
 import ssl
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
 from trainium_contract import messages as m
 from trainium_contract.exit_codes import Cause
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Authority:
@@ -23,9 +27,11 @@ class Authority:
     def __init__(self, name: str = "test authority") -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())
         self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        self.certificate = self._builder(self.name, self.key.public_key()).add_extension(
-            x509.BasicConstraints(ca=True, path_length=None), critical=True
-        ).sign(self.key, hashes.SHA256())
+        self.certificate = (
+            self._builder(self.name, self.key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .sign(self.key, hashes.SHA256())
+        )
 
     @property
     def pem(self) -> bytes:
@@ -35,8 +41,10 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator")])
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(ip)) for ip in ips])
-        certificate = self._builder(subject, key.public_key()).add_extension(names, critical=False).sign(
-            self.key, hashes.SHA256()
+        certificate = (
+            self._builder(subject, key.public_key())
+            .add_extension(names, critical=False)
+            .sign(self.key, hashes.SHA256())
         )
         pair = folder / f"server-{id(key)}.pem"
         pair.write_bytes(
@@ -50,15 +58,15 @@ class Authority:
         return context
 
     def _builder(self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.UTC)
+        now = dt.datetime.now(dt.UTC)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self.name)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
+            .not_valid_before(now - dt.timedelta(hours=1))
+            .not_valid_after(now + dt.timedelta(hours=1))
         )
 
 
@@ -79,8 +87,11 @@ class Jobs:
     ) -> m.Membership:
         members = [
             m.Member(
-                pod_uid=self.registered[pod].pod_uid, pod_name=pod, pod_ip=self.registered[pod].pod_ip,
-                node_name=self.registered[pod].node_name, node_rank=rank,
+                pod_uid=self.registered[pod].pod_uid,
+                pod_name=pod,
+                pod_ip=self.registered[pod].pod_ip,
+                node_name=self.registered[pod].node_name,
+                node_rank=rank,
                 rendezvous_port=self.registered[pod].rendezvous_port,
             )
             for rank, pod in enumerate(pods)
@@ -88,7 +99,10 @@ class Jobs:
         generation = (self.membership.generation if self.membership else 0) + 1
         async with self.changed:
             self.membership = m.Membership(
-                generation=generation, transition=transition, cause=Cause.RESIZE, members=tuple(members),
+                generation=generation,
+                transition=transition,
+                cause=Cause.RESIZE,
+                members=tuple(members),
                 processes_per_node=processes,
             )
             self.changed.notify_all()
@@ -116,7 +130,10 @@ class Server:
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(
-            self._runner, self.ip, self.port, ssl_context=self.authority.server([self.ip], self.folder),
+            self._runner,
+            self.ip,
+            self.port,
+            ssl_context=self.authority.server([self.ip], self.folder),
             reuse_address=True,
         )
         await site.start()

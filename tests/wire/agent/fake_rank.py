@@ -25,23 +25,38 @@ def main(argv: list[str]) -> int:
     with (control / "starts.jsonl").open("a") as log:
         log.write(
             json.dumps(
-                {"rank": rank, "world": world, "generation": generation, "attempt": attempt, "pid": os.getpid(),
-                 "ppid": os.getppid(), "at": started, "argv": argv, "nice": os.nice(0), "pod": os.environ["TRAINIUM_POD_NAME"]}
+                {
+                    "rank": rank,
+                    "world": world,
+                    "generation": generation,
+                    "attempt": attempt,
+                    "pid": os.getpid(),
+                    "ppid": os.getppid(),
+                    "at": started,
+                    "argv": argv,
+                    "nice": os.nice(0),
+                    "pod": os.environ["TRAINIUM_POD_NAME"],
+                }
             )
             + "\n"
         )
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     if (control / "always-exit").exists():
-        print("the fault is in line 7 of the user's code", file=sys.stderr)
+        print("the fault is in line 7 of the user's code", file=sys.stderr)  # noqa: T201 - ranks print
         return int((control / "always-exit").read_text())
 
     from torch.distributed import TCPStore
+
     from trainium_trainer.monitor.progress import ProgressWriter
 
     progress = ProgressWriter(Path(os.environ["TRAINIUM_PROGRESS_FILE"]), generation=generation, attempt=attempt)
     store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, False, timedelta(seconds=30),
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world,
+        False,
+        timedelta(seconds=30),
         wait_for_workers=False,
     )
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
@@ -56,12 +71,18 @@ def main(argv: list[str]) -> int:
         if command.exists():
             code = int(command.read_text())
             command.unlink()
-            print(f"rank {rank} leaves with {code}", flush=True)
+            print(f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
             return code
         step += 1
         progress.step_done(
-            step=step, loss=1.0 / step, grad_norm=1.0, learning_rate=0.1, tokens=step, samples=step,
-            seconds=STEP_SECONDS, tokens_per_second=1.0,
+            step=step,
+            loss=1.0 / step,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            tokens=step,
+            samples=step,
+            seconds=STEP_SECONDS,
+            tokens_per_second=1.0,
         )
         if rank == 0:
             temporary = memory.with_suffix(".new")

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coordinator_server import Authority
 
+if TYPE_CHECKING:
+    from agent_world import World
 
-async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it(world):
+
+async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it(world: World) -> None:
     second = await world.server()
     world.servers[0].leader = False
     world.start("a")
@@ -18,15 +23,13 @@ async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it
     assert {ip for _, ip in world.jobs.registrations} == {second.ip}
 
     second.leader, world.servers[0].leader = False, True
-    await world.until(
-        lambda: ("a", world.servers[0].ip) in world.jobs.registrations, "registered with the new leader"
-    )
+    await world.until(lambda: ("a", world.servers[0].ip) in world.jobs.registrations, "registered with the new leader")
     await second.stop()
     await world.jobs.publish(["a"])
     await world.training("a", generation=2)
 
 
-async def test_a_rotated_certificate_authority_is_read_again(world):
+async def test_a_rotated_certificate_authority_is_read_again(world: World) -> None:
     world.start("a")
     await world.ready("a")
     await world.servers[0].stop()
@@ -41,7 +44,7 @@ async def test_a_rotated_certificate_authority_is_read_again(world):
     await world.until(lambda: len(world.jobs.registrations) > seen, "registered again")
 
 
-async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world):
+async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world: World) -> None:
     world.start("a")
     await world.ready("a")
     world.jobs.token = "token-2"
@@ -52,7 +55,7 @@ async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world):
     await world.until(lambda: len(world.jobs.registrations) > seen, "accepted with the new token")
 
 
-async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_hears(world):
+async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_hears(world: World) -> None:
     world.start("a", TRAINIUM_CONFIG=str(world.folder / "nothing.yaml"))
     await world.until(lambda: (beat := world.jobs.last("a")) and beat.phase == "Failed", "Failed")
     verdict = world.jobs.last("a").verdict
@@ -64,19 +67,20 @@ async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_he
     assert not world.starts()
 
 
-async def test_the_installed_command_trains_and_names_what_its_environment_lacks(world, tmp_path):
+async def test_the_installed_command_trains_and_names_what_its_environment_lacks(world: World, tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "trainium-agent"
-    empty = subprocess.run([command], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20)
+    empty = await asyncio.create_subprocess_exec(command, env={"PATH": os.environ["PATH"]}, stderr=subprocess.PIPE)
+    _, errors = await empty.communicate()
     assert empty.returncode == 64
-    assert "TRAINIUM_COORDINATOR, TRAINIUM_NAMESPACE" in empty.stderr
-    assert "Traceback" not in empty.stderr
+    assert b"TRAINIUM_COORDINATOR, TRAINIUM_NAMESPACE" in errors
+    assert b"Traceback" not in errors
 
     (world.control / "last-step").write_text("5")
     environment = world.environment("a", world.fresh_ip())
     with (tmp_path / "a.log").open("wb") as log:
-        agent = subprocess.Popen([command], env=environment, stdout=log, stderr=log)
+        agent = await asyncio.create_subprocess_exec(command, env=environment, stdout=log, stderr=log)
     await world.registered("a")
     await world.jobs.publish(["a"])
-    await world.until(lambda: agent.poll() is not None, "the agent ended")
+    await world.until(lambda: agent.returncode is not None, "the agent ended")
     assert agent.returncode == 0, (tmp_path / "a.log").read_text()
     assert len(world.starts()) == 1

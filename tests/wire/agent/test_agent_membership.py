@@ -3,12 +3,12 @@ from __future__ import annotations
 import os
 import signal
 
+from agent_world import World, alive
+
 from trainium_contract.messages import Transition
 
-from conftest import alive
 
-
-async def test_a_first_generation_starts_every_rank_where_the_membership_says(world):
+async def test_a_first_generation_starts_every_rank_where_the_membership_says(world: World) -> None:
     world.start("a", "b", "spare")
     await world.ready("a", "b", "spare")
     await world.jobs.publish(["b", "a"])
@@ -18,10 +18,10 @@ async def test_a_first_generation_starts_every_rank_where_the_membership_says(wo
     assert rows[0]["argv"] == ["train", "--config", str(world.folder / "trainer.yaml")]
     beat = world.jobs.last("spare")
     assert (beat.phase, beat.ready, beat.generation) == ("Standby", True, 1)
-    assert f"[rank 0]" not in world.agents["a"].log
+    assert "[rank 0]" not in world.agents["a"].log
 
 
-async def test_a_graceful_resize_loses_no_step(world):
+async def test_a_graceful_resize_loses_no_step(world: World) -> None:
     world.start("a", "b", "c")
     await world.ready("a", "b", "c")
     await world.jobs.publish(["a", "b", "c"])
@@ -37,7 +37,7 @@ async def test_a_graceful_resize_loses_no_step(world):
     await world.training("a", "b", "c", generation=3)
 
 
-async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world):
+async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world: World) -> None:
     world.start("a", "b")
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
@@ -48,7 +48,7 @@ async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world)
     assert not alive(world.starts(rank=0, generation=1)[0]["pid"])
 
 
-async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world):
+async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world: World) -> None:
     world.start("a", "b", "spare")
     await world.ready("a", "b", "spare")
     await world.jobs.publish(["a", "b"])
@@ -61,7 +61,7 @@ async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world):
     assert world.starts(generation=2, rank=1)[0]["pod"] == "spare"
 
 
-async def test_a_generation_published_while_another_is_joined_wins(world):
+async def test_a_generation_published_while_another_is_joined_wins(world: World) -> None:
     world.start("a", "b")
     await world.ready("a", "b")
     world.jobs.registered["ghost"] = world.jobs.registered["b"].model_copy(
@@ -77,7 +77,7 @@ async def test_a_generation_published_while_another_is_joined_wins(world):
     assert not world.starts(generation=1)
 
 
-async def test_an_agent_that_missed_a_generation_is_told_by_the_refusal_of_its_heartbeat(world):
+async def test_an_agent_that_missed_a_generation_is_told_by_the_refusal_of_its_heartbeat(world: World) -> None:
     world.start("a", "b")
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
@@ -89,7 +89,7 @@ async def test_an_agent_that_missed_a_generation_is_told_by_the_refusal_of_its_h
     await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is out")
 
 
-async def test_an_older_generation_is_never_joined(world):
+async def test_an_older_generation_is_never_joined(world: World) -> None:
     world.start("a")
     await world.ready("a")
     await world.jobs.publish(["a"])
@@ -107,7 +107,7 @@ async def test_an_older_generation_is_never_joined(world):
     assert alive(world.starts(generation=2)[0]["pid"])
 
 
-async def test_a_finished_job_ends_every_agent_with_success(world):
+async def test_a_finished_job_ends_every_agent_with_success(world: World) -> None:
     (world.control / "last-step").write_text("10")
     world.start("a", "b", "c")
     await world.ready("a", "b", "c")
@@ -118,7 +118,7 @@ async def test_a_finished_job_ends_every_agent_with_success(world):
     assert world.jobs.last("a").progress.step == 10
 
 
-async def test_sigterm_saves_and_leaves_nothing_running(world):
+async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:
     world.start("a", "b")
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
@@ -137,7 +137,7 @@ async def test_sigterm_saves_and_leaves_nothing_running(world):
     assert not [row for row in world.starts() if alive(row["pid"])]
 
 
-async def test_sigterm_to_a_spare_ends_it_at_once(world):
+async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
     world.start("a")
     await world.ready("a")
     below = descendants(world.agents["a"].pid)
@@ -147,7 +147,7 @@ async def test_sigterm_to_a_spare_ends_it_at_once(world):
     assert not [pid for pid in below if alive(pid)]
 
 
-async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world):
+async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world: World) -> None:
     world.start("a", TRAINIUM_GRACE_SECONDS="0.5")
     await world.ready("a")
     await world.jobs.publish(["a"])

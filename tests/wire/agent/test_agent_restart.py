@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
-from conftest import alive
+from agent_world import World, alive
 
 
-def kill_rank(world, rank: int, **which: int) -> int:
+def kill_rank(world: World, rank: int, **which: int) -> int:
     pid = world.starts(rank=rank, **which)[-1]["pid"]
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-async def job(world, *names: str, **extra: str) -> None:
+async def job(world: World, *names: str, **extra: str) -> None:
     """Agents that train as generation 1."""
     world.start(*names, **extra)
     await world.ready(*names)
@@ -20,7 +21,7 @@ async def job(world, *names: str, **extra: str) -> None:
     await world.training(*names, step=3)
 
 
-async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world):
+async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world: World) -> None:
     await job(world, "a", "b", "c", "d")
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
@@ -46,7 +47,7 @@ async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world):
         assert restart.failed_at <= restart.detected_at <= restart.resumed_at
 
 
-async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world):
+async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: World) -> None:
     await job(world, "a", "b")
     await world.servers[0].stop()
 
@@ -59,7 +60,7 @@ async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world):
     assert [name for name, _ in world.jobs.registrations].count("a") >= 2
 
 
-async def test_failures_at_the_same_moment_count_once(world):
+async def test_failures_at_the_same_moment_count_once(world: World) -> None:
     await job(world, "a", "b", "c")
     for rank in (0, 1, 2):
         kill_rank(world, rank)
@@ -67,7 +68,7 @@ async def test_failures_at_the_same_moment_count_once(world):
     assert not world.starts(attempt=2)
 
 
-async def test_several_ranks_of_one_pod_restart_together(world):
+async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
     world.start("a", "b")
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"], processes=3)
@@ -79,7 +80,7 @@ async def test_several_ranks_of_one_pod_restart_together(world):
     assert {row["pod"] for row in again if row["rank"] < 3} == {"a"}
 
 
-async def test_a_user_error_stops_the_generation_with_a_verdict(world):
+async def test_a_user_error_stops_the_generation_with_a_verdict(world: World) -> None:
     await job(world, "a", "b")
     (world.control / "exit-1").write_text("64")
     await world.until(
@@ -93,7 +94,7 @@ async def test_a_user_error_stops_the_generation_with_a_verdict(world):
     assert all(agent.code is None for agent in world.agents.values())
 
 
-async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(world):
+async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(world: World) -> None:
     (world.control / "always-exit").write_text("1")
     world.start("a", "b")
     await world.ready("a", "b")
@@ -108,7 +109,7 @@ async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(wor
     assert {row["attempt"] for row in world.starts()} == {0, 1}
 
 
-async def test_a_program_that_cannot_be_imported_is_a_verdict(world):
+async def test_a_program_that_cannot_be_imported_is_a_verdict(world: World) -> None:
     world.start("a", TRAINIUM_RANK_ENTRY="fake_broken:main")
     await world.registered("a")
     await world.jobs.publish(["a"])
@@ -119,7 +120,7 @@ async def test_a_program_that_cannot_be_imported_is_a_verdict(world):
     assert "a_module_that_nobody_has" in verdict.message
 
 
-async def test_restarts_without_a_new_step_are_limited(world):
+async def test_restarts_without_a_new_step_are_limited(world: World) -> None:
     world.start("a", TRAINIUM_MAX_IN_PLACE_RESTARTS="2")
     await world.ready("a")
     await world.jobs.publish(["a"])
@@ -131,7 +132,7 @@ async def test_restarts_without_a_new_step_are_limited(world):
     assert [row["attempt"] for row in world.starts()] == [0, 1, 2]
 
 
-async def test_new_steps_refill_the_budget_of_restarts(world):
+async def test_new_steps_refill_the_budget_of_restarts(world: World) -> None:
     await job(world, "a", TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
     for attempt in (1, 2, 3):
         kill_rank(world, 0)
@@ -139,7 +140,7 @@ async def test_new_steps_refill_the_budget_of_restarts(world):
         await world.until(lambda: world.jobs.last("a").restarts[-1].resumed_at, "a new step")
 
 
-async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world):
+async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world: World) -> None:
     world.start("spare")
     await job(world, "a", "b")
     (world.control / "exit-1").write_text("80")
@@ -152,7 +153,7 @@ async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_repl
     await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is out")
 
 
-async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world):
+async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world: World) -> None:
     await job(world, "a", "b")
     os.kill(world.starts(rank=1)[0]["pid"], signal.SIGTERM)
     await world.until(
@@ -163,7 +164,7 @@ async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world):
     assert world.jobs.last("a").restarts[-1].cause == "Yielded"
 
 
-async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_generation(world):
+async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_generation(world: World) -> None:
     world.start("spare")
     await job(world, "a", "b", "c")
     world.agents["a"].signal(signal.SIGKILL)
@@ -178,7 +179,7 @@ async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_gener
     await world.training("spare", "b", "c", generation=2)
 
 
-async def test_a_lost_standby_is_replaced_and_ranks_start_all_the_same(world):
+async def test_a_lost_standby_is_replaced_and_ranks_start_all_the_same(world: World) -> None:
     await job(world, "a")
     standby = int(standby_of(world.agents["a"].pid))
     os.kill(standby, signal.SIGKILL)
@@ -189,9 +190,7 @@ async def test_a_lost_standby_is_replaced_and_ranks_start_all_the_same(world):
 
 
 def standby_of(agent: int) -> str:
-    with open(f"/proc/{agent}/task/{agent}/children") as file:
-        for pid in file.read().split():
-            with open(f"/proc/{pid}/cmdline") as line:
-                if "standby" in line.read():
-                    return pid
+    for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        if "standby" in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
     return ""

@@ -40,6 +40,7 @@ _REQUEST_SECONDS = 3.0
 _POLL_SECONDS = 25.0
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 3.0
+_STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
 _CONFLICT = 409
 
@@ -217,23 +218,16 @@ class CoordinatorClient:
         backoff = _FIRST_BACKOFF_SECONDS
         try:
             while True:
+                began = time.monotonic()
                 try:
-                    address, welcome = await self._registered()
-                except CoordinatorUnavailableError as error:
-                    self._complain(str(error))
-                    await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
-                    backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
-                    continue
-                backoff = _FIRST_BACKOFF_SECONDS
-                self._logged.clear()
-                self._first = address
-                if welcome.membership is not None:
-                    self._learn(welcome.membership)
-                try:
-                    await self._stay(address, welcome.heartbeat_seconds)
+                    await self._stay(*await self._registered())
                 except CoordinatorUnavailableError as error:
                     self._complain(str(error))
                     self._first = None
+                if time.monotonic() - began > _STABLE_SECONDS:
+                    backoff = _FIRST_BACKOFF_SECONDS
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
+                backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
         finally:
             await self._coordinator.close()
 
@@ -262,10 +256,13 @@ class CoordinatorClient:
                         return address, welcome
         raise CoordinatorUnavailableError(sentence)
 
-    async def _stay(self, address: Address, heartbeat_seconds: float) -> None:
+    async def _stay(self, address: Address, welcome: RegisterResponse) -> None:
         """Poll and beat at one address until it fails. Raises CoordinatorUnavailableError."""
+        self._first = address
+        if welcome.membership is not None:
+            self._learn(welcome.membership)
         tasks = [
-            asyncio.create_task(self._beat(address, heartbeat_seconds)),
+            asyncio.create_task(self._beat(address, welcome.heartbeat_seconds)),
             asyncio.create_task(self._poll(address)),
         ]
         try:
@@ -342,7 +339,7 @@ class CoordinatorClient:
         self.answered_at = time.monotonic()
 
     def _complain(self, sentence: str) -> None:
-        """Log a sentence, the same one at most twice a minute."""
+        """Log a sentence, the same one at most once in 30 s."""
         now = time.monotonic()
         if now - self._logged.get(sentence, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS:
             self._logged = {sentence: now, **{k: v for k, v in self._logged.items() if now - v < _LOG_INTERVAL_SECONDS}}

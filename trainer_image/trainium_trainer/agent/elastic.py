@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _YIELD_PATIENCE_SECONDS = 5.0
 _FAREWELL_SECONDS = 5.0
+_ORPHANED_SECONDS = 30.0
 _RECONNECT_SECONDS = 0.2
 
 
@@ -102,6 +103,7 @@ class GenerationAgent(SimpleElasticAgent):
         self._order = Order.NONE
         self._superseded_by = 0
         self._yield_reported_at = 0.0
+        self._store_seen_at = 0.0
         self.outcome = Outcome.LEFT
         self.yielded = False
         """The ranks ended with code 75 when this pod left."""
@@ -287,11 +289,17 @@ class GenerationAgent(SimpleElasticAgent):
         finished = self._ranks.all_ended_with(ExitCode.FINISHED)
         self._report.observe()
         self._report.enter(WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED)
-        self._yield_reported_at = time.monotonic()
+        self._yield_reported_at = self._store_seen_at = time.monotonic()
         self._quietly(lambda: self._shared.count(self._shared.key(self._attempt, self._report.phase), 1))
 
     def _all_finished(self) -> bool:
-        return self._counted(WorkerPhase.FINISHED) == len(self._membership.members)
+        if not self._shared.connected:
+            self._quietly(self._shared.connect)
+        if self._shared.connected:
+            self._store_seen_at = time.monotonic()
+            return self._counted(WorkerPhase.FINISHED) == len(self._membership.members)
+        # Node 0 leaves once all are finished; had it been lost instead, a newer generation would have come by now.
+        return time.monotonic() > self._store_seen_at + _ORPHANED_SECONDS
 
     def _farewell(self) -> None:
         """Node 0 hosts the store, so it stays until the others have seen that all are finished."""

@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import logging
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ def main() -> None:
     except SettingsError as error:
         sys.stderr.write(f"trainium-agent: {error}\n")
         sys.exit(ExitCode.USER_ERROR)
+    # PID 1 gets no signal that it does not handle, and importing torch takes seconds.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     # Read by torch when it is imported; the ranks share the agent's import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")

@@ -24,6 +24,8 @@ class Tail:
         self.prefix = prefix.encode()
         self.lines: deque[str] = deque(maxlen=_LINES)
         self.partial = b""
+        self.complete = threading.Event()
+        """Set when everything that the rank wrote has been read."""
 
     def text(self, limit: int) -> str:
         """The last lines, cut at the front to at most `limit` characters."""
@@ -40,7 +42,9 @@ class Tail:
     def close(self) -> bytes:
         """What the log should show at the end of the output."""
         rest, self.partial = self.partial, b""
-        return self._line(rest) if rest else b""
+        shown = self._line(rest) if rest else b""
+        self.complete.set()
+        return shown
 
     def _line(self, line: bytes) -> bytes:
         if line.strip():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainium_trainer.agent.output import Tail
 
 _KILL_POLL_SECONDS = 0.005
+_UNCLAIMED = 1000
 
 
 class Reaper:
@@ -63,6 +64,8 @@ class Reaper:
             with self._lock:
                 on_exit = self._watched.pop(ended.si_pid, None)
                 if on_exit is None:
+                    if len(self._unclaimed) >= _UNCLAIMED:
+                        self._unclaimed.clear()
                     self._unclaimed[ended.si_pid] = code
             if on_exit is not None:
                 on_exit(code)

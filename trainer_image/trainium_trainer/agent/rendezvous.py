@@ -54,6 +54,8 @@ class GenerationRendezvous(RendezvousHandler):
         self._initial = initial
         self._interrupted = interrupted
         self._waiting_for = waiting_for
+        # One server answers all members: a few thousand questions a second at any size.
+        self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0004)
         self._rank_store: TCPStore | None = None
         self.store = GenerationStore(membership)
         self.state = initial
@@ -140,9 +142,10 @@ class GenerationRendezvous(RendezvousHandler):
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 self._list_missing(attempt, missing)
-            if store.state().attempt != attempt or store.state().stopped is not None:
+            newest = store.state()
+            if newest.attempt != attempt or newest.stopped is not None:
                 return None
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
         return RendezvousInfo(
             PrefixStore(store.key(attempt, "elastic"), store.client),
             self._node_rank,

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,7 @@ _KEPT = 8
 _MESSAGE_CHARACTERS = 1024
 _SIGNAL_BASE = 128
 _LISTED_RANKS = 64
+_LAST_LINES_SECONDS = 1.0
 
 
 class ProgressRecord(Protocol):
@@ -57,7 +59,13 @@ class _Failure:
     exit_code: int
     step: int
 
+    @property
+    def settled(self) -> bool:
+        """Whether its last lines are known; a child that holds the pipe open is not waited for."""
+        return self.process.output.complete.is_set() or time.time() > self.process.ended_at + _LAST_LINES_SECONDS
+
     def message(self) -> ProcessFailure:
+        """The failure as the coordinator gets it; the same whenever it is asked for once settled."""
         return ProcessFailure(
             sequence=self.sequence,
             generation=self.generation,
@@ -171,7 +179,8 @@ class Report:
         self._wake()
 
     def give_up(self) -> None:
-        """The newest failure is the verdict."""
+        """The newest failure is the verdict; waits for its last lines, which nobody can ask for later."""
+        self._failures[-1].process.output.complete.wait(_LAST_LINES_SECONDS)
         with self._lock:
             self._verdict = self._failures[-1]
         self.enter(WorkerPhase.FAILED)
@@ -251,7 +260,9 @@ class Report:
                 attempt=self._attempt,
                 phase=self._phase,
                 progress=self._progress,
-                failures=tuple(failure.message() for failure in self._failures),
+                failures=tuple(
+                    failure.message() for failure in takewhile(lambda failure: failure.settled, self._failures)
+                ),
                 verdict=verdict.message() if isinstance(verdict, _Failure) else verdict,
                 restarts=tuple(self._restarts),
                 waiting_for=self._waiting_for,

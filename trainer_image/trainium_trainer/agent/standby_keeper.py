@@ -102,12 +102,13 @@ class Standby:
         Raises StandbyLostError when the standby ended or does not answer in time.
         """
         with self._lock:
-            self._await_ready(_WARM_UP_SECONDS)
             try:
+                # Before it is warm, too: a waiting request ends the low priority of its imports.
                 socket.send_fds(self._channel, [request.encode()], [output])
             except OSError as error:
                 self._lose()
                 raise StandbyLostError(f"the standby process is gone ({error})") from error
+            self._await_ready(_WARM_UP_SECONDS)
             return int(self._receive(_START_SECONDS)["pid"])
 
     def kill(self) -> None:

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.messages import WorkerPhase
+from trainium_trainer.agent.output import Tail
+from trainium_trainer.agent.processes import RankProcess
+from trainium_trainer.agent.report import Report, describe_exit
+
+SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid")
+
+
+class Ranks:
+    """The progress record of one rank, as the test sets it."""
+
+    def __init__(self) -> None:
+        self.now: SimpleNamespace | None = None
+
+    def read(self, path: Path) -> SimpleNamespace | None:
+        return self.now
+
+    def at(self, step: int, *, attempt: int = 0, generation: int = 1, resume: int = 0, phase: str = "TRAINING") -> None:
+        self.now = SimpleNamespace(
+            generation=generation,
+            attempt=attempt,
+            phase=SimpleNamespace(name=phase),
+            step=step,
+            resume_step=resume,
+            loss=math.nan,
+            tokens_per_second=math.inf,
+            samples=step * 8,
+            memory_step=step,
+            durable_step=-1,
+            updated=1000.0 + step,
+            productive_seconds=1.0,
+        )
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+@pytest.fixture
+def report(ranks: Ranks) -> Report:
+    made = Report(SETTINGS, ranks.read, lambda: None)
+    made.enter_generation(1, WorkerPhase.JOINING)
+    made.follow([Path("g1-r0")])
+    made.enter(WorkerPhase.LOADING, attempt=0)
+    return made
+
+
+def ended(code: int, attempt: int = 0, output: bytes = b"") -> RankProcess:
+    process = RankProcess(0, 3, attempt, 12345, Tail("[rank 3] "))
+    process.output.feed(output)
+    process.output.close()
+    process.ended(code)
+    return process
+
+
+def test_a_pod_trains_once_its_first_rank_says_so(report: Report, ranks: Ranks) -> None:
+    ranks.at(0, phase="LOADING")
+    assert report.heartbeat().phase is WorkerPhase.LOADING
+    ranks.at(0)
+    assert report.heartbeat().phase is WorkerPhase.TRAINING
+
+
+def test_numbers_that_json_cannot_carry_are_left_out(report: Report, ranks: Ranks) -> None:
+    ranks.at(3)
+    progress = report.heartbeat().progress
+    assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
+
+
+def test_a_restart_is_resumed_by_a_step_that_is_new(report: Report, ranks: Ranks) -> None:
+    ranks.at(10)
+    report.heartbeat()
+    report.restarting(1, 1, Cause.CRASH, 999.0)
+    assert report.heartbeat().restarts[0].resumed_at is None
+    assert report.recovering
+    report.enter(WorkerPhase.LOADING, attempt=1)
+    ranks.at(9, attempt=1, resume=8)
+    assert report.heartbeat().restarts[0].resumed_at is None
+    assert report.heartbeat().restarts[0].resume_step == 8
+    ranks.at(11, attempt=1, resume=8)
+    restart = report.heartbeat().restarts[0]
+    assert (restart.step_before, restart.resume_step, restart.resumed_at) == (10, 8, 1011.0)
+    assert not report.recovering
+
+
+def test_a_record_of_an_earlier_attempt_is_not_progress(report: Report, ranks: Ranks) -> None:
+    ranks.at(10)
+    report.heartbeat()
+    report.restarting(1, 1, Cause.CRASH, 999.0)
+    report.enter(WorkerPhase.LOADING, attempt=1)
+    assert report.heartbeat().phase is WorkerPhase.LOADING
+    assert report.heartbeat().progress.step == 10
+
+
+def test_failures_are_numbered_and_the_newest_eight_are_sent(report: Report) -> None:
+    for _ in range(10):
+        report.failed(1, ended(1))
+    assert [failure.sequence for failure in report.heartbeat().failures] == list(range(2, 10))
+
+
+def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: Report) -> None:
+    report.failed(1, ended(64, output=b"first\nno such file\n"))
+    report.give_up()
+    beat = report.heartbeat()
+    assert beat.phase is WorkerPhase.FAILED
+    assert (beat.verdict.exit_code, beat.verdict.rank) == (64, 3)
+    assert beat.verdict.message.endswith("no such file")
+
+
+def test_a_failure_is_held_back_until_its_last_lines_have_arrived(report: Report) -> None:
+    process = RankProcess(0, 3, 0, 12345, Tail("[rank 3] "))
+    process.ended(1)
+    report.failed(1, process)
+    assert not report.heartbeat().failures
+    process.output.feed(b"the reason")
+    process.output.close()
+    assert report.heartbeat().failures[0].message.endswith("the reason")
+
+
+def test_a_newer_generation_clears_the_verdict(report: Report) -> None:
+    report.failed(1, ended(64))
+    report.give_up()
+    report.enter_generation(2, WorkerPhase.JOINING)
+    beat = report.heartbeat()
+    assert beat.verdict is None
+    assert beat.failures
+
+
+def test_messages_stay_within_the_bound_of_the_contract() -> None:
+    text = describe_exit(137, "x" * 5000)
+    assert len(text) <= 1024
+    assert text.startswith("exit code 137 (killed by signal 9)")
+
+
+def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:
+    tail = Tail("[rank 3] ")
+    assert tail.feed(b"one\ntw") == b"[rank 3] one\n"
+    assert tail.feed(b"o\n\n") == b"[rank 3] two\n[rank 3] \n"
+    assert tail.feed(b"rest") == b""
+    assert tail.close() == b"[rank 3] rest\n"
+    assert tail.text(100) == "one\ntwo\nrest"
+    for number in range(50):
+        tail.feed(f"{number}\n".encode())
+    assert len(tail.lines) == 20

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.agent.preflight import preflight
+from trainium_trainer.agent.settings import Endpoint, SettingsError, settings_from
+
+
+def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
+    (tmp_path / "trainer.yaml").write_text("model: {}\n")
+    return {
+        "TRAINIUM_COORDINATOR": "127.0.0.1:8443",
+        "TRAINIUM_NAMESPACE": "team",
+        "TRAINIUM_JOB": "job",
+        "TRAINIUM_POD_NAME": "job-w-0",
+        "TRAINIUM_POD_UID": "uid",
+        "POD_IP": "127.0.0.1",
+        "TRAINIUM_NODE_NAME": "node",
+        "TRAINIUM_PROCESSES_PER_NODE": "2",
+        "TRAINIUM_MAX_IN_PLACE_RESTARTS": "3",
+        "TRAINIUM_GRACE_SECONDS": "30",
+        "TRAINIUM_CONFIG": str(tmp_path / "trainer.yaml"),
+        "TRAINIUM_MEMORY_DIR": str(tmp_path / "memory"),
+        **changes,
+    }
+
+
+def test_a_complete_environment_is_understood(tmp_path: Path) -> None:
+    settings = settings_from(environment(tmp_path, TRAINIUM_COORDINATOR="[::1]:1,coordinator.svc:8443"))
+    assert settings.coordinator == (Endpoint("::1", 1), Endpoint("coordinator.svc", 8443))
+    assert settings.processes_per_node == 2
+    assert settings.run_id == "team.job"
+    assert settings.rank_entry == "trainium_trainer.cli:main"
+    assert settings.token_path == Path("/var/run/secrets/trainium.dev/token")
+
+
+def test_every_missing_variable_is_named_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="POD_IP, TRAINIUM_GRACE_SECONDS; the operator sets them"):
+        settings_from(environment(tmp_path, POD_IP="", TRAINIUM_GRACE_SECONDS=""))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("TRAINIUM_COORDINATOR", "coordinator", "must be host:port"),
+        ("TRAINIUM_COORDINATOR", "coordinator:70000", "must be host:port"),
+        ("TRAINIUM_PROCESSES_PER_NODE", "0", "whole number of at least 1"),
+        ("TRAINIUM_PROCESSES_PER_NODE", "-2", "whole number of at least 1"),
+        ("TRAINIUM_MAX_IN_PLACE_RESTARTS", "many", "whole number of at least 0"),
+        ("TRAINIUM_GRACE_SECONDS", "nan", "number of seconds"),
+        ("TRAINIUM_GRACE_SECONDS", "-1", "number of seconds"),
+        ("TRAINIUM_RANK_ENTRY", "main", "module:function"),
+        ("TRAINIUM_NEURON_DEVICES", "x", "whole number of at least 0"),
+    ],
+)
+def test_a_malformed_variable_gets_a_sentence(tmp_path: Path, name: str, value: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        settings_from(environment(tmp_path, **{name: value}))
+
+
+def test_a_fit_pod_has_no_finding_that_stops_it(tmp_path: Path) -> None:
+    assert not [found for found in preflight(settings_from(environment(tmp_path))) if found.code is not None]
+
+
+def test_a_missing_or_empty_configuration_is_a_user_error(tmp_path: Path) -> None:
+    settings = settings_from(environment(tmp_path, TRAINIUM_CONFIG=str(tmp_path / "none.yaml")))
+    (finding,) = [found for found in preflight(settings) if found.code is not None]
+    assert finding.code is ExitCode.USER_ERROR
+    assert "none.yaml cannot be read" in finding.sentence
+    settings = settings_from(environment(tmp_path))
+    settings.config_path.write_text("\n")
+    (finding,) = [found for found in preflight(settings) if found.code is not None]
+    assert "is empty" in finding.sentence
+
+
+def test_a_memory_directory_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = settings_from(environment(tmp_path, TRAINIUM_MEMORY_DIR=str(tmp_path / "file" / "memory")))
+    (finding,) = [found for found in preflight(settings) if found.code is not None]
+    assert finding.code is ExitCode.USER_ERROR
+    assert "not writable" in finding.sentence
+
+
+def test_missing_devices_are_the_nodes_fault(tmp_path: Path) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for name in ("neuron0", "neuron1", "neuron_monitor"):
+        (devices / name).touch()
+    settings = settings_from(environment(tmp_path, TRAINIUM_NEURON_DEVICES="2"))
+    assert not [found for found in preflight(settings, devices) if found.code is not None]
+    (devices / "neuron1").unlink()
+    (finding,) = [found for found in preflight(settings, devices) if found.code is not None]
+    assert finding.code is ExitCode.DEVICE_FAULT
+    assert "1 Neuron devices are visible" in finding.sentence
+
+
+def test_a_coordinator_that_does_not_resolve_is_only_a_warning(tmp_path: Path) -> None:
+    settings = settings_from(environment(tmp_path, TRAINIUM_COORDINATOR="no-such-host.invalid:1"))
+    assert [found.code for found in preflight(settings) if "no-such-host" in found.sentence] == [None]
