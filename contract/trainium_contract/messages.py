@@ -99,6 +99,8 @@ class Progress(MessageModel):
     loss: float | None = None
     tokens_per_second: float | None = None
     """Over the whole job."""
+    resume_step: int | None = None
+    """Step that this generation's ranks last resumed from; absent until they have."""
     samples: int = Field(ge=0, default=0)
     memory_step: int = Field(ge=-1, default=-1)
     """Newest snapshot in this node's memory; -1 for none."""
