@@ -11,9 +11,7 @@ import contextlib
 import os
 import secrets
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainium_devcluster import controlplane
@@ -24,15 +22,17 @@ from trainium_devcluster.control import request
 from trainium_devcluster.controlplane import Component, Ports
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
+from trainium_devcluster.launch import launch_supervisor, name_reserved
 from trainium_devcluster.progress import Write, silent
-from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec, check_name
+from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
-_START_SECONDS = 90.0
-_NODE_SECONDS = 60.0
+_START_SECONDS = 200.0
+_NODE_SECONDS = 120.0
 
 
 class Cluster:
@@ -77,16 +77,13 @@ class Cluster:
             scheduler_args=tuple(scheduler_args),
         )
         paths = ClusterPaths.of(name)
-        if paths.is_running():
-            raise ClusterError(f"Cluster {name!r} runs already; take it down first or choose another name.")
-        if paths.root.exists():
-            end_leftovers(paths)
-            remove_files(paths)
         binaries = ensure_binaries(write=write)
-        write(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
-        cluster = cls(
-            paths, binaries, _launch(spec, paths, binaries, venv_bin, detached=detached, keep_files=keep_files)
-        )
+        with name_reserved(paths):
+            write(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
+            supervisor = launch_supervisor(
+                spec, paths, binaries.folder, venv_bin, detached=detached, keep_files=keep_files
+            )
+        cluster = cls(paths, binaries, supervisor)
         try:
             cluster.supervisor({"op": "wait-ready"}, timeout=_START_SECONDS)
             if nodes:
@@ -280,50 +277,6 @@ def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
     if even_kept or not paths.keep.exists():
         remove_files(paths)
     return found
-
-
-def _launch(
-    spec: ClusterSpec,
-    paths: ClusterPaths,
-    binaries: Binaries,
-    venv_bin: Path | None,
-    *,
-    detached: bool,
-    keep_files: bool,
-) -> subprocess.Popen[bytes]:
-    """Start the supervisor and wait until it takes requests."""
-    check_name(spec.name, "cluster")
-    try:
-        paths.logs.mkdir(parents=True, mode=0o700)
-        paths.root.chmod(0o700)
-        paths.spec.write_text(spec.to_json())
-        if keep_files:
-            paths.keep.touch()
-    except OSError as error:
-        raise ClusterError(
-            f"The folder {paths.root} cannot be used ({error}); set XDG_STATE_HOME to another."
-        ) from error
-    bin_folder = (venv_bin or Path(sys.executable).parent).absolute()
-    command = [sys.executable, "-m", "trainium_devcluster.supervisor", "--root", str(paths.root)]
-    command += ["--binaries", str(binaries.folder), "--venv-bin", str(bin_folder)]
-    if not detached:
-        command.append("--owned")
-    log = paths.logs / "supervisor.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if detached else subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + 20.0
-    while not paths.control_socket.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            lines = log.read_text(errors="replace").strip().splitlines()
-            raise ClusterError(f"The supervisor of cluster {spec.name!r} did not start: {lines[-1] if lines else log}")
-        time.sleep(0.02)
-    return process
 
 
 def _wait_while_running(paths: ClusterPaths, seconds: float) -> None:

@@ -35,7 +35,7 @@ from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, node_fr
 
 logger = logging.getLogger("supervisor")
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 _RESTART_DELAY = 0.5
 _POLITE_SECONDS = 5.0
 
