@@ -1,0 +1,179 @@
+"""Faults that tests and people make: what they do to nodes and pods, and that they can be taken back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_devcluster.cluster import Cluster, node_specs
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.processes import marked
+from trainium_devcluster.state import MARKER, NodeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+GRACE_SECONDS = 4
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "gone"
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        with Cluster.start(nodes=node_specs(2), node_monitor_grace_seconds=GRACE_SECONDS) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A pod on node-1 whose shell has two children; the name is that of the test."""
+    name = request.node.name.removeprefix("test_").replace("_", "-")[:50].strip("-")
+    container = {"name": "main", "image": "any", "command": ["sh", "-c", "sleep 901 & exec sleep 902"]}
+    manifest = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "nodeName": "node-1",
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 0,
+            "containers": [container],
+        },
+    }
+    cluster.wait_for_nodes(["node-1"])
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+    cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=30s")
+    yield name
+    cluster.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
+
+
+def processes(cluster: Cluster, text: str, node: str = "node-1") -> list[int]:
+    """The pids on a node whose command line has a text and that are alive."""
+    pids = marked(MARKER, cluster.paths.marker(node))
+    return [pid for pid in pids if text in command_line(pid) and state(pid) not in {"Z", "gone"}]
+
+
+def phase(cluster: Cluster, pod: str) -> str:
+    return cluster.kubectl("get", "pod", pod, "-o", "jsonpath={.status.phase}")
+
+
+def conditions(cluster: Cluster, node: str) -> dict[str, dict[str, Any]]:
+    items = cluster.api.get(f"/api/v1/nodes/{node}")["status"]["conditions"]
+    return {item["type"]: item for item in items}
+
+
+def test_nodes_offer_their_devices(cluster: Cluster) -> None:
+    allocatable = cluster.api.get("/api/v1/nodes/node-1")["status"]["allocatable"]
+    assert (allocatable["aws.amazon.com/neuron"], allocatable["vpc.amazonaws.com/efa"]) == ("16", "8")
+
+
+def test_a_killed_container_fails_with_the_signals_code(cluster: Cluster, pod: str) -> None:
+    cluster.faults.kill_container("default", pod)
+    assert until(lambda: phase(cluster, pod) == "Failed")
+    status = cluster.api.get(f"/api/v1/namespaces/default/pods/{pod}")["status"]
+    assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
+    with pytest.raises(ClusterError, match="not running"):
+        cluster.faults.kill_container("default", pod)
+
+
+def test_one_process_inside_a_container_is_killed_by_its_command_line(cluster: Cluster, pod: str) -> None:
+    assert until(lambda: len(processes(cluster, "sleep 901")) == 1)
+    cluster.faults.kill_container("default", pod, match=r"^sleep 901")
+    assert until(lambda: not processes(cluster, "sleep 901"))
+    assert processes(cluster, "sleep 902")
+    assert phase(cluster, pod) == "Running"
+
+
+def test_a_frozen_container_stands_still_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
+    cluster.faults.freeze_container("default", pod)
+    assert until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["T", "T"])
+    cluster.faults.thaw_container("default", pod)
+    assert until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["S", "S"])
+
+
+def test_a_condition_stays_until_it_is_cleared(cluster: Cluster) -> None:
+    cluster.faults.set_condition("node-2", "NeuronFault", "True", "DeviceLost", "neuron 3 does not answer")
+    assert until(lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") == "True")
+    assert conditions(cluster, "node-2")["NeuronFault"]["reason"] == "DeviceLost"
+    cluster.faults.clear_condition("node-2", "NeuronFault")
+    assert until(lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") != "True")
+
+
+def test_a_frozen_node_is_noticed_by_its_silence_and_comes_back(cluster: Cluster, pod: str) -> None:
+    cluster.faults.freeze_node("node-1")
+    assert all(state(pid) == "T" for pid in processes(cluster, "sleep 90"))
+    cluster.wait_for_nodes(["node-1"], ready=False)
+    cluster.faults.thaw_node("node-1")
+    cluster.wait_for_nodes(["node-1"])
+    assert len(processes(cluster, "sleep 90")) == 2
+
+
+def test_a_partitioned_node_is_not_ready_while_its_pods_run_on(cluster: Cluster, pod: str) -> None:
+    cluster.faults.partition_node("node-1")
+    cluster.wait_for_nodes(["node-1"], ready=False)
+    assert len(processes(cluster, "sleep 90")) == 2
+    cluster.faults.heal_node("node-1")
+    cluster.wait_for_nodes(["node-1"])
+
+
+def test_a_killed_node_takes_its_pods_along_and_comes_back_without_them(cluster: Cluster, pod: str) -> None:
+    cluster.faults.kill_node("node-1")
+    assert not marked(MARKER, cluster.paths.marker("node-1"))
+    assert cluster.status()["nodes"]["node-1"]["state"] == "dead"
+    assert phase(cluster, pod) == "Running"  # nobody has told the API server
+    cluster.wait_for_nodes(["node-1"], ready=False)
+    cluster.faults.start_node("node-1")
+    cluster.wait_for_nodes(["node-1"])
+    assert until(lambda: phase(cluster, pod) == "Failed")
+    with pytest.raises(ClusterError, match="runs already"):
+        cluster.faults.start_node("node-1")
+
+
+def test_nodes_come_and_go(cluster: Cluster) -> None:
+    cluster.add_node(NodeSpec("late", neuron=1, labels={"zone": "b"}))
+    assert cluster.api.get("/api/v1/nodes/late")["metadata"]["labels"]["zone"] == "b"
+    with pytest.raises(ClusterError, match="has a node 'late' already"):
+        cluster.add_node(NodeSpec("late"))
+    cluster.remove_node("late")
+    assert "late" not in cluster.ready_nodes()
+    assert not marked(MARKER, cluster.paths.marker("late"))
+
+
+def test_a_stopped_cluster_leaves_no_process_of_its_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with Cluster.start(nodes=node_specs(1)) as cluster:
+        root = cluster.paths.root
+        cluster.kubectl("run", "busy", "--image=any", "--command", "--", "sh", "-c", "trap '' TERM; sleep 903")
+        cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", "--timeout=30s")
+        assert processes(cluster, "sleep 903")
+    assert not marked(MARKER, f"{root}/", prefix=True)
+    assert not root.exists()
