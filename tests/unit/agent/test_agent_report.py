@@ -138,7 +138,9 @@ def test_a_newer_generation_clears_the_verdict(report: Report) -> None:
 def test_messages_stay_within_the_bound_of_the_contract() -> None:
     text = describe_exit(137, "x" * 5000)
     assert len(text) <= 1024
-    assert text.startswith("exit code 137 (killed by signal 9)")
+    assert text.startswith("killed by signal 9\n")
+    assert describe_exit(64, "no such file") == "no such file"
+    assert describe_exit(66, "") == "out of host or device memory"
 
 
 def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:

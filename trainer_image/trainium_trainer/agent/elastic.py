@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from trainium_contract.exit_codes import ExitCode, Response, verdict_of
+from trainium_contract.exit_codes import Cause, ExitCode, Response, verdict_of
 from trainium_contract.messages import Membership, WorkerPhase
 from trainium_trainer.agent.generation_store import GenerationStore, StateWatcher, StoreLostError
 from trainium_trainer.agent.policy import Decision, GenerationState, after_yield, judge
@@ -214,7 +214,8 @@ class GenerationAgent(SimpleElasticAgent):
         if state.stopped is not None:
             self._stop()
         elif state.attempt > self._attempt and self._report.phase is not WorkerPhase.FAILED:
-            self._restart(state, time.time())
+            cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
+            self._restart(state.attempt, cause, time.time())
 
     def _exited(self, process: RankProcess) -> None:
         code = process.exit_code
@@ -260,7 +261,7 @@ class GenerationAgent(SimpleElasticAgent):
         if judgement.backoff_seconds:
             self._report.enter(WorkerPhase.JOINING)
             self._pause(judgement.backoff_seconds)
-        self._restart(after, process.ended_at)
+        self._restart(after.attempt, verdict_of(code).cause, process.ended_at)
 
     def _await_store(self, loss: StoreLostError) -> None:
         """Try once more to reach the store. Raises RendezvousInterruptedError when told to leave instead."""
@@ -272,9 +273,10 @@ class GenerationAgent(SimpleElasticAgent):
         time.sleep(_RECONNECT_SECONDS)
         self._quietly(self._shared.connect)
 
-    def _restart(self, state: GenerationState, failed_at: float) -> None:
+    def _restart(self, attempt: int, cause: Cause, failed_at: float) -> None:
+        """Begin the next attempt; to a pod whose own ranks did not fail the cause is a lost peer."""
         self._report.observe()
-        self._report.restarting(self._generation, state.attempt, state.cause, failed_at)
+        self._report.restarting(self._generation, attempt, cause, failed_at)
         self._until_interrupted(lambda: self._restart_workers(self._worker_group))
 
     def _stop(self) -> None:
@@ -327,7 +329,7 @@ class GenerationAgent(SimpleElasticAgent):
         attempt, best_step = self._attempt, self._report.best_step
         after = self._quietly(lambda: self._shared.change(lambda seen: after_yield(attempt, best_step, seen)))
         if after is not None:
-            self._restart(after, time.time())
+            self._restart(after.attempt, Cause.YIELDED, time.time())
 
     # Leaving.
 

@@ -79,11 +79,10 @@ class _Failure:
 
 
 def describe_exit(code: int, output: str) -> str:
-    """One line about an exit code, then as many of the last lines of output as fit."""
-    head = verdict_of(code).sentence
-    if code > _SIGNAL_BASE:
-        head = f"killed by signal {code - _SIGNAL_BASE}"
-    head = f"exit code {code} ({head})"
+    """The last lines of output, as many as fit; what the exit code means when there are none or a signal ended it."""
+    if output and code <= _SIGNAL_BASE:
+        return output[-_MESSAGE_CHARACTERS:]
+    head = f"killed by signal {code - _SIGNAL_BASE}" if code > _SIGNAL_BASE else verdict_of(code).sentence
     room = _MESSAGE_CHARACTERS - len(head) - 1
     return f"{head}\n{output[-room:]}" if output else head
 
