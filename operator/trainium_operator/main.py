@@ -31,6 +31,7 @@ logger = logging.getLogger("trainium_operator")
 
 DRAIN_SECONDS = 10.0
 KOPF_STOP_SECONDS = 8.0
+LEAVE_SECONDS = 3.0
 FIRST_LIST_RETRY_SECONDS = 2.0
 
 
@@ -87,8 +88,7 @@ class Supervisor:
         else:
             return 0
         finally:
-            self._runtime.stop_leading()
-            await self._runtime.elector.release()
+            await self._leave()
 
     async def _start(self, group: asyncio.TaskGroup) -> None:
         runtime, settings = self._runtime, self._runtime.settings
@@ -200,6 +200,16 @@ class Supervisor:
         await runtime.health.stop()
         for task in self._tasks:
             task.cancel()
+
+    async def _leave(self) -> None:
+        """What must also happen after a failure: nobody is left waiting for us."""
+        runtime = self._runtime
+        runtime.stop_leading()
+        await runtime.elector.release()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await runtime.coordinator.stop()
+                await runtime.health.stop()
 
     async def _end(self, name: str, *, patience: float = 0.0) -> None:
         task = next(task for task in self._tasks if task.get_name() == name)

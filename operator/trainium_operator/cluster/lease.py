@@ -76,7 +76,7 @@ class LeaseElector:
                     logger.info("leading as %s", self.identity)
                     return
             except (ApiError, TimeoutError) as error:
-                logger.warning("lease %s/%s: %s", self._namespace, self._name, error or "timed out")
+                logger.warning("lease %s/%s: %s", self._namespace, self._name, str(error) or "timed out")
             holder = self._spec().get("holderIdentity", "")
             if holder != waiting_for:
                 waiting_for = holder
@@ -97,7 +97,7 @@ class LeaseElector:
             except LeaseLostError:
                 raise
             except (ApiError, TimeoutError) as error:
-                logger.warning("renewing lease %s/%s: %s", self._namespace, self._name, error or "timed out")
+                logger.warning("renewing lease %s/%s: %s", self._namespace, self._name, str(error) or "timed out")
 
     async def release(self) -> None:
         """Let another operator take over at once; never raises."""
@@ -108,7 +108,7 @@ class LeaseElector:
             async with asyncio.timeout(self._times.retry):
                 await self._write(holder="", duration=1)
         except (ApiError, TimeoutError) as error:
-            logger.warning("the lease was not released, it will run out by itself: %s", error or "timed out")
+            logger.warning("the lease was not released, it will run out by itself: %s", str(error) or "timed out")
         else:
             logger.info("released the lease")
 

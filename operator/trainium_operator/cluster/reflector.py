@@ -144,7 +144,8 @@ class Reflector(Lister[V]):
                 self._version = ""
             except ApiError as error:
                 failures += 1
-                logger.warning("%s: %s", self.resource.plural, error)
+                if failures in (1, 10) or failures % 100 == 0:
+                    logger.warning("%s: %s (%d in a row)", self.resource.plural, error, failures)
             if failures:
                 ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 16))
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))
