@@ -29,7 +29,7 @@ from trainium_operator.plan.size import decide_size
 from trainium_operator.plan.summary import only_progress_differs, summarise
 from trainium_operator.plan.suspension import stay_active, suspend
 from trainium_operator.plan.times import parse_rfc3339
-from trainium_operator.plan.verdicts import reach_verdict
+from trainium_operator.plan.verdicts import budget_verdict, reach_verdict
 
 if TYPE_CHECKING:
     from trainium_operator.plan.facts import Facts
@@ -59,12 +59,13 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         summarise(facts, draft)
         complete(facts, draft)
         return _sealed(facts, draft)
-    if not job.spec.suspend:
+    verdict = reach_verdict(facts)
+    if verdict is None and not job.spec.suspend:
         take_restarts(facts, draft, member_lost=bool(losses))
         if losses:
             note_losses(facts, draft, losses)
     close_recovered(facts, draft)
-    verdict = reach_verdict(facts, draft)
+    verdict = verdict or budget_verdict(facts, draft)
     if verdict is not None:
         summarise(facts, draft)
         stop(facts, draft, verdict)

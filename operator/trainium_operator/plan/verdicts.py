@@ -56,15 +56,14 @@ class StopVerdict:
     node: str = ""
 
 
-def reach_verdict(facts: Facts, draft: Draft) -> StopVerdict | None:
-    """The verdict, if there is one; `draft` holds the failures counted so far, those of this plan included."""
+def reach_verdict(facts: Facts) -> StopVerdict | None:
+    """The verdict that follows from what workers report or from the spec, if there is one."""
     return (
         _impossible_size(facts)
         or _reported_by_a_process(facts)
         or _reported_by_a_pod(facts)
         or _crashes_before_any_step(facts)
         or _workers_do_not_start(facts)
-        or _over_budget(facts, draft)
     )
 
 
@@ -158,7 +157,8 @@ def _workers_do_not_start(facts: Facts) -> StopVerdict | None:
     return _verdict(Reason.WORKERS_DO_NOT_START, Cause.USER_CODE, message, pod.name, pod.node)
 
 
-def _over_budget(facts: Facts, draft: Draft) -> StopVerdict | None:
+def budget_verdict(facts: Facts, draft: Draft) -> StopVerdict | None:
+    """The verdict that follows from the failures counted so far, those of this plan included."""
     message = exhausted_budget(draft.status.failures, facts.job.spec.recovery, facts.now)
     if message is None:
         return None
