@@ -36,7 +36,7 @@ class Lab:
 
     @property
     def patience(self) -> float:
-        """Seconds that a change of a pod may take: a genuine kubelet looks once a second and syncs volumes once a minute."""
+        """Seconds that a change of a pod may take: a genuine kubelet syncs volumes once a minute."""
         return 30.0 if self.site.kind == "local" else 150.0
 
     def environment(self) -> dict[str, str]:

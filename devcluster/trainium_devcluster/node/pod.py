@@ -139,6 +139,7 @@ class PodRunner:
     async def run(self) -> None:
         """Run the pod to its end and until it is gone; never raises but on cancellation."""
         writer = asyncio.create_task(self.writer.run())
+        self.wake()
         try:
             living = asyncio.create_task(self._live())
             while not (self._removed or "deletionTimestamp" in self.pod["metadata"]):

@@ -66,7 +66,7 @@ def test_one_process_of_a_container_can_be_killed_and_the_container_too(lab: Lab
     script = "(sleep 123456; echo child ended; exec sleep 600)"
     name = lab.pod("kill", lab.container(f"{script}; true"))
     lab.running(name)
-    faults.kill_container(lab.namespace, name, match="sleep 123456")
+    faults.kill_container(lab.namespace, name, match="^sleep 123456")
     lab.says(name, "child ended")
     assert is_ready(lab.get(name))
     faults.kill_container(lab.namespace, name)

@@ -54,7 +54,8 @@ def test_a_sidecar_starts_before_the_main_container_and_ends_after_it(lab: Lab) 
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     sidecar = lab.python(
         "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('main was', pathlib.Path('/shared/end').exists()), sys.exit(0)))\n"
+        "def end(*_): print('main was', pathlib.Path('/shared/end').exists()); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
         "pathlib.Path('/shared/up').touch()\n"
         "time.sleep(600)",
         "side",

@@ -128,12 +128,10 @@ def test_logs_show_what_is_asked_for(lab: Lab) -> None:
 def test_followed_logs_arrive_as_they_are_written_and_end_with_the_container(lab: Lab) -> None:
     name = lab.pod("follow", lab.container("for i in 1 2 3; do echo line $i; sleep 0.7; done"))
     lab.says(name, "line 1")
-    times = []
     command = ["kubectl", "-n", lab.namespace, "logs", "-f", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=lab.environment()) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            times.append((time.monotonic(), line.strip()))
+        times = [(time.monotonic(), line.strip()) for line in process.stdout]
     assert [line for _, line in times] == ["line 1", "line 2", "line 3"]
     assert times[2][0] - times[1][0] > 0.3
     assert process.returncode == 0

@@ -89,7 +89,7 @@ def test_a_pod_waits_for_a_volume_s_config_map(lab: Lab) -> None:
         volumes=[{"name": "v", "configMap": {"name": name}}],
     )
     assert f'configmap "{name}" not found' in lab.event(pod, "FailedMount")["message"]
-    found = lab.get(pod)
+    found = lab.wait(pod, lambda p: status(p)["state"].get("waiting"), "its status said that it waits")
     assert found["status"]["phase"] == "Pending"
     assert status(found)["state"]["waiting"]["reason"] == "ContainerCreating"
     lab.create(config_map(name, a="there"))
@@ -105,7 +105,7 @@ def test_a_pod_learns_about_itself_from_files_that_follow_its_labels(lab: Lab) -
     pod = lab.pod(
         "downward",
         lab.container(
-            "cat /me/name /me/cpu; echo; cat /me/labels; until grep -q blue /me/labels; do sleep 0.1; done",
+            "cat /me/name /me/cpu; echo; cat /me/labels; echo; until grep -q blue /me/labels; do sleep 0.1; done",
             volumeMounts=[{"name": "me", "mountPath": "/me"}],
             resources={"requests": {"cpu": "20m"}},
         ),
@@ -114,7 +114,7 @@ def test_a_pod_learns_about_itself_from_files_that_follow_its_labels(lab: Lab) -
     )
     lab.says(pod, "red")
     lab.kubectl("label", "pod", pod, "--overwrite", "colour=blue")
-    assert lab.output(pod) == f'{pod}20\ncolour="red"'
+    assert lab.output(pod) == f'{pod}20\ncolour="red"\n'
 
 
 def test_a_projected_token_is_bound_to_its_audience_and_its_pod(lab: Lab) -> None:
