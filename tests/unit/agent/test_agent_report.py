@@ -92,6 +92,14 @@ def test_a_restart_is_resumed_by_a_step_that_is_new(report: Report, ranks: Ranks
     assert not report.recovering
 
 
+def test_a_new_generation_keeps_the_step_but_not_what_belongs_to_the_old_one(report: Report, ranks: Ranks) -> None:
+    ranks.at(10, resume=4)
+    assert report.heartbeat().progress.resume_step == 4
+    report.enter_generation(2, WorkerPhase.JOINING)
+    progress = report.heartbeat().progress
+    assert (progress.step, progress.resume_step, progress.productive_seconds) == (10, None, 0.0)
+
+
 def test_a_record_of_an_earlier_attempt_is_not_progress(report: Report, ranks: Ranks) -> None:
     ranks.at(10)
     report.heartbeat()

@@ -148,6 +148,9 @@ class Report:
             self._generation = generation
             self._attempt = 0
             self._verdict = None
+            if self._progress is not None:
+                # The step stands until the new ranks know theirs; what belongs to a generation starts anew.
+                self._progress = self._progress.model_copy(update={"resume_step": None, "productive_seconds": 0.0})
         self.enter(phase)
 
     def know(self, generation: int) -> None:
@@ -226,6 +229,7 @@ class Report:
                 step=max(record.step, 0),
                 loss=_finite(record.loss),
                 tokens_per_second=_finite(record.tokens_per_second),
+                resume_step=record.resume_step if record.resume_step >= 0 else None,
                 samples=max(record.samples, 0),
                 memory_step=max(record.memory_step, -1),
                 durable_step=max(record.durable_step, -1),
