@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.manifest import step_of
-
 from trainium_trainer.checkpoint import commit as commits
 from trainium_trainer.checkpoint.storage import PosixStorage
 
@@ -45,10 +44,8 @@ def list_checkpoints(root: Path, *, verify: bool = True) -> list[CheckpointRow]:
         problems = commits.verify(storage, item) if verify else []
         size = sum(file.size for file in item.manifest.files)
         problem = problems[0] if problems else ""
-        rows.append(
-            CheckpointRow(item.step, True, verify and not problems, size, now - item.manifest.created, problem)
-        )
-    incomplete = {folder: "was never committed" for folder in found.leftovers}
+        rows.append(CheckpointRow(item.step, True, verify and not problems, size, now - item.manifest.created, problem))
+    incomplete = dict.fromkeys(found.leftovers, "was never committed")
     incomplete |= {f"step-{step}": problem for step, problem in found.damaged.items()}
     for folder, problem in incomplete.items():
         step = step_of(folder.partition(".")[0])

@@ -8,8 +8,13 @@ travel to the coordinator with DCP's own result messages, so a commit needs no f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -36,7 +41,6 @@ from torch.futures import Future
 from trainium_contract.manifest import ManifestFile
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from trainium_trainer.checkpoint.storage import Retry, Storage
@@ -100,7 +104,11 @@ class ShardWriter(StorageWriter):
         # Wide types first keeps every tensor aligned.
         items = sorted(plan.items, key=lambda item: -_properties(item).dtype.itemsize)
         where = f"{self._storage.location}/{self._folder}"
-        results = self._retry.run(lambda: self._write_file(name, items, planner), where) if items else []
+        results: list[WriteResult] = []
+        if items:
+            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write", initializer=_give_way) as pool:
+                write = pool.submit(self._retry.run, lambda: self._write_file(name, items, planner), where)
+                results = write.result()
         future.set_result(results)
         return future
 
@@ -226,6 +234,13 @@ class ShardReader(StorageReader):
         for dimension, (offset, size) in enumerate(zip(offsets, lengths, strict=True)):
             tensor = tensor.narrow(dimension, offset, size)
         return tensor
+
+
+def _give_way() -> None:
+    """Let training go first: hashing and writing are most of a save's work and hold no lock that training needs."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _rank() -> int:
