@@ -29,8 +29,8 @@ class HealthServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError."""
         application = web.Application(client_max_size=1024)
-        application.router.add_get("/livez", lambda _: self._answer(self._live()))
-        application.router.add_get("/readyz", lambda _: self._answer(self._ready()))
+        application.router.add_get("/livez", self._livez)
+        application.router.add_get("/readyz", self._readyz)
         application.router.add_get("/metrics", self._exposition)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -43,8 +43,15 @@ class HealthServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, problem: str) -> web.Response:
-        return web.Response(status=503 if problem else 200, text=(problem or "ok") + "\n")
+    async def _livez(self, _request: web.Request) -> web.Response:
+        return _answer(self._live())
+
+    async def _readyz(self, _request: web.Request) -> web.Response:
+        return _answer(self._ready())
 
     async def _exposition(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _answer(problem: str) -> web.Response:
+    return web.Response(status=503 if problem else 200, text=(problem or "ok") + "\n")

@@ -227,6 +227,7 @@ class FakeCluster:
         if (resource.plural, namespace, name) in self.objects:
             return refuse(409, "AlreadyExists", f"{resource.plural} {name!r} already exists")
         body["metadata"].update(namespace=namespace, uid=f"uid-{next(self._uids)}", creationTimestamp=self.now)
+        body.update(apiVersion=resource.api_version, kind=resource.kind)
         if resource.plural == "pods":
             body["status"] = {"phase": "Pending"}
         return _ok(self._store("ADDED", resource, body))

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+from dataclasses import fields
+
+import pytest
+
+from trainium_operator.logs import configure_logs
+from trainium_operator.settings import Settings, parse_settings, process_identity
+
+
+def test_defaults_need_nothing() -> None:
+    assert parse_settings([], {}) == Settings()
+    assert parse_settings(["run"], {}) == Settings()
+
+
+def test_a_flag_wins_over_its_variable_and_the_variable_over_the_default() -> None:
+    environment = {"TRAINIUM_OPERATOR_WORKERS": "7", "TRAINIUM_OPERATOR_WATCH_NODES": "false"}
+    settings = parse_settings(["--workers", "3"], environment)
+    assert settings.workers == 3
+    assert settings.watch_nodes is False
+    assert parse_settings([], environment).workers == 7
+
+
+def test_the_pod_tells_its_namespace_and_address() -> None:
+    settings = parse_settings([], {"POD_NAMESPACE": "system", "POD_IP": "10.1.2.3"})
+    assert (settings.namespace, settings.bind_address) == ("system", "10.1.2.3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--workers", "0"], "--workers must be at least 1, not 0"),
+        (["--status-interval", "0"], "--status-interval must be above 0 seconds"),
+        (["--coordinator-port", "70000"], "--coordinator-port must be from 0 to 65535"),
+        (["--log-level", "loud"], "--log-level must be one of debug, info"),
+        (["--workers", "many"], "invalid int value: 'many'"),
+        (["--wrokers=3"], "unrecognized arguments: --wrokers"),
+        (["walk"], "invalid choice: 'walk'"),
+    ],
+)
+def test_unusable_values_are_refused_with_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(arguments, {})
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_unusable_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings([], {"TRAINIUM_OPERATOR_RESYNC": "often"})
+    assert "TRAINIUM_OPERATOR_RESYNC" in capsys.readouterr().err
+
+
+def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"], {})
+    text = capsys.readouterr().out
+    for each in fields(Settings):
+        assert f"--{each.name.replace('_', '-')}" in text
+        assert f"TRAINIUM_OPERATOR_{each.name.upper()}" in " ".join(text.split())
+
+
+def test_a_container_restarted_in_its_pod_is_the_same_holder_and_others_are_not() -> None:
+    pod = {"POD_NAME": "operator-0", "POD_UID": "u"}
+    assert process_identity(pod) == process_identity(pod)
+    assert process_identity({}) != process_identity({})
+
+
+@pytest.fixture
+def lines() -> io.StringIO:
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    configure_logs("info", "json", stream)
+    yield stream
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+
+
+def test_logs_are_one_json_object_a_line_with_the_job(lines: io.StringIO) -> None:
+    extra = {"namespace": "ns", "job": "llama", "generation": 3, "token": "secret"}
+    logging.getLogger("trainium_operator.x").info("hello %s", "world", extra=extra)
+    line = json.loads(lines.getvalue())
+    assert line["message"] == "hello world"
+    assert (line["level"], line["namespace"], line["job"], line["generation"]) == ("info", "ns", "llama", 3)
+    assert "secret" not in lines.getvalue()
+
+
+def test_an_error_is_one_line_too(lines: io.StringIO) -> None:
+    logging.getLogger("x").error("failed", exc_info=RuntimeError("boom"))
+    (line,) = lines.getvalue().splitlines()
+    assert "RuntimeError: boom" in json.loads(line)["error"]
