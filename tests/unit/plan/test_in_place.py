@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_builders import NOW, agent, failure, newest, planned, published, restart, running, training, without
@@ -9,7 +10,7 @@ from trainium_contract.messages import WorkerPhase
 from trainium_operator.plan.budgets import record_failure
 
 
-def restarted(culprit=None, *, attempt=1, phase=WorkerPhase.LOADING, **victims):
+def restarted(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
     """All members are in `attempt`; member 1 tells what happened."""
     agents = {at: agent(at, phase, generation=1, attempt=attempt, **victims) for at in range(4)}
     if culprit is not None:
@@ -17,7 +18,7 @@ def restarted(culprit=None, *, attempt=1, phase=WorkerPhase.LOADING, **victims):
     return running(4, agents=agents)
 
 
-def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times():
+def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> None:
     record = restart(1, failed_at=NOW - 3, detected_at=NOW - 2.95, resumed_at=NOW - 1, step_before=20, resume_step=19)
     seen = restarted({"failures": (failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING)
     result = planned(seen)
@@ -32,7 +33,7 @@ def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times():
     assert result.actions == ()
 
 
-def test_an_attempt_is_taken_once():
+def test_an_attempt_is_taken_once() -> None:
     seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
     first = planned(seen)
     again = planned(replace(seen, job=replace(seen.job, status=first.status)))
@@ -40,14 +41,14 @@ def test_an_attempt_is_taken_once():
     assert again.status.restarts.total == 1
 
 
-def test_while_the_culprit_has_not_spoken_the_others_reports_wait():
+def test_while_the_culprit_has_not_spoken_the_others_reports_wait() -> None:
     agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1) for at in (0, 2, 3)}
     result = planned(running(4, agents=agents))
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(1.0)
 
 
-def test_a_victim_is_never_the_culprit():
+def test_a_victim_is_never_the_culprit() -> None:
     victim = {"failures": (failure(76, rank=0),), "restarts": (restart(1, Cause.PEER_LOST),)}
     seen = restarted({"failures": (failure(137, rank=1),), "restarts": (restart(1),)}, **victim)
     assert newest(planned(seen)).pod == "demo-w-1"
@@ -57,14 +58,14 @@ def test_a_victim_is_never_the_culprit():
     assert result.status.failures == ()
 
 
-def test_restarts_because_of_a_lost_member_belong_to_that_loss():
+def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:
     agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
     result = planned(without(running(4, agents=agents), 1))
     assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
     assert result.status.membership.attempt == 1
 
 
-def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step():
+def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step() -> None:
     seen = restarted({"failures": (failure(137),)}, phase=WorkerPhase.JOINING)
     status = planned(seen).status
     assert newest(planned(seen)).recovered_seconds is None
@@ -76,12 +77,14 @@ def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step():
     assert newest(result).steps_lost is None
 
 
-def test_crashes_in_place_use_up_the_process_budget():
+def test_crashes_in_place_use_up_the_process_budget() -> None:
     seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
     recovery = seen.job.spec.recovery
     failures = ()
     for at in range(10):
-        failures = record_failure(failures, at=NOW - 100 + at, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery)
+        failures = record_failure(
+            failures, at=NOW - 100 + at, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery
+        )
     status = seen.job.status.model_copy(update={"failures": failures})
     result = planned(replace(seen, job=replace(seen.job, status=status)))
     assert result.status.phase is Phase.FAILED
@@ -91,14 +94,14 @@ def test_crashes_in_place_use_up_the_process_budget():
     assert planned(replace(seen, job=replace(seen.job, status=status))).status.phase is Phase.RECOVERING
 
 
-def test_unavailable_storage_raises_an_alarm_and_uses_no_budget():
+def test_unavailable_storage_raises_an_alarm_and_uses_no_budget() -> None:
     result = planned(restarted({"failures": (failure(81),), "restarts": (restart(1, Cause.STORAGE),)}))
     assert newest(result).cause is Cause.STORAGE
     assert result.status.phase is Phase.RECOVERING
     assert "StorageUnavailable" in {event.reason for event in result.events}
 
 
-def test_attempts_of_an_older_generation_are_nobodys_business():
+def test_attempts_of_an_older_generation_are_nobodys_business() -> None:
     seen = restarted({"failures": (failure(137),)})
     status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=4)})
     result = planned(replace(seen, job=replace(seen.job, status=status)))

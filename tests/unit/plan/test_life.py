@@ -1,5 +1,7 @@
 """Whole lives of a job in the fake cluster: each fault alone, and what it must lead to."""
 
+from typing import Any
+
 import pytest
 from plan_builders import spec
 from plan_cluster import FakeCluster
@@ -9,22 +11,22 @@ from trainium_contract.job import ConditionType, Phase, Rung
 from trainium_operator.plan.conditions import is_true
 
 
-def started(*, nodes=6, spares=1, steps=100_000, **workers):
+def started(*, nodes: Any = 6, spares: Any = 1, steps: Any = 100_000, **workers: Any) -> Any:
     cluster = FakeCluster(spec(workers={"spares": spares, **workers}, trainer={"steps": steps}), nodes)
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
     return cluster
 
 
-def names_of(cluster):
+def names_of(cluster: Any) -> Any:
     return [member.pod_name for member in cluster.membership.members]
 
 
-def last(cluster):
+def last(cluster: Any) -> Any:
     return cluster.status.history[-1]
 
 
-def test_a_job_starts_trains_and_completes_and_its_spare_is_released():
+def test_a_job_starts_trains_and_completes_and_its_spare_is_released() -> None:
     cluster = started(steps=60)
     cluster.run(60)
     assert cluster.status.phase is Phase.COMPLETED
@@ -34,7 +36,7 @@ def test_a_job_starts_trains_and_completes_and_its_spare_is_released():
     assert cluster.status.goodput.ratio == 1.0
 
 
-def test_a_plan_for_a_running_job_asks_for_nothing():
+def test_a_plan_for_a_running_job_asks_for_nothing() -> None:
     cluster = started()
     before = cluster.status
     result = cluster.reconcile()
@@ -43,7 +45,7 @@ def test_a_plan_for_a_running_job_asks_for_nothing():
     assert result.status == before
 
 
-def test_a_crashed_process_is_restarted_in_place_and_no_pod_is_touched():
+def test_a_crashed_process_is_restarted_in_place_and_no_pod_is_touched() -> None:
     cluster = started()
     pods = set(cluster.pods)
     assert cluster.crash_process(2)
@@ -58,7 +60,7 @@ def test_a_crashed_process_is_restarted_in_place_and_no_pod_is_touched():
     assert cluster.status.membership.attempt == 1
 
 
-def test_a_killed_pod_is_replaced_by_the_spare_and_a_new_spare_is_made():
+def test_a_killed_pod_is_replaced_by_the_spare_and_a_new_spare_is_made() -> None:
     cluster = started()
     victim = names_of(cluster)[1]
     cluster.kill_pod(victim)
@@ -70,7 +72,7 @@ def test_a_killed_pod_is_replaced_by_the_spare_and_a_new_spare_is_made():
     assert victim not in cluster.pods
 
 
-def test_a_lost_node_with_a_spare_is_answered_within_seconds_and_not_at_its_not_ready():
+def test_a_lost_node_with_a_spare_is_answered_within_seconds_and_not_at_its_not_ready() -> None:
     cluster = started()
     node = cluster.members()[1].view.node
     lost_at = cluster.now
@@ -85,7 +87,7 @@ def test_a_lost_node_with_a_spare_is_answered_within_seconds_and_not_at_its_not_
     assert len(cluster.status.history) == 1
 
 
-def test_without_a_spare_the_survivors_wait_for_a_new_pod():
+def test_without_a_spare_the_survivors_wait_for_a_new_pod() -> None:
     cluster = started(spares=0)
     cluster.kill_pod(names_of(cluster)[0])
     cluster.run(12)
@@ -94,7 +96,7 @@ def test_without_a_spare_the_survivors_wait_for_a_new_pod():
     assert last(cluster).rung is Rung.REPLACE
 
 
-def test_without_capacity_an_elastic_job_shrinks_and_grows_back():
+def test_without_capacity_an_elastic_job_shrinks_and_grows_back() -> None:
     cluster = started(nodes=4, spares=0, minReplicas=2)
     node = cluster.members()[3].view.node
     cluster.lose_node(node)
@@ -111,7 +113,7 @@ def test_without_capacity_an_elastic_job_shrinks_and_grows_back():
     assert cluster.status.phase is Phase.RUNNING
 
 
-def test_scaling_down_and_up_is_graceful_and_uses_the_spare_first():
+def test_scaling_down_and_up_is_graceful_and_uses_the_spare_first() -> None:
     cluster = started()
     cluster.change(replicas=3)
     cluster.run(10)
@@ -129,7 +131,7 @@ def test_scaling_down_and_up_is_graceful_and_uses_the_spare_first():
     assert not is_true(cluster.status, ConditionType.RESIZING)
 
 
-def test_a_suspended_job_releases_all_pods_and_resumes_in_a_new_generation():
+def test_a_suspended_job_releases_all_pods_and_resumes_in_a_new_generation() -> None:
     cluster = started()
     cluster.suspend(True)
     cluster.run(3)
@@ -148,7 +150,7 @@ def test_a_suspended_job_releases_all_pods_and_resumes_in_a_new_generation():
 
 
 @pytest.mark.parametrize(("code", "reason"), [(64, "UserError"), (65, "NumericalError"), (66, "OutOfMemory")])
-def test_a_stopping_exit_code_ends_the_job_with_a_verdict_and_frees_the_nodes(code, reason):
+def test_a_stopping_exit_code_ends_the_job_with_a_verdict_and_frees_the_nodes(code: Any, reason: Any) -> None:
     cluster = started()
     assert cluster.give_up(1, code)
     cluster.run(6)
@@ -159,7 +161,7 @@ def test_a_stopping_exit_code_ends_the_job_with_a_verdict_and_frees_the_nodes(co
     assert cluster.pods == {}
 
 
-def test_a_process_that_keeps_crashing_moves_to_another_node():
+def test_a_process_that_keeps_crashing_moves_to_another_node() -> None:
     cluster = started()
     node = cluster.members()[1].view.node
     cluster.give_up(1, 139)
@@ -170,7 +172,7 @@ def test_a_process_that_keeps_crashing_moves_to_another_node():
     assert node not in {each.view.node for each in cluster.members()}
 
 
-def test_a_worker_that_never_starts_ends_the_job_within_two_tries():
+def test_a_worker_that_never_starts_ends_the_job_within_two_tries() -> None:
     cluster = FakeCluster(spec(workers={"replicas": 1}), 3)
     for _ in range(6):
         cluster.run(2)
@@ -192,7 +194,7 @@ def test_a_worker_that_never_starts_ends_the_job_within_two_tries():
 
 
 @pytest.mark.parametrize("writes", range(8))
-def test_an_operator_that_dies_after_any_write_of_the_start_goes_on_from_there(writes):
+def test_an_operator_that_dies_after_any_write_of_the_start_goes_on_from_there(writes: Any) -> None:
     cluster = FakeCluster(spec(workers={"spares": 1}), 6)
     cluster.reconcile(crash_after=writes)
     cluster.run(25)
@@ -201,7 +203,7 @@ def test_an_operator_that_dies_after_any_write_of_the_start_goes_on_from_there(w
 
 
 @pytest.mark.parametrize("writes", range(5))
-def test_an_operator_that_dies_after_any_write_of_a_recovery_goes_on_from_there(writes):
+def test_an_operator_that_dies_after_any_write_of_a_recovery_goes_on_from_there(writes: Any) -> None:
     cluster = started()
     cluster.kill_pod(names_of(cluster)[1])
     cluster.reconcile(crash_after=writes)
@@ -214,7 +216,7 @@ def test_an_operator_that_dies_after_any_write_of_a_recovery_goes_on_from_there(
 
 
 @pytest.mark.parametrize("writes", range(4))
-def test_an_operator_that_dies_after_any_write_of_a_resize_goes_on_from_there(writes):
+def test_an_operator_that_dies_after_any_write_of_a_resize_goes_on_from_there(writes: Any) -> None:
     cluster = started()
     cluster.change(replicas=3)
     cluster.reconcile(crash_after=writes)
@@ -224,7 +226,7 @@ def test_an_operator_that_dies_after_any_write_of_a_resize_goes_on_from_there(wr
     assert [entry.rung for entry in cluster.status.history] == [Rung.RESIZE]
 
 
-def test_restarts_in_place_go_on_while_the_operator_is_away_and_are_told_afterwards():
+def test_restarts_in_place_go_on_while_the_operator_is_away_and_are_told_afterwards() -> None:
     cluster = started()
     cluster.crash_operator(seconds=20)
     cluster.run(2)

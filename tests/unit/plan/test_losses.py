@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_builders import (
@@ -26,11 +27,11 @@ from trainium_operator.plan.model import NodeReadiness, PodPhase
 LOST = pod(1).name
 
 
-def joining(at, **changes):
+def joining(at: Any, **changes: Any) -> Any:
     return agent(at, WorkerPhase.JOINING, generation=1, **changes)
 
 
-def waiting_for_rank_1():
+def waiting_for_rank_1() -> Any:
     return {at: joining(at, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
 
 
@@ -45,7 +46,7 @@ def waiting_for_rank_1():
         ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 80}, Cause.DEVICE, None),
     ],
 )
-def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes, cause, grace):
+def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes: Any, cause: Any, grace: Any) -> None:
     result = planned(with_pod(running(4), pod(1, **changes)))
     assert newest(result).cause is cause
     assert newest(result).pod == LOST
@@ -55,27 +56,27 @@ def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes, cause
     assert result.status.phase is Phase.RECOVERING
 
 
-def test_a_member_whose_pod_is_gone_is_lost():
+def test_a_member_whose_pod_is_gone_is_lost() -> None:
     result = planned(without(running(4), 1))
     assert newest(result).cause is Cause.POD_LOST
     assert newest(result).rung is Rung.REPLACE
     assert deleted(result) == {}
 
 
-def test_a_member_whose_node_is_gone_is_lost_and_its_pod_removed_by_force():
+def test_a_member_whose_node_is_gone_is_lost_and_its_pod_removed_by_force() -> None:
     seen = running(4)
     result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != "node-1"}))
     assert newest(result).cause is Cause.NODE_LOST
     assert deleted(result) == {LOST: 0}
 
 
-def test_silence_alone_is_not_a_loss_and_is_looked_at_again_at_its_deadline():
+def test_silence_alone_is_not_a_loss_and_is_looked_at_again_at_its_deadline() -> None:
     result = planned(running(4, agents={1: training(1, silent=3.0)}))
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(1.0)
 
 
-def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_passes():
+def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_passes() -> None:
     early = planned(running(4, agents={1: training(1, silent=3.9), **waiting_for_rank_1()}))
     assert early.status.history == ()
     late = planned(running(4, agents={1: training(1, silent=4.0), **waiting_for_rank_1()}))
@@ -87,46 +88,46 @@ def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_pass
     assert len(late.status.history) == 1
 
 
-def test_a_silent_member_is_kept_while_the_others_make_steps():
+def test_a_silent_member_is_kept_while_the_others_make_steps() -> None:
     agents = {at: training(at, progressed=NOW - 0.5, step_seconds=0.5) for at in (0, 2, 3)}
     result = planned(running(4, agents={1: training(1, silent=30), **agents}))
     assert result.status.history == ()
     assert result.requeue_after is not None
 
 
-def test_a_silent_member_is_lost_when_no_step_has_been_made_for_longer_than_steps_take():
+def test_a_silent_member_is_lost_when_no_step_has_been_made_for_longer_than_steps_take() -> None:
     agents = {at: training(at, progressed=NOW - 3.5, step_seconds=0.5) for at in (0, 2, 3)}
     result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
     assert newest(result).cause is Cause.NODE_LOST
 
 
-def test_long_steps_are_not_taken_for_a_stall():
+def test_long_steps_are_not_taken_for_a_stall() -> None:
     agents = {at: training(at, progressed=NOW - 20, step_seconds=10) for at in (0, 2, 3)}
     result = planned(running(4, agents={1: training(1, silent=5), **agents}))
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(3.5)
 
 
-def test_a_silent_member_on_a_node_that_is_not_ready_is_lost():
+def test_a_silent_member_on_a_node_that_is_not_ready_is_lost() -> None:
     seen = running(4, agents={1: training(1, silent=5)})
     result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
     assert newest(result).cause is Cause.NODE_LOST
     assert deleted(result) == {LOST: 0}
 
 
-def test_a_talking_member_on_a_node_that_is_not_ready_is_kept():
+def test_a_talking_member_on_a_node_that_is_not_ready_is_kept() -> None:
     seen = running(4)
     result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.FALSE)}))
     assert result.status.history == ()
 
 
-def test_when_all_members_are_silent_at_once_nothing_is_done():
+def test_when_all_members_are_silent_at_once_nothing_is_done() -> None:
     result = planned(running(4, agents={at: training(at, silent=60) for at in range(4)}))
     assert result.status.history == ()
     assert result.actions == ()
 
 
-def test_agents_get_time_to_find_a_restarted_operator():
+def test_agents_get_time_to_find_a_restarted_operator() -> None:
     agents = {at: joining(at, attempt=1, waiting_for=(1,), silent=0.1) for at in (0, 2, 3)}
     seen = running(4, agents=agents)
     unheard = {uid: known for uid, known in seen.agents.items() if uid != "uid-1"}
@@ -136,7 +137,7 @@ def test_agents_get_time_to_find_a_restarted_operator():
         assert bool(result.status.history) is lost, since
 
 
-def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget():
+def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget() -> None:
     failed = agent(1, WorkerPhase.FAILED, generation=1, verdict=failure(80, rank=1), failures=(failure(80, rank=1),))
     result = planned(running(4, spares=1, agents={1: failed}))
     assert newest(result).cause is Cause.DEVICE
@@ -145,7 +146,7 @@ def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastruc
     assert deleted(result) == {LOST: None}
 
 
-def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up():
+def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up() -> None:
     agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in (0, 2, 3)}
     culprit = agent(1, WorkerPhase.FAILED, generation=1, verdict=failure(139, attempt=3, rank=1))
     status = {"progress": {"step": 20}}
@@ -155,13 +156,13 @@ def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up():
     assert [member.pod_name for member in published(result).members] == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
-def test_a_generation_in_which_all_stopped_without_a_culprit_starts_again_with_the_same_members():
+def test_a_generation_in_which_all_stopped_without_a_culprit_starts_again_with_the_same_members() -> None:
     result = planned(running(4, agents={at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}))
     assert published(result).generation == 2
     assert deleted(result) == {}
 
 
-def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted():
+def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted() -> None:
     result = planned(with_pod(running(4, spares=1), pod(1, deleting=True)))
     assert newest(result).cause is Cause.PREEMPTED
     assert published(result).transition is Transition.GRACEFUL
@@ -169,7 +170,7 @@ def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted():
     assert deleted(result) == {}
 
 
-def test_a_deleted_pod_whose_node_does_not_answer_is_removed_by_force_at_once():
+def test_a_deleted_pod_whose_node_does_not_answer_is_removed_by_force_at_once() -> None:
     seen = with_pod(running(4, spares=1, agents={1: training(1, silent=9)}), pod(1, deleting=True))
     seen = replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)})
     result = planned(seen)
@@ -177,7 +178,7 @@ def test_a_deleted_pod_whose_node_does_not_answer_is_removed_by_force_at_once():
     assert deleted(result) == {LOST: 0}
 
 
-def test_a_rack_that_is_lost_at_once_is_one_interruption():
+def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
     result = planned(without(running(4), 1, 2))
     assert len(result.status.history) == 1
     assert "2 workers" in newest(result).message

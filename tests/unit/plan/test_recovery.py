@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 from plan_builders import (
     NOW,
@@ -22,18 +23,24 @@ from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.messages import Transition
 
 OPEN = Interruption(
-    generation=1, time="2027-01-15T08:00:00Z", cause=Cause.POD_LOST, rung=Rung.REPLACE, pod="demo-w-1",
-    detected_seconds=1.0, step_before=20, failed_at=NOW - 30,
+    generation=1,
+    time="2027-01-15T08:00:00Z",
+    cause=Cause.POD_LOST,
+    rung=Rung.REPLACE,
+    pod="demo-w-1",
+    detected_seconds=1.0,
+    step_before=20,
+    failed_at=NOW - 30,
 )
 
 
-def recovering(seen, **status):
+def recovering(seen: Any, **status: Any) -> Any:
     """The loss has been noted before."""
     fields = {"history": (OPEN,), "waiting_since": NOW - 30, **status}
     return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
 
 
-def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs():
+def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> None:
     result = planned(without(running(4, spares=1), 1))
     found = published(result)
     assert ranks(found) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
@@ -43,7 +50,7 @@ def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs():
     assert result.status.membership == MembershipStatus(generation=2, size=4, data_parallel=4)
 
 
-def test_the_publication_comes_before_the_deletion_and_the_creation():
+def test_the_publication_comes_before_the_deletion_and_the_creation() -> None:
     from plan_builders import kinds, with_pod
 
     from trainium_operator.plan.model import PodPhase
@@ -52,7 +59,7 @@ def test_the_publication_comes_before_the_deletion_and_the_creation():
     assert kinds(planned(seen).actions) == ["PublishMembership", "DeletePod", "CreatePod"]
 
 
-def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited():
+def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited() -> None:
     result = planned(recovering(without(running(4), 1), next_pod_ordinal=5))
     assert len(result.status.history) == 1
     assert result.status.restarts.total == 0
@@ -60,12 +67,12 @@ def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited():
     assert result.requeue_after is not None
 
 
-def test_a_second_loss_in_the_same_generation_joins_the_first():
+def test_a_second_loss_in_the_same_generation_joins_the_first() -> None:
     result = planned(recovering(without(running(4), 1, 2)))
     assert len(result.status.history) == 1
 
 
-def test_a_loss_between_the_decision_and_its_record_is_not_noted_again():
+def test_a_loss_between_the_decision_and_its_record_is_not_noted_again() -> None:
     seen = without(running(4), 1)
     decided = MembershipStatus(generation=2, size=4)
     closed = OPEN.model_copy(update={"recovered_seconds": 3.0})
@@ -73,7 +80,7 @@ def test_a_loss_between_the_decision_and_its_record_is_not_noted_again():
     assert result.status.history == (closed,)
 
 
-def test_the_new_pod_that_was_waited_for_takes_the_lost_rank():
+def test_the_new_pod_that_was_waited_for_takes_the_lost_rank() -> None:
     seen = without(running(4, agents={4: agent(4)}, pods=tuple(pod(at) for at in (0, 1, 2, 3))), 1)
     seen = replace(seen, pods=(*seen.pods, pod(4, created=NOW - 20)))
     seen = replace(seen, nodes={each.node: seen.nodes.get(each.node) or _node(each.node) for each in seen.pods})
@@ -82,13 +89,13 @@ def test_the_new_pod_that_was_waited_for_takes_the_lost_rank():
     assert newest(result).rung is Rung.REPLACE
 
 
-def _node(name):
+def _node(name: Any) -> Any:
     from plan_builders import node
 
     return node(name)
 
 
-def test_an_elastic_job_shrinks_only_after_the_wait_and_says_so():
+def test_an_elastic_job_shrinks_only_after_the_wait_and_says_so() -> None:
     elastic = spec(workers={"minReplicas": 2})
     seen = without(running(4, job_spec=elastic), 3)
     assert published(planned(recovering(seen, waiting_since=NOW - 119))) is None
@@ -99,13 +106,13 @@ def test_an_elastic_job_shrinks_only_after_the_wait_and_says_so():
     assert result.status.waiting_since == NOW
 
 
-def test_a_job_never_shrinks_below_its_floor():
+def test_a_job_never_shrinks_below_its_floor() -> None:
     elastic = spec(workers={"minReplicas": 3})
     seen = without(running(4, job_spec=elastic), 2, 3)
     assert published(planned(recovering(seen, waiting_since=NOW - 9999))) is None
 
 
-def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_size_at_once():
+def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_size_at_once() -> None:
     elastic = spec(workers={"minReplicas": 2})
     seen = without(running(4, job_spec=elastic), 1)
     shrunk = membership(0, 1, 2)
@@ -115,21 +122,21 @@ def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_siz
     assert ranks(published(result)) == ["demo-w-0", "demo-w-3", "demo-w-2"]
 
 
-def test_ranks_above_a_smaller_size_move_into_the_holes():
+def test_ranks_above_a_smaller_size_move_into_the_holes() -> None:
     elastic = spec(workers={"minReplicas": 2})
     seen = without(running(4, job_spec=elastic), 0)
     result = planned(recovering(seen, waiting_since=NOW - 500))
     assert ranks(published(result)) == ["demo-w-3", "demo-w-1", "demo-w-2"]
 
 
-def test_a_recorded_generation_that_the_coordinator_does_not_serve_is_served_again():
+def test_a_recorded_generation_that_the_coordinator_does_not_serve_is_served_again() -> None:
     result = planned(replace(running(4), published=0))
     assert published(result).generation == 1
     assert result.actions[0].replaces == 1
     assert len(result.actions) == 1
 
 
-def test_a_status_that_lost_a_recorded_generation_adopts_it():
+def test_a_status_that_lost_a_recorded_generation_adopts_it() -> None:
     seen = running(4, membership=membership(0, 1, 2, 3, generation=7), published=7)
     agents = {f"uid-{at}": training(at, generation=7) for at in range(4)}
     result = planned(replace(seen, agents=agents))
@@ -137,7 +144,7 @@ def test_a_status_that_lost_a_recorded_generation_adopts_it():
     assert result.actions == ()
 
 
-def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict():
+def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict() -> None:
     tight = spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}})
     result = planned(without(running(4, job_spec=tight), 1))
     assert result.status.phase is Phase.FAILED

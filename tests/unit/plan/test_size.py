@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from plan_builders import job, observed, planned, running, spec
 
@@ -19,12 +21,14 @@ from trainium_operator.plan.size import decide_size
         ({"replicas": 25}, 24, 24, Reason.FLOORED),
     ],
 )
-def test_a_requested_size_is_floored_to_a_legal_one_within_the_bounds(workers, desired, floor, reason):
+def test_a_requested_size_is_floored_to_a_legal_one_within_the_bounds(
+    workers: Any, desired: Any, floor: Any, reason: Any
+) -> None:
     decision = decide_size(spec(workers=workers))
     assert (decision.desired, decision.floor, decision.reason) == (desired, floor, reason)
 
 
-def test_a_floored_size_says_why_in_the_status_and_in_an_event():
+def test_a_floored_size_says_why_in_the_status_and_in_an_event() -> None:
     result = planned(observed(job(spec(workers={"replicas": 5}))))
     condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
     assert condition is not None
@@ -34,7 +38,7 @@ def test_a_floored_size_says_why_in_the_status_and_in_an_event():
     assert [event.reason for event in result.events] == ["FlooredToLegalSize"]
 
 
-def test_a_job_without_any_legal_size_fails_with_a_sentence_that_says_what_to_change():
+def test_a_job_without_any_legal_size_fails_with_a_sentence_that_says_what_to_change() -> None:
     result = planned(observed(job(spec(workers={"replicas": 5, "minReplicas": 5}))))
     assert result.status.phase is Phase.FAILED
     assert "No size from 5 to 5 nodes is legal" in result.status.verdict
@@ -42,20 +46,20 @@ def test_a_job_without_any_legal_size_fails_with_a_sentence_that_says_what_to_ch
     assert result.actions == ()
 
 
-def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size():
+def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size() -> None:
     result = planned(running(4, job_spec=spec(workers={"replicas": 5, "minReplicas": 5})))
     assert result.status.desired == 4
     assert result.status.phase is Phase.RUNNING
     assert not is_true(result.status, ConditionType.SIZE_LEGAL)
 
 
-def test_a_configuration_that_contradicts_itself_fails_with_a_sentence_instead_of_an_exception():
+def test_a_configuration_that_contradicts_itself_fails_with_a_sentence_instead_of_an_exception() -> None:
     result = planned(observed_invalid())
     assert result.status.phase is Phase.FAILED
     assert "warmupSteps" in result.status.verdict
 
 
-def observed_invalid():
+def observed_invalid() -> Any:
     from dataclasses import replace
 
     broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})

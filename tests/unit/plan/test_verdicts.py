@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_builders import (
@@ -23,7 +24,7 @@ from trainium_operator.plan.conditions import find_condition
 from trainium_operator.plan.model import PodPhase
 
 
-def gave_up(code, **fields):
+def gave_up(code: Any, **fields: Any) -> Any:
     verdict = failure(code, rank=1, **fields)
     return agent(1, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
 
@@ -36,7 +37,7 @@ def gave_up(code, **fields):
         (66, "OutOfMemory", "microSize"),
     ],
 )
-def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code, reason, advice):
+def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason: Any, advice: Any) -> None:
     result = planned(running(4, agents={1: gave_up(code)}))
     assert result.status.phase is Phase.FAILED
     assert find_condition(result.status, ConditionType.FAILED).reason == reason
@@ -50,14 +51,14 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code, reason, advi
     assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
 
 
-def test_a_long_output_is_cut_in_the_middle_so_that_cause_and_advice_remain():
+def test_a_long_output_is_cut_in_the_middle_so_that_cause_and_advice_remain() -> None:
     result = planned(running(4, agents={1: gave_up(64, message="x" * 1024)}))
     assert len(result.status.verdict) <= 1024
     assert result.status.verdict.startswith("Configuration or user error")
     assert result.status.verdict.endswith("newest checkpoint.")
 
 
-def test_a_crash_before_the_first_step_that_repeats_is_the_users_error_and_blames_no_node():
+def test_a_crash_before_the_first_step_that_repeats_is_the_users_error_and_blames_no_node() -> None:
     agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
     result = planned(running(4, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}))
     assert result.status.phase is Phase.FAILED
@@ -65,7 +66,7 @@ def test_a_crash_before_the_first_step_that_repeats_is_the_users_error_and_blame
     assert result.status.avoided_nodes == ()
 
 
-def test_a_crash_in_loading_is_no_verdict_for_a_job_that_has_made_steps():
+def test_a_crash_in_loading_is_no_verdict_for_a_job_that_has_made_steps() -> None:
     agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
     status = {"progress": {"step": 40}}
     result = planned(running(4, spares=1, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}, status=status))
@@ -73,12 +74,12 @@ def test_a_crash_in_loading_is_no_verdict_for_a_job_that_has_made_steps():
     assert newest(result).cause is Cause.CRASH
 
 
-def test_a_pod_that_ends_with_a_stopping_code_before_it_joins_is_a_verdict_too():
+def test_a_pod_that_ends_with_a_stopping_code_before_it_joins_is_a_verdict_too() -> None:
     seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file"))
     assert "no such file" in planned(seen).status.verdict
 
 
-def failed_pods(*ordinals, **changes):
+def failed_pods(*ordinals: Any, **changes: Any) -> Any:
     fields = {"phase": PodPhase.FAILED, "exit_code": 1, "reason": "Error", "message": "ImportError: x", **changes}
     status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
     pods = tuple(pod(at, **(fields if at in ordinals else {})) for at in range(4))
@@ -86,7 +87,7 @@ def failed_pods(*ordinals, **changes):
     return observed(job(status=status), pods, agents)
 
 
-def test_one_worker_that_does_not_start_is_tried_again_and_kept_as_evidence():
+def test_one_worker_that_does_not_start_is_tried_again_and_kept_as_evidence() -> None:
     result = planned(failed_pods(1))
     assert result.status.phase is Phase.PENDING
     assert created(result) == ["demo-w-4"]
@@ -96,7 +97,7 @@ def test_one_worker_that_does_not_start_is_tried_again_and_kept_as_evidence():
     assert "ImportError: x" in condition.message
 
 
-def test_two_workers_that_do_not_start_are_a_verdict():
+def test_two_workers_that_do_not_start_are_a_verdict() -> None:
     result = planned(failed_pods(1, 2))
     assert result.status.phase is Phase.FAILED
     assert "ImportError: x" in result.status.verdict
@@ -113,7 +114,7 @@ def test_two_workers_that_do_not_start_are_a_verdict():
         {"reason": "ContainerStatusUnknown", "exit_code": 255},
     ],
 )
-def test_workers_that_end_by_no_fault_of_their_own_are_replaced_and_never_a_verdict(changes):
+def test_workers_that_end_by_no_fault_of_their_own_are_replaced_and_never_a_verdict(changes: Any) -> None:
     result = planned(failed_pods(1, 2, **changes))
     assert result.status.phase is Phase.PENDING
     assert set(deleted(result)) == {"demo-w-1", "demo-w-2"}
@@ -122,7 +123,7 @@ def test_workers_that_end_by_no_fault_of_their_own_are_replaced_and_never_a_verd
     assert result.status.avoided_nodes == ()
 
 
-def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere():
+def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere() -> None:
     seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=1, reason="Error"))
     result = planned(seen)
     assert deleted(result) == {"demo-w-4": None}
@@ -131,10 +132,11 @@ def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere
     assert len(again.status.failures) == 1
 
 
-def test_new_pods_back_off_when_workers_keep_failing():
+def test_new_pods_back_off_when_workers_keep_failing() -> None:
     seen = running(4)
-    from trainium_contract.job import FailureRecord
     from plan_builders import NOW, without
+
+    from trainium_contract.job import FailureRecord
 
     records = tuple(FailureRecord(at=NOW - 1, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5))
     seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": records})))
@@ -143,7 +145,7 @@ def test_new_pods_back_off_when_workers_keep_failing():
     assert 0 < result.requeue_after <= 8
 
 
-def test_a_terminal_state_is_sticky_and_quiet():
+def test_a_terminal_state_is_sticky_and_quiet() -> None:
     first = planned(running(4, agents={1: gave_up(64)}))
     seen = running(4, agents={at: training(at) for at in range(4)})
     again = planned(replace(seen, job=replace(seen.job, status=first.status), pods=()))
@@ -153,7 +155,7 @@ def test_a_terminal_state_is_sticky_and_quiet():
     assert again.requeue_after is None
 
 
-def test_a_job_that_is_being_deleted_is_left_alone():
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
     seen = running(4, agents={1: gave_up(64)})
     result = planned(replace(seen, job=replace(seen.job, deleting=True)))
     assert result.actions == ()

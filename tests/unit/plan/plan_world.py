@@ -1,0 +1,339 @@
+"""The part of the fake cluster that the operator does not control: nodes, kubelets, agents, training, and faults.
+
+What it keeps of the real thing: pods take a node of their own, start and stop with a delay, and vanish only when their
+node confirms it or by force; agents register, become warm, join the published generation and step together only when
+all members are there; steps are held in memory and committed now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from plan_builders import NOW
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.messages import (
+    HeartbeatRequest,
+    Membership,
+    ProcessFailure,
+    Progress,
+    RegisterRequest,
+    RestartRecord,
+    WorkerPhase,
+)
+from trainium_operator.plan.model import (
+    AgentView,
+    NodeReadiness,
+    NodeView,
+    PodPhase,
+    PodView,
+)
+
+START_SECONDS = 1.0
+STOP_SECONDS = 2.0
+NODE_GRACE_SECONDS = 40.0
+STEPS_PER_SECOND = 2
+
+
+@dataclass
+class Node:
+    name: str
+    up: bool = True
+    """Runs its pods and confirms deletions."""
+    down_since: float = 0.0
+
+
+@dataclass
+class Agent:
+    registration: RegisterRequest
+    generation: int = 0
+    attempt: int = 0
+    phase: WorkerPhase = WorkerPhase.STANDBY
+    ready: bool = False
+    step: int = 0
+    failures: list[ProcessFailure] = field(default_factory=list)
+    restarts: list[RestartRecord] = field(default_factory=list)
+    verdict: ProcessFailure | None = None
+    waiting_for: tuple[int, ...] = ()
+
+
+@dataclass
+class Pod:
+    view: PodView
+    manifest: dict[str, Any]
+    since: float
+    """When it reached its present phase, or was asked to stop."""
+    agent: Agent | None = None
+
+
+class FakeWorld:
+    """Nodes, pods and the training that runs in them."""
+
+    def __init__(self, spec: TrainingJobSpec, nodes: int, name: str) -> None:
+        self.now = NOW
+        self.spec = spec
+        self.status = TrainingJobStatus()
+        self.name = name
+        self.nodes = {f"node-{at}": Node(f"node-{at}") for at in range(nodes)}
+        self.pods: dict[str, Pod] = {}
+        self.membership: Membership | None = None
+        self.published: Membership | None = None
+        self.heard: dict[str, AgentView] = {}
+        self.operator_down_until = 0.0
+        self.best_step = 0
+        self.committed = 0
+
+    @property
+    def operator_up(self) -> bool:
+        return self.now >= self.operator_down_until
+
+    def _node_view(self, node: Node) -> NodeView:
+        lost = not node.up and self.now - node.down_since >= NODE_GRACE_SECONDS
+        return NodeView(name=node.name, ready=NodeReadiness.UNKNOWN if lost else NodeReadiness.TRUE)
+
+    def _schedule(self) -> None:
+        taken = {
+            each.view.node
+            for each in self.pods.values()
+            if each.view.node and each.view.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)
+        }
+        for each in self.pods.values():
+            if each.view.node:
+                continue
+            free = [
+                name for name, node in self.nodes.items() if name not in taken and self._node_view(node).ready == "True"
+            ]
+            avoided = set(self.status.avoided_nodes)
+            free.sort(key=lambda name: (name in avoided, name))
+            if not free:
+                each.view = replace(each.view, unschedulable_message="0 nodes are available")
+                continue
+            taken.add(free[0])
+            each.view = replace(each.view, node=free[0], scheduled=True, unschedulable_message="")
+            each.since = self.now
+
+    def _kubelets(self) -> None:
+        for name, each in list(self.pods.items()):
+            node = self.nodes.get(each.view.node)
+            if each.view.node and node is None:
+                del self.pods[name]
+            elif node is None or not node.up:
+                continue
+            elif each.view.deleting and self.now - each.since >= STOP_SECONDS:
+                del self.pods[name]
+            elif each.view.phase is PodPhase.PENDING and self.now - each.since >= START_SECONDS:
+                each.view = replace(each.view, phase=PodPhase.RUNNING, ready=True, ip=f"10.0.0.{each.view.ordinal}")
+                each.agent = Agent(self._registration(each.view))
+            elif each.agent is not None and each.agent.phase is WorkerPhase.FINISHED:
+                each.view = replace(each.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
+                each.agent = None
+
+    def _registration(self, view: PodView) -> RegisterRequest:
+        return RegisterRequest(
+            namespace="default",
+            job=self.name,
+            pod_name=view.name,
+            pod_uid=view.uid,
+            pod_ip=view.ip or "10.0.0.1",
+            node_name=view.node,
+            rendezvous_port=29500,
+            agent_version="1",
+        )
+
+    def _working(self) -> list[tuple[Pod, Agent]]:
+        return [
+            (each, each.agent)
+            for each in self.pods.values()
+            if each.agent is not None and self.nodes.get(each.view.node) is not None and self.nodes[each.view.node].up
+        ]
+
+    def _agents(self) -> None:
+        for each, agent in self._working():
+            agent.ready = True
+            published = self.published if self.operator_up else None
+            if published is None or published.generation <= agent.generation:
+                continue
+            named = published.rank_of(each.view.uid) is not None
+            if named or agent.phase not in (WorkerPhase.STANDBY, WorkerPhase.FINISHED):
+                agent.generation = published.generation
+                agent.attempt, agent.verdict = 0, None
+                agent.phase = WorkerPhase.JOINING if named else WorkerPhase.STANDBY
+
+    def _train(self, steps: int) -> None:
+        """Members of a generation join, load and step together, or wait for those who are missing."""
+        for generation in {agent.generation for _, agent in self._working()} - {0}:
+            membership = next((m for m in (self.membership, self.published) if m and m.generation == generation), None)
+            if membership is None:
+                continue
+            present = {
+                each.view.uid: agent
+                for each, agent in self._working()
+                if agent.generation == generation
+                and not each.view.deleting
+                and membership.rank_of(each.view.uid) is not None
+            }
+            missing = tuple(m.node_rank for m in membership.members if m.pod_uid not in present)
+            self._advance(list(present.values()), missing, steps)
+
+    def _advance(self, agents: list[Agent], missing: tuple[int, ...], steps: int) -> None:
+        active = [agent for agent in agents if agent.phase not in (WorkerPhase.FAILED, WorkerPhase.FINISHED)]
+        if missing:
+            for agent in active:
+                if agent.phase is WorkerPhase.TRAINING:
+                    agent.attempt += 1
+                agent.phase, agent.waiting_for = WorkerPhase.JOINING, missing
+            return
+        if len(active) < len(agents):
+            return
+        if all(agent.phase is WorkerPhase.JOINING for agent in agents):
+            attempt = max(agent.attempt for agent in agents)
+            resume = max([*(agent.step for agent in agents), self.committed])
+            for agent in agents:
+                agent.phase, agent.waiting_for, agent.attempt, agent.step = WorkerPhase.LOADING, (), attempt, resume
+        elif all(agent.phase is WorkerPhase.LOADING for agent in agents):
+            for agent in agents:
+                agent.phase = WorkerPhase.TRAINING
+        elif all(agent.phase is WorkerPhase.TRAINING for agent in agents):
+            self._step(agents, steps)
+        else:
+            for agent in agents:
+                agent.phase = WorkerPhase.JOINING
+
+    def _step(self, agents: list[Agent], steps: int) -> None:
+        total = self.spec.trainer.steps
+        reached = min(total, agents[0].step + steps)
+        self.best_step = max(self.best_step, reached)
+        self.committed = max(self.committed, reached - reached % 10)
+        for agent in agents:
+            agent.step = reached
+            for index, record in enumerate(agent.restarts):
+                if record.resumed_at is None and record.generation == agent.generation and reached > record.step_before:
+                    agent.restarts[index] = record.model_copy(
+                        update={"resumed_at": self.now, "resume_step": record.step_before}
+                    )
+            if reached == total:
+                agent.phase = WorkerPhase.FINISHED
+
+    def _talk(self) -> None:
+        """Heartbeats of every agent that can reach the operator."""
+        if not self.operator_up:
+            return
+        for each, agent in self._working():
+            uid = each.view.uid
+            old = self.heard.get(uid)
+            beat = HeartbeatRequest(
+                namespace="default",
+                job=self.name,
+                pod_name=each.view.name,
+                pod_uid=uid,
+                generation=agent.generation,
+                attempt=agent.attempt,
+                phase=agent.phase,
+                progress=Progress(
+                    step=agent.step, memory_step=agent.step, durable_step=self.committed, updated=self.now
+                )
+                if agent.generation
+                else None,
+                failures=tuple(agent.failures[-8:]),
+                verdict=agent.verdict,
+                restarts=tuple(agent.restarts[-8:]),
+                waiting_for=agent.waiting_for,
+                ready=agent.ready,
+            )
+            stepped = bool(
+                old and old.heartbeat and old.heartbeat.progress and agent.step > old.heartbeat.progress.step
+            )
+            self.heard[uid] = AgentView(
+                registration=agent.registration,
+                heard=self.now,
+                first_heard=old.first_heard if old else self.now,
+                heartbeat=beat,
+                progressed=self.now if stepped else old.progressed if old else None,
+                step_seconds=1 / STEPS_PER_SECOND if stepped else old.step_seconds if old else None,
+            )
+
+    # --- faults
+
+    def members(self) -> list[Pod]:
+        """Pods of the membership that exist, by rank."""
+        by_uid = {each.view.uid: each for each in self.pods.values()}
+        wanted = self.membership.members if self.membership else ()
+        return [by_uid[member.pod_uid] for member in wanted if member.pod_uid in by_uid]
+
+    def crash_process(self, rank: int, code: int = 139) -> bool:
+        """One rank dies; the agents restart all ranks in place, without the operator."""
+        agents = [(each, each.agent) for each in self.members() if each.agent is not None]
+        if not agents or any(agent.phase is not WorkerPhase.TRAINING for _, agent in agents):
+            return False
+        victim = agents[rank % len(agents)][1]
+        record = ProcessFailure(
+            sequence=len(victim.failures),
+            generation=victim.generation,
+            attempt=victim.attempt,
+            rank=rank,
+            exit_code=code,
+            step=victim.step,
+            message="boom",
+            at=self.now,
+        )
+        victim.failures.append(record)
+        for _, agent in agents:
+            agent.attempt += 1
+            agent.phase = WorkerPhase.JOINING
+            agent.restarts.append(
+                RestartRecord(
+                    sequence=len(agent.restarts),
+                    generation=agent.generation,
+                    attempt=agent.attempt,
+                    cause=Cause.CRASH if agent is victim else Cause.PEER_LOST,
+                    failed_at=self.now,
+                    detected_at=self.now,
+                    step_before=agent.step,
+                )
+            )
+        return True
+
+    def give_up(self, rank: int, code: int) -> bool:
+        """One agent gives up with a verdict, the others of its generation stop."""
+        agents = [each.agent for each in self.members() if each.agent is not None]
+        if not agents or any(agent.phase is not WorkerPhase.TRAINING for agent in agents):
+            return False
+        for agent in agents:
+            agent.phase = WorkerPhase.FAILED
+        victim = agents[rank % len(agents)]
+        victim.verdict = ProcessFailure(
+            sequence=len(victim.failures),
+            generation=victim.generation,
+            attempt=victim.attempt,
+            rank=rank,
+            exit_code=code,
+            step=victim.step,
+            message="boom",
+            at=self.now,
+        )
+        return True
+
+    def kill_pod(self, name: str) -> None:
+        """The pod ends with its agent killed."""
+        found = self.pods.get(name)
+        if found is not None and found.agent is not None:
+            found.view = replace(found.view, phase=PodPhase.FAILED, reason="Error", exit_code=137, finished=self.now)
+            found.agent = None
+
+    def lose_node(self, name: str) -> None:
+        """Power off, frozen or cut off: to the control plane it is the same."""
+        if self.nodes[name].up:
+            self.nodes[name].up, self.nodes[name].down_since = False, self.now
+
+    def restore_node(self, name: str) -> None:
+        """It comes back after a reboot: what ran there has failed."""
+        node = self.nodes[name]
+        if node.up:
+            return
+        node.up = True
+        for each in self.pods.values():
+            if each.view.node == name and each.agent is not None:
+                each.view = replace(each.view, phase=PodPhase.FAILED, reason="ContainerStatusUnknown", exit_code=255)
+                each.agent = None
