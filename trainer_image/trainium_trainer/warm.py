@@ -12,8 +12,14 @@ from pathlib import Path
 from trainium_contract.trainer import DataParallelMode, TrainingConfig
 from trainium_trainer.exits import UserError
 
-_ALWAYS = ("trainium_trainer.cli", "trainium_trainer.train", "trainium_trainer.data.packing")
+_ALWAYS = (
+    "trainium_trainer.cli",
+    "trainium_trainer.train",
+    "trainium_trainer.data.packing",
+    "trainium_trainer.data.python_docs",
+)
 _DIVIDED = (
+    "torch._dynamo",  # DTensor and FSDP import it at their first use
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",

@@ -84,7 +84,7 @@ def forge() -> Iterator[Forge]:
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     choose = random.Random(0)
-    lines = [" ".join(choose.choices(_WORDS, k=12)) + ".\n" for _ in range(95)]
+    lines = [" ".join(choose.choices(_WORDS, k=12)) + ".\n" for _ in range(38)]
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(lines))
     return path
@@ -102,7 +102,7 @@ def base_config(text_file: Path) -> dict[str, Any]:
             "tokenizer": {"vocabSize": 320},
         },
         "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64},
-        "optimizer": {"learningRate": 1e-2},
+        "optimizer": {"learningRate": 3e-3},
         "schedule": {"warmupSteps": 2},
         "checkpoint": {"durable": {"everySeconds": None}},
         "monitor": {"tensorboard": False},
