@@ -1,0 +1,169 @@
+"""From a fault to the first new step, on a real control plane with real training processes, beside plain torchrun.
+
+Four workers and a spare share this machine's cores. Each fault is repeated; medians and spread are printed, the goals
+beside them. The peer in the same run is `torchrun --max-restarts`: four ranks of the same trainer and
+configuration, one of them killed; it loads its durable checkpoint and imports everything anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from trainium_devcluster.cluster import Cluster, node_specs
+from trainium_devcluster.demo.metrics import StepLog
+from trainium_devcluster.demo.story import Run, Story
+from trainium_devcluster.demo.view import View
+
+if TYPE_CHECKING:
+    from trainium_devcluster.demo.report import Fault
+
+ROOT = Path(__file__).parents[1]
+GOALS = {"killed process": 3.0, "lost node": 8.0, "resize 4 to 3": 5.0, "resize 3 to 4": 5.0}
+STEPS = 20_000
+
+
+class LongStory(Story):
+    """The demo's job, made long enough for many faults."""
+
+    def manifest(self, name: str) -> dict[str, object]:
+        """The demo's job with more steps."""
+        job = super().manifest(name)
+        job["spec"]["trainer"]["steps"] = STEPS
+        return job
+
+    def settle(self, run: Run) -> None:
+        """Wait until the spare is warm and ten more steps are done."""
+        self.until(run, "a warm spare", lambda: run.watch.status.get("spares", 0) >= 1)
+        self.until_step(run, run.log.newest + 10)
+
+
+def ours(repeat: int, out: Path) -> list[Fault]:
+    """Every fault, `repeat` times, in one job."""
+    with View(Console()) as view, Cluster.start(nodes=node_specs(5, cpu="4", memory="8Gi"), write=view.say) as cluster:
+        story = LongStory(cluster, view, ROOT, out)
+        story.install()
+        with story.run("bench") as run:
+            story.until_step(run, 5)
+            for _ in range(repeat):
+                story.settle(run)
+                story.kill_process(run)
+                story.settle(run)
+                cluster.faults.start_node(story.lose_node(run))
+                story.settle(run)
+                story.resize(run, 3)
+                story.settle(run)
+                story.resize(run, 4)
+        return story.faults
+
+
+def peer(repeat: int, out: Path) -> list[float]:
+    """Seconds from SIGKILL of a rank to the first new step under plain torchrun."""
+    spec = yaml.safe_load((ROOT / "manifests/examples/demo.yaml").read_text())["spec"]
+    config = {
+        **spec["trainer"],
+        "steps": STEPS,
+        "checkpoint": {"path": str(out), "durable": spec["checkpoint"]["durable"]},
+    }
+    path = out / "trainer.yaml"
+    path.write_text(yaml.safe_dump(config))
+    trainer = Path(sys.executable).parent
+    command = [str(trainer / "torchrun"), "--nproc-per-node=4", f"--max-restarts={repeat}", "--monitor-interval=0.1"]
+    command += ["--no-python", str(trainer / "trainium-trainer"), "train", "--config", str(path)]
+    log = StepLog(out / "metrics.jsonl")
+    results: list[float] = []
+    with (out / "torchrun.log").open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        try:
+            for _ in range(repeat):
+                target = log.newest + 30
+                while log.newest < target:
+                    time.sleep(0.1)
+                    log.refresh()
+                before, moment = log.newest, time.time()
+                os.kill(psutil.Process(process.pid).children()[1].pid, signal.SIGKILL)
+                while log.newest <= before:
+                    time.sleep(0.02)
+                    log.refresh()
+                results.append((log.time_of(before + 1) or time.time()) - moment)
+        finally:
+            process.terminate()
+            process.wait()
+    return results
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="trainium-bench-") as folder:
+        for name in ("ours", "peer"):
+            (Path(folder) / name).mkdir()
+        faults = ours(options.repeat, Path(folder) / "ours")
+        torchrun = peer(options.repeat, Path(folder) / "peer")
+    floor = statistics.median(torchrun)
+    table = Table(title="From the fault to the first new step")
+    for heading in ("fault", "median", "fastest", "slowest", "goal", "of torchrun", "steps lost", "pods replaced"):
+        table.add_column(heading, justify="left" if heading == "fault" else "right")
+    table.add_row("torchrun, killed process", *_spread(torchrun), "", "1.00", "", "")
+    rows = {kind: [fault for fault in faults if fault.kind == kind] for kind in GOALS}
+    for kind, found in rows.items():
+        seconds = [_cost(fault) for fault in found]
+        table.add_row(
+            kind,
+            *_spread(seconds),
+            f"{GOALS[kind]:g} s",
+            f"{statistics.median(seconds) / floor:.2f}",
+            str(max(fault.steps_lost for fault in found)),
+            str(max(fault.pods_replaced for fault in found)),
+        )
+    Console().print(table)
+    result = {
+        "goalSeconds": GOALS,
+        "torchrunSeconds": torchrun,
+        "faults": {kind: [_row(fault) for fault in found] for kind, found in rows.items()},
+    }
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _cost(fault: Fault) -> float:
+    """Seconds without training: of a resize its pause, of a fault all until the first new step."""
+    cost = fault.pause_seconds if fault.kind.startswith("resize") else fault.recovered_seconds
+    assert cost is not None
+    return cost
+
+
+def _row(fault: Fault) -> dict[str, object]:
+    return {
+        "detectedSeconds": fault.detected_seconds,
+        "recoveredSeconds": fault.recovered_seconds,
+        "pauseSeconds": fault.pause_seconds,
+        "stepsLost": fault.steps_lost,
+        "podsReplaced": fault.pods_replaced,
+    }
+
+
+def _spread(seconds: list[float]) -> tuple[str, str, str]:
+    return f"{statistics.median(seconds):.2f} s", f"{min(seconds):.2f} s", f"{max(seconds):.2f} s"
+
+
+if __name__ == "__main__":
+    main()
