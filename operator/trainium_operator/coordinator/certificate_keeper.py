@@ -2,8 +2,7 @@
 
 Invariants: only the leader writes, and only over the version that it read; followers take what they find. The TLS
 context is the same object for the life of the process: a renewed certificate serves new connections and leaves the
-others alone. Keys are in memory, in the Secret, and for the blink of an eye in a private file, because `ssl` loads from
-files only.
+others alone. Keys are in memory and in the Secret, never in a file system.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import ssl
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.coordinator.certificates import Material, UnusableMaterialError, renewed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +112,20 @@ class CertificateKeeper:
             self._load(held)
 
     def _load(self, material: Material) -> None:
-        with tempfile.TemporaryDirectory(prefix="trainium-tls-") as folder:  # mode 0700
-            certificate, key = Path(folder, "tls.crt"), Path(folder, "tls.key")
-            certificate.write_bytes(material.server_cert)
-            key.write_bytes(material.server_key)
+        with _as_file(material.server_cert) as certificate, _as_file(material.server_key) as key:
             self.context.load_cert_chain(certificate, key)
         old, self._material = self._material, material
         self.loaded.set()
         if old is None or old.ca_bundle != material.ca_bundle:
             self._on_new_bundle()
+
+
+@contextlib.contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """A path at which `ssl` can read this; in memory only, so it works on a read-only file system too."""
+    descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
