@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CLUSTER ?= local
 ARGS ?=
+# The pinned helm renders the plain install, whatever helm is on PATH.
+TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries 2>/dev/null | tail -n 1)/helm"
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup binaries demo test test-cluster check format generate bench clean
@@ -26,19 +28,19 @@ test: binaries  ## All tests, on a development cluster of their own
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)
 
-check: setup  ## Lint, format, types, import rules, generated files
+check: binaries  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m trainium_operator.generate --check
+	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
 
 format: setup  ## Format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-generate: setup  ## Write the CRD and the manifests that are derived from the code
-	@$(BIN)/python -m trainium_operator.generate
+generate: binaries  ## Write the CRD and the manifests that are derived from the code
+	@$(TOOLS) $(BIN)/python -m trainium_operator.generate
 
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)
