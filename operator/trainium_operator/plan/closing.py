@@ -99,9 +99,11 @@ def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
         return None
     for _, beat in facts.beats:
         later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
-        if not later or beat.phase is not WorkerPhase.TRAINING or beat.progress is None:
+        progress = beat.progress
+        if not later or beat.phase is not WorkerPhase.TRAINING or progress is None:
             continue
-        if beat.progress.step > max(entry.step_before, 0):
-            at = beat.progress.updated
-            return _Resumption(at=at if at > (entry.failed_at or 0.0) else facts.now, resume_step=None, step_before=-1)
+        # After a graceful change the ranks resume past the step that was known when it was decided.
+        if progress.step > max(entry.step_before, progress.resume_step or 0):
+            at = progress.updated if progress.updated > (entry.failed_at or 0.0) else facts.now
+            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None

@@ -184,6 +184,21 @@ def test_the_agents_record_tells_from_which_step_training_went_on() -> None:
     assert "Recovered" in {event.reason for event in result.events}
 
 
+def test_heartbeats_alone_tell_from_which_step_a_new_generation_went_on() -> None:
+    def told(step: int, resume_step: int) -> Interruption:
+        seen = second_generation(step)
+        progress = Progress(step=step, resume_step=resume_step, updated=NOW - 1)
+        agents = {
+            uid: replace(a, heartbeat=a.heartbeat.model_copy(update={"progress": progress}))
+            for uid, a in seen.agents.items()
+        }
+        return planned(replace(seen, agents=agents)).status.history[-1]
+
+    assert told(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
+    assert (told(23, 22).steps_lost, told(23, 22).resume_step) == (0, 22)
+    assert (told(21, 18).steps_lost, told(21, 18).resume_step) == (2, 18)
+
+
 def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> None:
     stale = restart(1, Cause.PEER_LOST, generation=1)
     assert planned(second_generation(21, restarts=(stale,))).status.history[-1].recovered_seconds is not None
