@@ -7,6 +7,7 @@ once, the fault is more likely on this side, and only the nodes are believed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
@@ -22,34 +23,44 @@ _STALL_FRACTION = 0.75
 """A step may have ended up to a heartbeat after the loss; the rest of the time-out must pass without another."""
 
 
-def evidence_of_loss(facts: Facts, member: Member, worker: Worker) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """What the members that still report say, taken once per plan."""
+
+    witnesses: bool
+    """Whether there are any."""
+    awaited: frozenset[int]
+    """Node ranks that they wait for."""
+    lost_a_peer: bool
+    stalls_at: float | None
+    """When, without another step, training counts as stalled (Unix seconds); None while no step time is known."""
+
+
+def take_testimony(facts: Facts) -> Testimony:
+    """Hear the witnesses."""
+    heard = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
+    beats = [beat for member, beat in facts.beats if member.pod_uid in heard]
+    return Testimony(
+        witnesses=bool(beats),
+        awaited=frozenset(rank for beat in beats for rank in beat.waiting_for),
+        lost_a_peer=any(_lost_a_peer(beat) for beat in beats),
+        stalls_at=_stalls_at(facts),
+    )
+
+
+def evidence_of_loss(testimony: Testimony, member: Member, worker: Worker, now: float) -> str | None:
     """Why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
     if worker.node_bad:
         return f"its node {worker.pod.node} is not ready"
-    witnesses = _witnesses(facts)
-    if not witnesses:
+    if not testimony.witnesses:
         return None
-    if any(member.node_rank in beat.waiting_for for beat in witnesses):
+    if member.node_rank in testimony.awaited:
         return "the other workers wait for it"
-    if any(_lost_a_peer(beat) for beat in witnesses):
+    if testimony.lost_a_peer:
         return "another worker lost its connection to a peer"
-    if _stalled_since(facts) is not None and facts.now >= (stall_deadline(facts) or 0.0):
+    if testimony.stalls_at is not None and now >= testimony.stalls_at:
         return "no worker has made a step since"
     return None
-
-
-def stall_deadline(facts: Facts) -> float | None:
-    """When, without another step, training counts as stalled (Unix seconds); None while no step time is known."""
-    since = _stalled_since(facts)
-    if since is None:
-        return None
-    timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
-    return since + max(_STALL_FRACTION * timeout, _STALL_STEPS * _step_seconds(facts))
-
-
-def _witnesses(facts: Facts) -> tuple[HeartbeatRequest, ...]:
-    heard = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
-    return tuple(beat for member, beat in facts.beats if member.pod_uid in heard)
 
 
 def _lost_a_peer(beat: HeartbeatRequest) -> bool:
@@ -61,15 +72,18 @@ def _lost_a_peer(beat: HeartbeatRequest) -> bool:
     )
 
 
-def _stalled_since(facts: Facts) -> float | None:
-    """When a step was last reported; None while no time per step is known, and before the first step after a fault."""
+def _stalls_at(facts: Facts) -> float | None:
+    """Steps before the first one after a fault do not count: they belong to what went before."""
     if any(entry.recovered_seconds is None for entry in facts.job.status.history):
         return None
     agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.beats]
-    known = [agent.progressed for agent in agents if agent.progressed is not None and agent.step_seconds is not None]
-    return max(known, default=None)
-
-
-def _step_seconds(facts: Facts) -> float:
-    agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.beats]
-    return max((agent.step_seconds for agent in agents if agent.step_seconds is not None), default=0.0)
+    known = [
+        (agent.progressed, agent.step_seconds)
+        for agent in agents
+        if agent.progressed is not None and agent.step_seconds is not None
+    ]
+    if not known:
+        return None
+    timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
+    slowest = max(seconds for _, seconds in known)
+    return max(at for at, _ in known) + max(_STALL_FRACTION * timeout, _STALL_STEPS * slowest)

@@ -35,6 +35,12 @@ class Facts:
     """By pod uid, ascending by ordinal."""
     current: Membership | None
     """The generation in force; None before the first and while the job is suspended."""
+    members: tuple[tuple[Member, Worker | None], ...]
+    """The members of the generation in force, by rank, each with its worker unless its pod is gone."""
+    outsiders: tuple[Worker, ...]
+    """Workers that are not in the generation in force, by ordinal."""
+    beats: tuple[tuple[Member, HeartbeatRequest], ...]
+    """The newest heartbeats of the members that are in the generation in force by their own account."""
 
     @property
     def job(self) -> JobView:
@@ -47,52 +53,41 @@ class Facts:
         return self.observed.now
 
     @property
-    def members(self) -> tuple[tuple[Member, Worker | None], ...]:
-        """The members of the generation in force, by rank, each with its worker unless its pod is gone."""
-        if self.current is None:
-            return ()
-        return tuple((member, self.workers.get(member.pod_uid)) for member in self.current.members)
-
-    @property
     def member_uids(self) -> frozenset[str]:
         """Pod uids of the generation in force."""
-        return frozenset(member.pod_uid for member in self.current.members) if self.current else frozenset()
-
-    @property
-    def outsiders(self) -> tuple[Worker, ...]:
-        """Workers that are not in the generation in force, by ordinal."""
-        members = self.member_uids
-        return tuple(worker for uid, worker in self.workers.items() if uid not in members)
+        return frozenset(member.pod_uid for member, _ in self.members)
 
     @property
     def candidates(self) -> tuple[Worker, ...]:
         """Outsiders that can join at once, by ordinal."""
         return tuple(worker for worker in self.outsiders if worker.warm)
 
-    @property
-    def beats(self) -> tuple[tuple[Member, HeartbeatRequest], ...]:
-        """The newest heartbeats of the members that are in the generation in force by their own account."""
-        if self.current is None:
-            return ()
-        generation = self.current.generation
-        found = []
-        for member in self.current.members:
-            agent = self.observed.agents.get(member.pod_uid)
-            if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == generation:
-                found.append((member, agent.heartbeat))
-        return tuple(found)
-
 
 def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -> Facts:
     """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
-    released = observed.job.status.membership.size == 0
+    current = observed.membership if observed.job.status.membership.size > 0 else None
+    workers = workers_of(observed, settings)
+    listed = current.members if current is not None else ()
+    uids = {member.pod_uid for member in listed}
     return Facts(
         observed=observed,
         settings=settings,
         size=size,
-        workers=workers_of(observed, settings),
-        current=None if released else observed.membership,
+        workers=workers,
+        current=current,
+        members=tuple((member, workers.get(member.pod_uid)) for member in listed),
+        outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
+        beats=() if current is None else _beats(observed, current),
     )
+
+
+def _beats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+    found = []
+    for member in current.members:
+        agent = observed.agents.get(member.pod_uid)
+        if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == current.generation:
+            found.append((member, agent.heartbeat))
+    return tuple(found)
 
 
 @dataclass(slots=True)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import Cause, Response, verdict_of
 from trainium_operator.plan.causes import cause_of_failed_pod, severity, suspects_node
-from trainium_operator.plan.evidence import evidence_of_loss, stall_deadline
+from trainium_operator.plan.evidence import evidence_of_loss, take_testimony
 from trainium_operator.plan.model import PodPhase
 
 if TYPE_CHECKING:
     from trainium_contract.messages import Member, ProcessFailure
+    from trainium_operator.plan.evidence import Testimony
     from trainium_operator.plan.facts import Draft, Facts
     from trainium_operator.plan.workers import Worker
 
@@ -45,18 +46,19 @@ class Loss:
 def find_losses(facts: Facts, draft: Draft) -> tuple[Loss, ...]:
     """The lost members, the most telling cause first; sets the time of the next look for those in doubt."""
     found = []
+    testimony = take_testimony(facts)
     for member, worker in facts.members:
-        loss = _loss_of(facts, member, worker)
+        loss = _loss_of(facts, testimony, member, worker)
         if loss is not None:
             found.append(loss)
         elif worker is not None and not worker.finished:
-            draft.deadlines.append(_next_look(facts, worker))
+            draft.deadlines.append(_next_look(facts, testimony, worker))
     if found and len(found) < len(facts.members):
         found += _finished_companions(facts, {loss.member.pod_uid for loss in found})
     return tuple(sorted(found, key=lambda loss: (severity(loss.cause), loss.member.node_rank)))
 
 
-def _loss_of(facts: Facts, member: Member, worker: Worker | None) -> Loss | None:
+def _loss_of(facts: Facts, testimony: Testimony, member: Member, worker: Worker | None) -> Loss | None:
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
         since = agent.heard if agent is not None else facts.now
@@ -69,7 +71,7 @@ def _loss_of(facts: Facts, member: Member, worker: Worker | None) -> Loss | None
         or _without_node(facts, member, worker)
         or _gave_up(facts, member, worker)
         or _leaving(facts, member, worker)
-        or _silent(facts, member, worker)
+        or _silent(facts, testimony, member, worker)
     )
 
 
@@ -130,10 +132,10 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     )
 
 
-def _silent(facts: Facts, member: Member, worker: Worker) -> Loss | None:
+def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) -> Loss | None:
     if not worker.silent:
         return None
-    evidence = evidence_of_loss(facts, member, worker)
+    evidence = evidence_of_loss(testimony, member, worker, facts.now)
     if evidence is None:
         return None
     message = (
@@ -188,10 +190,10 @@ def _finished_companions(facts: Facts, lost: set[str]) -> list[Loss]:
     ]
 
 
-def _next_look(facts: Facts, worker: Worker) -> float:
+def _next_look(facts: Facts, testimony: Testimony, worker: Worker) -> float:
     """When silence could become a loss: at its deadline, then whenever training would count as stalled."""
     deadline = facts.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:
         return max(deadline, facts.now)
-    stalled = stall_deadline(facts)
+    stalled = testimony.stalls_at
     return stalled if stalled is not None and stalled > facts.now else facts.now + facts.settings.heartbeat_seconds

@@ -16,7 +16,7 @@ from trainium_operator.plan.generation import is_settled
 from trainium_operator.plan.model import CreatePod, DeletePod, PodPhase
 from trainium_operator.plan.reasons import Reason
 from trainium_operator.plan.verdicts import START_ATTEMPTS, start_failures
-from trainium_operator.plan.worker_pod import template_hash, worker_pod
+from trainium_operator.plan.worker_pod import template_hash, worker_pods
 
 if TYPE_CHECKING:
     from trainium_operator.plan.facts import Draft, Facts
@@ -63,10 +63,11 @@ def _usable_outsiders(facts: Facts, draft: Draft) -> list[Worker]:
     """Outsiders that count; the others are deleted, except the evidence of workers that do not start."""
     evidence = start_failures(facts)[-START_ATTEMPTS:]
     usable: list[Worker] = []
+    wanted = template_hash(facts.job, facts.settings) if facts.outsiders else ""
     for worker in facts.outsiders:
         if worker in evidence:
             continue
-        if worker.alive and not _outdated(facts, worker):
+        if worker.alive and not _outdated(worker, wanted):
             usable.append(worker)
             continue
         if worker.pod.phase is PodPhase.FAILED:
@@ -75,12 +76,10 @@ def _usable_outsiders(facts: Facts, draft: Draft) -> list[Worker]:
     return usable
 
 
-def _outdated(facts: Facts, worker: Worker) -> bool:
+def _outdated(worker: Worker, wanted: str) -> bool:
     """It never ran and was made from another template: a corrected image or node selector must reach it."""
     pod = worker.pod
-    if pod.phase is not PodPhase.PENDING or worker.agent is not None or not pod.template_hash:
-        return False
-    return pod.template_hash != template_hash(facts.job, facts.settings)
+    return pod.phase is PodPhase.PENDING and worker.agent is None and pod.template_hash not in ("", wanted)
 
 
 def _count(facts: Facts, draft: Draft, worker: Worker) -> None:
@@ -116,8 +115,8 @@ def _create(facts: Facts, draft: Draft, missing: int) -> None:
     highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
     first = max(draft.status.next_pod_ordinal, highest + 1)
     draft.update(next_pod_ordinal=first + missing)
-    for ordinal in range(first, first + missing):
-        draft.actions.append(CreatePod(worker_pod(facts.job, facts.settings, ordinal, draft.status.avoided_nodes)))
+    ordinals = range(first, first + missing)
+    draft.actions += map(CreatePod, worker_pods(facts.job, facts.settings, ordinals, draft.status.avoided_nodes))
 
 
 def _remove_surplus(facts: Facts, draft: Draft, outsiders: list[Worker], surplus: int) -> None:

@@ -30,9 +30,16 @@ _EXIT_MARGIN_SECONDS = 10
 _CACHE_DIRECTORY = "/var/cache/trainium"
 
 
-def worker_pod(job: JobView, settings: PlanSettings, ordinal: int, avoided: tuple[str, ...]) -> Json:
-    """The complete manifest of the pod with this ordinal; `avoided` nodes are used only when no other is left."""
+def worker_pods(job: JobView, settings: PlanSettings, ordinals: range, avoided: tuple[str, ...]) -> list[Json]:
+    """Complete manifests of the pods with these ordinals; `avoided` nodes are used only when no other is left.
+
+    They share what they have in common, so nobody may change them.
+    """
     body = pod_template(job, settings)
+    return [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals]
+
+
+def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: tuple[str, ...]) -> Json:
     name = names.pod_name(job.name, ordinal)
     metadata = {
         **body["metadata"],

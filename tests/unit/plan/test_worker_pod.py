@@ -9,11 +9,11 @@ from trainium_contract.trainer import TrainingConfig
 from trainium_operator.plan import children
 from trainium_operator.plan.model import PodPhase
 from trainium_operator.plan.template import merge_template
-from trainium_operator.plan.worker_pod import template_hash, worker_pod
+from trainium_operator.plan.worker_pod import template_hash, worker_pods
 
 
 def made(ordinal: int = 0, avoided: tuple[str, ...] = (), **changes: Any) -> Any:
-    return worker_pod(job(spec(**changes)), SETTINGS, ordinal, avoided)
+    return worker_pods(job(spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided)[0]
 
 
 def container(manifest: Any) -> Any:
@@ -197,7 +197,7 @@ def test_checkpoints_go_where_the_storage_says_below_a_folder_of_the_jobs_own(
     storage: Any, volume: Any, path: Any
 ) -> None:
     view = job(spec(checkpoint={"storage": storage}))
-    volumes = {each["name"]: each for each in worker_pod(view, SETTINGS, 0, ())["spec"]["volumes"]}
+    volumes = {each["name"]: each for each in worker_pods(view, SETTINGS, range(1), ())[0]["spec"]["volumes"]}
     assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
     assert json.loads(children.trainer_configuration(view))["checkpoint"]["path"] == path
 
