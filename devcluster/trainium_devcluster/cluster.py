@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 200.0
 _NODE_SECONDS = 120.0
+_STOP_SECONDS = 20.0
 
 
 class Cluster:
@@ -114,11 +115,7 @@ class Cluster:
         if self._owner is not None:
             if self._owner.stdin is not None:
                 self._owner.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._owner.wait(20.0)
-            if self._owner.poll() is None:
-                self._owner.kill()
-                self._owner.wait()
+            _end_process(self._owner)
             self._owner = None
         else:
             _wait_while_running(self.paths, 20.0)
@@ -277,6 +274,16 @@ def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
     if even_kept or not paths.keep.exists():
         remove_files(paths)
     return found
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process to end by itself, then ask it to, then kill it."""
+    for act in (process.terminate, process.kill):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+            return
+        act()
+    process.wait()
 
 
 def _wait_while_running(paths: ClusterPaths, seconds: float) -> None:

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def answers(path: Path) -> bool:
+    """Say whether somebody takes requests at a socket; its file alone appears a moment before that."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(path))
+    except OSError:
+        return False
+    return True
+
+
 def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
     """Send one request and return its answer; raises ClusterError when refused or not answered in `timeout` seconds."""
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_devcluster.cleanup import end_leftovers, remove_files
+from trainium_devcluster.control import answers
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def launch_supervisor(
             start_new_session=True,
         )
     deadline = time.monotonic() + _SECONDS
-    while not paths.control_socket.exists():
+    while not answers(paths.control_socket):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             process.wait()

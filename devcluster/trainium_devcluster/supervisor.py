@@ -204,7 +204,11 @@ class Supervisor:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            message = json.loads(await reader.readline())
+            line = await reader.readline()
+            if not line:  # somebody only looked whether we answer
+                writer.close()
+                return
+            message = json.loads(line)
             answer = {"ok": True, **await self._answer(message)}
         except (ClusterError, OSError) as error:
             answer = {"ok": False, "error": str(error)}
