@@ -1,0 +1,84 @@
+"""Requests over a Unix socket: answered, refused with a sentence, or given up."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_devcluster.control import answers, request
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[tuple[socket.socket, Path]]:
+    """A socket that is bound but does not listen yet."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        yield server, path
+
+
+def serve_once(server: socket.socket, answer: bytes, asked: list[object]) -> threading.Thread:
+    server.listen()
+
+    def work() -> None:
+        connection, _ = server.accept()
+        with connection, connection.makefile("rb") as lines:
+            asked.append(json.loads(lines.readline()))
+            connection.sendall(answer)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_socket_file_without_a_listener_is_nobody(listener: tuple[socket.socket, Path]) -> None:
+    server, path = listener
+    assert path.exists()
+    assert not answers(path)
+    server.listen()
+    assert answers(path)
+
+
+def test_a_request_gets_its_answer(listener: tuple[socket.socket, Path]) -> None:
+    asked: list[object] = []
+    thread = serve_once(listener[0], b'{"ok": true, "pid": 7}\n', asked)
+    assert request(listener[1], {"op": "status"}) == {"ok": True, "pid": 7}
+    thread.join()
+    assert asked == [{"op": "status"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (b'{"ok": false, "error": "There is no such node."}\n', r"^There is no such node\.$"),
+        (b'{"ok": false}\n', "refused without a reason"),
+        (b"", "closed the connection without an answer"),
+        (b"rubbish\n", "closed the connection without an answer"),
+        (b"[]\n", "refused without a reason"),
+    ],
+)
+def test_a_refusal_is_a_sentence(listener: tuple[socket.socket, Path], answer: bytes, sentence: str) -> None:
+    thread = serve_once(listener[0], answer, [])
+    with pytest.raises(ClusterError, match=sentence):
+        request(listener[1], {"op": "status"})
+    thread.join()
+
+
+def test_silence_is_given_up(listener: tuple[socket.socket, Path]) -> None:
+    listener[0].listen()
+    with pytest.raises(ClusterError, match="no answer from .* within 0 s"):
+        request(listener[1], {"op": "status"}, timeout=0.1)
+
+
+def test_a_missing_socket_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="nobody answers at .*is it running"):
+        request(tmp_path / "none", {"op": "status"})
