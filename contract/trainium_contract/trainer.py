@@ -60,7 +60,7 @@ class TokenizerConfig(ContractModel):
     path: Path | None = None
     """A `tokenizer.json` or a folder that holds one; omitted: a byte-level BPE is trained on the data and cached."""
     vocab_size: Annotated[int, Field(ge=300, le=200_000)] = 2048
-    """Vocabulary of the trained BPE; must equal the file's when `path` is given and this is set."""
+    """Vocabulary of the trained BPE; a tokenizer given by `path` has its own."""
 
 
 class DataConfig(ContractModel):

@@ -44,6 +44,8 @@ ENV_CONFIG = "TRAINIUM_CONFIG"
 ENV_MEMORY_DIRECTORY = "TRAINIUM_MEMORY_DIR"
 ENV_TOKEN_PATH = "TRAINIUM_TOKEN_PATH"  # noqa: S105 - the name of a variable that holds a path
 ENV_CA_PATH = "TRAINIUM_CA_PATH"
+ENV_RUN_ID = "TRAINIUM_RUN_ID"
+"""The TrainingJob's uid: generations of a job that was deleted and made again begin anew, also in its checkpoints."""
 ENV_NEURON_DEVICES = "TRAINIUM_NEURON_DEVICES"
 """How many Neuron devices the worker must find under /dev; unset or 0 where it has none."""
 

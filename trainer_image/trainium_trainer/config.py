@@ -20,6 +20,7 @@ from pydantic.alias_generators import to_camel
 
 from trainium_contract import worker_env
 from trainium_contract.trainer import TrainingConfig
+from trainium_trainer.data.tokenizer import vocabulary_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import ModelShape, check_parallelism, resolve_shape
 
@@ -38,6 +39,8 @@ class Launch:
     world_size: int
     generation: int
     attempt: int
+    run_id: str
+    """Names the history: the TrainingJob's uid, empty outside the operator."""
     progress_file: Path | None
     memory_directory: Path | None
 
@@ -96,12 +99,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
 
 def settle(config: TrainingConfig, launch: Launch) -> Settings:
     """Complete a configuration and check it against the launch. Raises UserError."""
-    vocabulary = config.data.tokenizer.vocab_size
-    if config.data.tokenizer.path is not None:
-        from trainium_trainer.data.tokenizer import vocabulary_of  # noqa: PLC0415 - only who brings a tokenizer pays
-
-        vocabulary = vocabulary_of(config.data.tokenizer)
-    shape = resolve_shape(config.model, vocabulary)
+    shape = resolve_shape(config.model, vocabulary_of(config.data.tokenizer))
     check_parallelism(config, shape, launch.world_size)
     return Settings(config=config, shape=shape, launch=launch)
 
@@ -116,6 +114,7 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
         world_size=_number(environment, "WORLD_SIZE", 1),
         generation=_number(environment, worker_env.ENV_GENERATION, 0),
         attempt=_number(environment, worker_env.ENV_ATTEMPT, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)),
+        run_id=environment.get(worker_env.ENV_RUN_ID, ""),
         progress_file=Path(progress) if progress else None,
         memory_directory=Path(memory) if memory else None,
     )

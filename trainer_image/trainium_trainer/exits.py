@@ -113,14 +113,18 @@ def sentence_of(error: BaseException) -> str:
         return text
     if isinstance(error, MemoryError):
         return f"out of memory: {text}; use fewer samples per micro-batch or more memory per worker"
-    first = text.split(" Exception raised from ")[0]
-    return f"{type(error).__name__}: {first}"
+    first = f"{type(error).__name__}: {text.split(' Exception raised from ')[0]}"
+    return f"lost another rank ({first})" if code_of(error) == ExitCode.PEER_LOST else first
 
 
 def report(error: BaseException, *, where: str = "") -> int:
-    """Print why the process ends (a traceback only for what no sentence explains) and return its exit code."""
+    """Print why the process ends and return its exit code.
+
+    A traceback is printed only for what no sentence explains: not for a lost peer, whose victims all report at once.
+    """
     code = code_of(error)
-    if not isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)):
+    explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
+    if not explained:
         traceback.print_exception(error, file=sys.stderr)
     line = f"{where}{sentence_of(error)}"
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user

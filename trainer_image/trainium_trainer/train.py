@@ -112,6 +112,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         generation=launch.generation,
         memory_directory=launch.memory_directory,
         config_digest=settings.digest(tokens.identity),
+        run=launch.run_id,
     )
     position = manager.resume()
     if position is None:

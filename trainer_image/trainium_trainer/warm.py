@@ -1,16 +1,18 @@
 """Everything slow that a training process needs and that does not depend on its rank.
 
 A standby process calls `warm` before it knows what it will be, and is forked when a rank must start. Invariants: no
-environment of a rank is read, no accelerator is touched, no thread is left behind, nothing is written.
+environment of a rank is read, no accelerator is touched, no thread is left behind, and nothing is written but the
+cache of tokenised data, so that a spare that steps in finds it ready.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from pathlib import Path
 
-from trainium_contract.trainer import DataParallelMode, TrainingConfig
-from trainium_trainer.exits import UserError
+from trainium_contract.trainer import DataConfig, DataParallelMode, TrainingConfig
+from trainium_trainer.exits import TrainerError, UserError
 
 _ALWAYS = (
     "trainium_trainer.cli",
@@ -25,6 +27,7 @@ _DIVIDED = (
     "torch.distributed.tensor.parallel",
     "trainium_trainer.models.parallel_plan",
 )
+_ACCELERATORS = ("nvidia[0-9]*", "neuron[0-9]*", "kfd")
 _SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded")
 
 
@@ -41,6 +44,8 @@ def warm(config_path: str | None = None) -> None:
 
     manager.warm()
     _first_step()
+    if config is not None:
+        _prepare_data(config.data)
 
 
 def _configuration(path: str | None) -> TrainingConfig | None:
@@ -52,6 +57,16 @@ def _configuration(path: str | None) -> TrainingConfig | None:
         return None
 
 
+def _prepare_data(config: DataConfig) -> None:
+    """Tokenise what is not in the cache yet; a data set from the hub waits for a rank, since its library is heavy."""
+    from trainium_trainer.data.documents import HubDataset, open_source  # noqa: PLC0415 - as above
+    from trainium_trainer.data.packing import open_tokens  # noqa: PLC0415
+
+    with contextlib.suppress(TrainerError):  # the rank will say so
+        if not isinstance(open_source(config.source, config.text_field), HubDataset):
+            open_tokens(config)
+
+
 def _import(names: tuple[str, ...]) -> None:
     for name in names:
         importlib.import_module(name)
@@ -60,12 +75,12 @@ def _import(names: tuple[str, ...]) -> None:
 def _first_step() -> None:
     """One forward and backward pass of a small model, so that kernels are chosen and memory is mapped.
 
-    Only with a build of torch that knows no accelerator: autograd would start a thread for each device.
+    Not where there is an accelerator: autograd would start a thread for each, and a driver does not survive a fork.
     """
+    if any(any(Path("/dev").glob(pattern)) for pattern in _ACCELERATORS):
+        return
     import torch  # noqa: PLC0415 - as above
 
-    if torch.version.cuda is not None or torch.version.hip is not None or hasattr(torch, "neuron"):
-        return
     from trainium_contract.trainer import ModelConfig  # noqa: PLC0415
     from trainium_trainer.models.llama import Llama, loss_sum  # noqa: PLC0415
     from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415

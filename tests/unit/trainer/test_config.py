@@ -31,7 +31,14 @@ def write(tmp_path: Path, document: Any) -> Path:
 
 def world(size: int) -> Launch:
     return Launch(
-        rank=0, local_rank=0, world_size=size, generation=0, attempt=0, progress_file=None, memory_directory=None
+        rank=0,
+        local_rank=0,
+        world_size=size,
+        generation=0,
+        attempt=0,
+        run_id="",
+        progress_file=None,
+        memory_directory=None,
     )
 
 
@@ -132,7 +139,8 @@ def test_the_digest_changes_with_what_must_not_change_and_only_then(tmp_path: Pa
 
 def test_launch_variables_are_optional_and_checked() -> None:
     assert launch_of({}) == world(1)
-    assert launch_of({"RANK": "2", "WORLD_SIZE": "4", "TRAINIUM_GENERATION": "7"}).generation == 7
+    launch = launch_of({"RANK": "2", "WORLD_SIZE": "4", "TRAINIUM_GENERATION": "7", "TRAINIUM_RUN_ID": "uid"})
+    assert (launch.generation, launch.run_id) == (7, "uid")
     with pytest.raises(UserError, match="RANK is 'x', not a number"):
         launch_of({"RANK": "x"})
     with pytest.raises(UserError, match="RANK is 4 but WORLD_SIZE is 2"):

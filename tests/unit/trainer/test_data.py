@@ -142,7 +142,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         open_tokens(config(tmp_path, tmp_path / "nothing"))
 
 
-def test_a_tokenizer_of_another_size_than_stated_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_may_be_brought_and_must_be_one(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt")
     open_tokens(config(tmp_path, tmp_path / "d.txt"))
     (file,) = (tmp_path / "cache").glob("*/tokenizer.json")
@@ -151,9 +151,7 @@ def test_a_tokenizer_of_another_size_than_stated_is_refused(tmp_path: Path) -> N
 
     size = load_tokenizer(file).get_vocab_size()
     assert vocabulary_of(TokenizerConfig(path=str(file))) == size
-    assert vocabulary_of(TokenizerConfig(path=str(file), vocab_size=size)) == size
-    with pytest.raises(UserError, match=f"vocabSize is 5000 but .* has {size} entries"):
-        vocabulary_of(TokenizerConfig(path=str(file), vocab_size=5000))
+    assert vocabulary_of(TokenizerConfig(vocab_size=512)) == 512
     with pytest.raises(UserError, match="there is no tokenizer"):
         vocabulary_of(TokenizerConfig(path=str(tmp_path / "gone")))
     (tmp_path / "broken.json").write_text("{}")
@@ -173,6 +171,22 @@ def test_changed_text_is_tokenised_anew_and_unchanged_text_is_not(tmp_path: Path
     assert meta.stat().st_mtime_ns == stamp
     path.write_text("\n".join(reversed(TEXTS)))
     assert open_tokens(config(tmp_path, path)).identity != first
+
+
+def test_a_cache_folder_that_can_never_be_written_is_the_users_to_change(tmp_path: Path) -> None:
+    write_text(tmp_path / "d.txt")
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match=r"cannot be used .*: free space there or set data.cacheDirectory"):
+        open_tokens(config(tmp_path, tmp_path / "d.txt"))
+
+
+def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it(tmp_path: Path) -> None:
+    from trainium_trainer.warm import _prepare_data
+
+    write_text(tmp_path / "d.txt")
+    _prepare_data(config(tmp_path, tmp_path / "d.txt"))
+    assert len(list((tmp_path / "cache").glob("*/meta.json"))) == 1
+    _prepare_data(config(tmp_path, tmp_path / "none.txt"))
 
 
 def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(
     assert log.read_text() == "steps is 0: use more\n"
 
 
+def test_the_victims_of_a_lost_peer_say_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits.report(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")) == 76
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lost another rank (RuntimeError: ")
+
+
 def test_an_unexpected_error_shows_its_traceback_before_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyError) as failure:
         raise KeyError("missing")

@@ -7,6 +7,7 @@ killed leaves nothing that counts, and its lock goes with it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.documents import Piece, open_source
-from trainium_trainer.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, train_tokenizer
+from trainium_trainer.data.tokenizer import (
+    end_of_document,
+    load_tokenizer,
+    tokenizer_file,
+    train_tokenizer,
+)
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from trainium_trainer.data.documents import Source
 
 _FORMAT = 2
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _BATCH = 512  # pieces tokenised at once
 
 
@@ -65,7 +72,8 @@ class TokenFile:
 def open_tokens(config: DataConfig) -> TokenFile:
     """The token file of a data configuration, built when the cache does not have it yet.
 
-    Raises UserError for unusable data, StorageError when the cache cannot be written.
+    Raises UserError for unusable data or a cache folder that can never be written, StorageError for a full or failing
+    one.
     """
     cache = cache_directory(config)
     source = open_source(config.source, config.text_field)
@@ -80,9 +88,10 @@ def open_tokens(config: DataConfig) -> TokenFile:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     except OSError as error:
-        raise StorageError(
+        kind = UserError if error.errno in _LASTING else StorageError
+        raise kind(
             f"data.cacheDirectory {cache}: cannot be used ({error.strerror or error}): "
-            "free space there or set data.cacheDirectory"
+            "free space there or set data.cacheDirectory to a folder that can be written"
         ) from error
     if len(tokens) - 1 < config.sequence_length:
         raise UserError(

@@ -38,10 +38,9 @@ def tokenizer_file(config: TokenizerConfig) -> Path:
 
 
 def vocabulary_of(config: TokenizerConfig) -> int:
-    """Entries of the configured file, from its JSON alone.
-
-    Raises UserError when the file is unusable, or when `vocabSize` was given as well and differs.
-    """
+    """Entries of the configured tokenizer; of a file by its JSON alone. Raises UserError for an unusable file."""
+    if config.path is None:
+        return config.vocab_size
     file = tokenizer_file(config)
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -53,11 +52,6 @@ def vocabulary_of(config: TokenizerConfig) -> int:
         raise UserError(
             f"data.tokenizer.path {file}: not a tokenizer.json of the `tokenizers` library: export it in that format"
         ) from error
-    if "vocab_size" in config.model_fields_set and config.vocab_size != size:
-        raise UserError(
-            f"data.tokenizer.vocabSize is {config.vocab_size} but {file} has {size} entries: "
-            "leave data.tokenizer.vocabSize out or correct the path"
-        )
     return int(size)
 
 
