@@ -67,16 +67,7 @@ def is_terminal(pod: Json) -> bool:
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
-def grace_seconds(pod: Json, previous: int = 0) -> int:
-    """Seconds that the pod has to end, given what was granted before.
-
-    A grace period only ever shrinks, and is at least 1. A forced deletion (period 0) gets the pod's own period, as a
-    kubelet grants it.
-    """
-    grace = previous
-    override = pod["metadata"].get("deletionGracePeriodSeconds")
-    if override is not None and (grace == 0 or override < grace):
-        grace = override
-    if grace == 0:
-        grace = pod["spec"].get("terminationGracePeriodSeconds") or 0
-    return max(1, grace)
+def grace_seconds(pod: Json) -> int:
+    """Seconds that the pod has to end, at least 1; a forced deletion (period 0) gets the pod's own, as on a kubelet."""
+    grace = pod["metadata"].get("deletionGracePeriodSeconds") or pod["spec"].get("terminationGracePeriodSeconds") or 0
+    return max(1, int(grace))

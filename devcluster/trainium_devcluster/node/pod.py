@@ -51,6 +51,7 @@ from trainium_devcluster.node.waiting import until
 _log = logging.getLogger(__name__)
 _VOLUME_RETRY = 1.0  # seconds; a change of a missing object ends the wait earlier
 _DELETE_RETRY = 0.5
+_BACKOFF_SHOWN_AFTER = 10.0  # seconds that a container shows how it ended, as a kubelet's next look comes that late
 _TOO_LONG = "Pod was active on the node longer than the specified deadline"
 
 
@@ -70,7 +71,6 @@ class PodRunner:
     _sandbox: bool = False
     _ended: bool = False
     _removed: bool = False  # the object is gone from the API server
-    _grace: int = 0
     _start_time: str = ""
 
     def __post_init__(self) -> None:
@@ -242,20 +242,25 @@ class PodRunner:
                 return
             left = container.backoff.remaining(state.finished_at, time.time())
             if left > 0:
-                pause = f"{container.backoff.delay:g}s"
-                where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
-                container.wait_for(
-                    "CrashLoopBackOff", f"back-off {pause} restarting failed container={container.name} pod={where}"
-                )
-                text = f"Back-off restarting failed container {container.name} in pod {where}"
-                if container.backed_off(container.backoff.delay):
-                    self._emit(Severity.WARNING, "BackOff", text, container.name)
-                pauses.append(left)
+                pauses.append(self._back_off(container, state.finished_at, left))
                 return
             container.backoff.restarted(time.time())
         pause_after = await self.setup.start(container)
         if pause_after is not None:
             pauses.append(pause_after)
+
+    def _back_off(self, container: Container, finished_at: float, left: float) -> float:
+        """Let `container` wait `left` seconds more; returns when to look again."""
+        where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
+        if container.backed_off(container.backoff.delay):
+            message = f"Back-off restarting failed container {container.name} in pod {where}"
+            self._emit(Severity.WARNING, "BackOff", message, container.name)
+        hidden = finished_at + _BACKOFF_SHOWN_AFTER - time.time()
+        if hidden > 0:
+            return min(left, hidden)
+        pause = f"back-off {container.backoff.delay:g}s"
+        container.wait_for("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
+        return left
 
     def _is_over(self) -> bool:
         """Whether no container runs that counts, and none will be started."""
@@ -286,20 +291,9 @@ class PodRunner:
     # --- Ending ------------------------------------------------------------------------------------------------------
 
     async def _terminate(self) -> None:
-        """End all containers within the grace period, which further deletions may shrink."""
-        self._grace = grace_seconds(self.pod)
-        begun = time.monotonic()
-        killing = asyncio.create_task(self._kill_all(self._grace, "Stopping container {name}"))
-        while not killing.done():
-            waiter = asyncio.create_task(self._wait())
-            await asyncio.wait({killing, waiter}, return_when=asyncio.FIRST_COMPLETED)
-            waiter.cancel()
-            shorter = grace_seconds(self.pod, self._grace)
-            if shorter < self._grace:
-                self._grace = shorter
-                for container in self.containers:
-                    container.shrink_deadline(begun + shorter)
-        await killing
+        """End all containers within the grace period."""
+        # A later deletion with a shorter period does not hasten this one: on a kubelet it does not either.
+        await self._kill_all(grace_seconds(self.pod), "Stopping container {name}")
         if not self._ended:
             for container in self.containers:
                 container.give_up()
