@@ -101,9 +101,9 @@ class Supervisor:
         self._spawn(group, self._lead(), "lease")
         self._spawn(group, runtime.keeper.run(lambda: runtime.elector.leading), "certificates")
         self._spawn(group, self._serve_agents(host), "coordinator")
-        self._spawn(group, self._when_leading_resync(), "resync")
+        self._spawn(group, self._resync(), "resync")
         for number in range(settings.workers):
-            self._spawn(group, self._when_leading_work(), f"worker {number}")
+            self._spawn(group, self._work(), f"worker {number}")
         self._spawn(group, self._watch_jobs(), "kopf")
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[None, None, None], name: str) -> None:
@@ -144,11 +144,11 @@ class Supervisor:
         port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.context)
         logger.info("agents are served on port %d", port)
 
-    async def _when_leading_work(self) -> None:
+    async def _work(self) -> None:
         await self._runtime.leading.wait()
         await self._runtime.reconciler.work()
 
-    async def _when_leading_resync(self) -> None:
+    async def _resync(self) -> None:
         # Followers list too: their copy of the jobs must not grow old either.
         await self._runtime.caches.jobs.synced.wait()
         await self._runtime.reconciler.resync(self._runtime.settings.resync)

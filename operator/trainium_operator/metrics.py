@@ -17,7 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from trainium_contract.job import ConditionStatus, ConditionType, Phase
+from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
 
 if TYPE_CHECKING:
     from trainium_contract.job import Interruption, TrainingJobStatus
@@ -52,6 +52,7 @@ class Metrics:
         self.events_dropped = gauge("events_dropped", "Events that were not written because there were too many")
         self._jobs = gauge("jobs", "TrainingJobs by phase", "phase")
         self._finished = counter("jobs_finished_total", "TrainingJobs that ended", "result")
+        self._interruptions = counter("interruptions_total", "Interruptions of training", "cause")
         self._restarts = counter("restarts_total", "Interruptions that were answered", "rung", "cause")
         self._detection = histogram("fault_detection_seconds", "From a failure to its detection", _FAULT_SECONDS)
         self._recovery = histogram("recovery_seconds", "From a failure to the first new step", _FAULT_SECONDS, "rung")
@@ -116,12 +117,19 @@ class Metrics:
 
     def _interruption(self, old: Interruption | None, new: Interruption) -> None:
         if old is None:
+            self._interruptions.labels(new.cause.value).inc()
+        if _answered(new) and not (old is not None and _answered(old)):
+            # Not before: until then the ladder may still choose another rung.
             self._restarts.labels(new.rung.value, new.cause.value).inc()
         if new.detected_seconds is not None and (old is None or old.detected_seconds is None):
             self._detection.observe(new.detected_seconds)
         if new.recovered_seconds is not None and (old is None or old.recovered_seconds is None):
             self._recovery.labels(new.rung.value).observe(new.recovered_seconds)
             self._lost_steps.inc(max(0, new.steps_lost or 0))
+
+
+def _answered(interruption: Interruption) -> bool:
+    return interruption.recovered_seconds is not None or interruption.rung is Rung.STOP
 
 
 def _holds(status: TrainingJobStatus, kind: ConditionType) -> bool:

@@ -12,7 +12,7 @@ import logging
 import random
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_operator.cluster.errors import ApiError, ConflictError, UnavailableError
+from trainium_operator.cluster.errors import ApiError, UnavailableError
 from trainium_operator.cluster.events import Note
 from trainium_operator.cluster.executor import reference_to
 from trainium_operator.cluster.work_queue import ClosedError
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNREADABLE_SECONDS = 300.0
+TELL_FROM_DELAY = 0.8
+"""Back-off in seconds from which on a failure that repeats shows as an event."""
 
 
 class Meter(Protocol):
@@ -128,9 +130,10 @@ class Reconciler:
         delay = self._queue.retry(key)
         labels = {"namespace": key[0], "job": key[1]}
         logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=labels)
-        # A conflict is the normal answer to an old copy, and an unavailable server takes no events either.
+        # A conflict is the normal answer to an old copy, an API server that has just started refuses everybody for a
+        # moment, and one that is away takes no events either: worth telling is what lasts.
         record = self._caches.jobs.store.get(key)
-        if record is None or (isinstance(error, ConflictError) and delay < 5) or isinstance(error, UnavailableError):
+        if record is None or delay < TELL_FROM_DELAY or isinstance(error, UnavailableError):
             return
         self._tell(record, "WriteFailed", str(error))
 

@@ -7,7 +7,6 @@ Invariants: TLS is always verified; nothing here retries; credentials never reac
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -209,8 +208,3 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
     configuration.disable_strict_ssl_verification = True
     configuration.connection_pool_maxsize = CONNECTIONS
     return KubernetesTransport(configuration, namespace)
-
-
-def decode_secret(data: Mapping[str, str] | None) -> dict[str, bytes]:
-    """The values of a Secret's or ConfigMap's base64 `data`."""
-    return {key: base64.b64decode(value) for key, value in (data or {}).items()}
