@@ -20,6 +20,7 @@ from plan_builders import (
 
 from trainium_contract.job import MembershipStatus, Phase, TrainingJobStatus
 from trainium_contract.messages import Transition, WorkerPhase
+from trainium_operator.plan.model import PodPhase
 
 
 def waiting(count: Any, job_spec: Any = None, since: Any = NOW, **changes: Any) -> Any:
@@ -68,7 +69,9 @@ def test_a_worker_that_is_not_warm_yet_is_waited_for() -> None:
 
 def test_an_elastic_job_starts_smaller_after_the_wait() -> None:
     elastic = spec(workers={"minReplicas": 2})
-    early = planned(waiting(3, elastic, since=NOW - 119))
+    seen = waiting(3, elastic, since=NOW - 119)
+    pending = pod(3, node="", scheduled=False, phase=PodPhase.PENDING)
+    early = planned(replace(seen, pods=(*seen.pods, pending)))
     assert published(early) is None
     assert early.requeue_after == 1.0
     late = planned(waiting(3, elastic, since=NOW - 120))
