@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def handshake(folder: Path, *, trusted: str, server: str, client: str | None, name: str) -> str:
-    """Connect over a socket pair; returns the client's common name as the server saw it, or the error."""
+    """Connect over a socket pair; returns the client's common name as the server saw it, or the errors of both."""
     theirs, ours = socket.socketpair()
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / f"{trusted}.crt"))
     serving.verify_mode = ssl.CERT_REQUIRED
@@ -45,11 +45,11 @@ def handshake(folder: Path, *, trusted: str, server: str, client: str | None, na
         with calling.wrap_socket(ours, server_hostname=name) as connection:
             connection.sendall(b"x")
     except (ssl.SSLError, OSError) as error:
-        seen.insert(0, f"client: {error}")
+        seen.append(f"client: {error}")
     thread.join()
     ours.close()
     theirs.close()
-    return seen[0]
+    return "; ".join(seen)
 
 
 @pytest.fixture(scope="module")

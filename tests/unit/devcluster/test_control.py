@@ -75,10 +75,10 @@ def test_a_refusal_is_a_sentence(listener: tuple[socket.socket, Path], answer: b
 
 def test_silence_is_given_up(listener: tuple[socket.socket, Path]) -> None:
     listener[0].listen()
-    with pytest.raises(ClusterError, match="no answer from .* within 0 s"):
+    with pytest.raises(ClusterError, match=r"no answer from .* within 0 s"):
         request(listener[1], {"op": "status"}, timeout=0.1)
 
 
 def test_a_missing_socket_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="nobody answers at .*is it running"):
+    with pytest.raises(ClusterError, match=r"nobody answers at .*is it running"):
         request(tmp_path / "none", {"op": "status"})
