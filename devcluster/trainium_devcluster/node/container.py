@@ -50,7 +50,7 @@ class Container:
     default_grace: float = 30.0
     restart_count: int = 0
     ready: bool = False
-    started: bool | None = None
+    started: bool = False
     process: Process | None = None
     backoff: Backoff = field(default_factory=Backoff)
     _attempt: int = 0
@@ -146,11 +146,11 @@ class Container:
         self._id = f"process://{os.urandom(16).hex()}"
         self._drop_old_logs()
         self._base = command
-        self.ready, self.started = False, False if self.kind is not Kind.INIT else None
+        self.ready = self.started = False
         log = self._log = LogWriter(self.folder / f"{self._attempt}.log")
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         out, err = log.pipe("stdout"), log.pipe("stderr")
-        self.emit(Severity.NORMAL, "Created", f"Container created: {self.name}", self.name)
+        self.emit(Severity.NORMAL, "Created", "Container created", self.name)
         began = time.time()
         try:
             process = self.process = self.launcher.start(command, null, out, err)
@@ -170,7 +170,7 @@ class Container:
             return
         if self.process is process:
             self.state = Running(time.time())
-            self.emit(Severity.NORMAL, "Started", f"Container started: {self.name}", self.name)
+            self.emit(Severity.NORMAL, "Started", "Container started", self.name)
             self.changed()
             await self._after_start(process)
 
@@ -197,7 +197,7 @@ class Container:
         message = self._termination_message(ended, Path(termination_log), log)
         self.process = None
         self.ready = self.kind is Kind.INIT and ended.code == 0
-        self.started = False if self.kind is not Kind.INIT else None
+        self.started = False
         self.state = Terminated(ended.code, exit_reason(ended.code), message, began, ended.at, self._id)
         remove_tree(Path(scratch))
         self.changed()
@@ -215,9 +215,8 @@ class Container:
         return probes.ProbeCallbacks(self._has_started, self._set_ready, self._unhealthy, self._failed)
 
     def _has_started(self) -> None:
-        if self.kind is not Kind.INIT:
-            self.started = True
-            self.changed()
+        self.started = True
+        self.changed()
 
     def _set_ready(self, ready: bool) -> None:
         if self.kind is not Kind.INIT:
@@ -335,7 +334,7 @@ class Container:
             message = "The container could not be located when the pod was terminated"
             self.state = Terminated(137, "ContainerStatusUnknown", message, 0.0, 0.0, "")
         self.ready = False
-        self.started = False if self.kind is not Kind.INIT else None
+        self.started = False
 
     def _drop_old_logs(self) -> None:
         for path in self.folder.glob("*.log"):

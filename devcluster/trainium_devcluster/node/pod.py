@@ -51,7 +51,6 @@ from trainium_devcluster.node.waiting import until
 _log = logging.getLogger(__name__)
 _VOLUME_RETRY = 1.0  # seconds; a change of a missing object ends the wait earlier
 _DELETE_RETRY = 0.5
-_BACKOFF_SHOWN_AFTER = 10.0  # seconds that a container shows how it ended, as a kubelet's next look comes that late
 _TOO_LONG = "Pod was active on the node longer than the specified deadline"
 
 
@@ -232,6 +231,11 @@ class PodRunner:
                     return False
         return True
 
+    def _initialized(self) -> bool:
+        """Whether all init containers have done their part, so that main containers could start."""
+        inits = [c for c in self.containers if c.kind is not Kind.MAIN]
+        return all(c.ready if c.kind is Kind.INIT else c.started for c in inits)
+
     async def _keep(self, container: Container, pauses: list[float]) -> None:
         """Start `container` if it should run and does not; a back-off is added to `pauses`."""
         if container.running:
@@ -242,22 +246,19 @@ class PodRunner:
                 return
             left = container.backoff.remaining(state.finished_at, time.time())
             if left > 0:
-                pauses.append(self._back_off(container, state.finished_at, left))
+                pauses.append(self._back_off(container, left))
                 return
             container.backoff.restarted(time.time())
         pause_after = await self.setup.start(container)
         if pause_after is not None:
             pauses.append(pause_after)
 
-    def _back_off(self, container: Container, finished_at: float, left: float) -> float:
+    def _back_off(self, container: Container, left: float) -> float:
         """Let `container` wait `left` seconds more; returns when to look again."""
         where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
         if container.backed_off(container.backoff.delay):
             message = f"Back-off restarting failed container {container.name} in pod {where}"
             self._emit(Severity.WARNING, "BackOff", message, container.name)
-        hidden = finished_at + _BACKOFF_SHOWN_AFTER - time.time()
-        if hidden > 0:
-            return min(left, hidden)
         pause = f"back-off {container.backoff.delay:g}s"
         container.wait_for("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
         return left
@@ -295,8 +296,10 @@ class PodRunner:
         # A later deletion with a shorter period does not hasten this one: on a kubelet it does not either.
         await self._kill_all(grace_seconds(self.pod), "Stopping container {name}")
         if not self._ended:
+            initialized = self._initialized()
             for container in self.containers:
-                container.give_up()
+                if initialized or container.kind is not Kind.MAIN:
+                    container.give_up()
         self._ended = True
 
     async def _kill_all(self, grace: int, message: str) -> None:

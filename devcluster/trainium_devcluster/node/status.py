@@ -52,7 +52,7 @@ State = Waiting | Running | Terminated
 
 @dataclass(frozen=True, slots=True)
 class ContainerView:
-    """One container as its status shows it. `started` is None while that has no meaning."""
+    """One container as its status shows it."""
 
     name: str
     image: str
@@ -61,7 +61,7 @@ class ContainerView:
     last: Terminated | None = None
     restart_count: int = 0
     ready: bool = False
-    started: bool | None = None
+    started: bool = False
     container_id: str = ""
     volume_mounts: tuple[Json, ...] = ()
 
@@ -161,7 +161,7 @@ def pod_status(view: PodView, now: str) -> Json:
         "hostIP": view.host_ip,
         "hostIPs": [{"ip": view.host_ip}],
         "startTime": view.start_time,
-        "observedGeneration": view.pod["metadata"].get("generation"),
+        "observedGeneration": _generation(view.pod),
         "containerStatuses": [_status(v) for v in view.containers if v.kind is Kind.MAIN],
         "conditions": _conditions(view, chosen, now),
     }
@@ -172,6 +172,14 @@ def pod_status(view: PodView, now: str) -> Json:
         status["podIP"] = view.pod_ip
         status["podIPs"] = [{"ip": view.pod_ip}]
     return status
+
+
+def _generation(pod: Json) -> int | None:
+    """The generation that the status is about; a pod that has ended is not looked at again."""
+    old = pod.get("status") or {}
+    ended = old.get("phase") in {"Succeeded", "Failed"}
+    found: int | None = old.get("observedGeneration") if ended else pod["metadata"].get("generation")
+    return found
 
 
 def _end_of(view: ContainerView) -> Terminated | None:
@@ -194,11 +202,10 @@ def _status(view: ContainerView) -> Json:
         "imageID": f"process://{view.image}" if view.container_id else "",
         "restartCount": view.restart_count,
         "ready": view.ready,
+        "started": view.started,
         "state": _state(view.state),
         "lastState": {} if view.last is None else _state(view.last),
     }
-    if view.started is not None:
-        status["started"] = view.started
     if view.container_id:
         status["containerID"] = view.container_id
     if view.volume_mounts:
@@ -228,7 +235,7 @@ def _state(state: State) -> Json:
 
 def _conditions(view: PodView, chosen: str, now: str) -> list[Json]:
     pod = view.pod
-    generation = pod["metadata"].get("generation")
+    generation = _generation(pod)
     ready = _containers_ready(view, chosen)
     wanted: list[tuple[str, str, str, str]] = [
         ("PodReadyToStartContainers", "True" if view.sandbox_ready else "False", "", ""),
