@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     Launcher = Callable[..., Job]
 
 
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+
 def curve(job: Job) -> list[tuple[Any, ...]]:
     return [(line["step"], line["loss"], line["tokens"], line["samples"]) for line in job.metrics()]
 

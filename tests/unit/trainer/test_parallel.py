@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     Launcher = Callable[..., Job]
     Metrics = list[dict[str, Any]]
 
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
 TP = "parallelism.tensor=2"
 SP = "parallelism.sequence=true"
 SHARDED = "dataParallel=FullySharded"
