@@ -1,5 +1,7 @@
 """Real gloo processes with a small training state whose right value at every step is known."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import tempfile
@@ -9,14 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from trainium_contract.trainer import CheckpointConfig, DataParallelMode
 
+from trainium_contract.trainer import CheckpointConfig, DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.storage import PosixStorage, Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 DIGEST = "settings-1"
 SHAPES = {
@@ -39,7 +45,7 @@ class Place:
     dp_rank: int = field(init=False)
     tp_rank: int = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.dp_size = self.world_size // self.tp_size
         self.dp_rank, self.tp_rank = divmod(self.rank, self.tp_size)
 
@@ -47,14 +53,14 @@ class Place:
 SOLO = Place(0, 1)
 
 
-def position(step):
+def position(step: int) -> Position:
     return Position(step=step, samples=8 * step, tokens=1000 * step)
 
 
 class State:
     """Tensors whose values are a function of the step, cut up as the place says."""
 
-    def __init__(self, place, scale=1):
+    def __init__(self, place: Place, scale: int = 1) -> None:
         self.place = place
         self.scale = scale
         self.mesh = None
@@ -65,7 +71,7 @@ class State:
         self.tensors = {name: self._make(name, 0) for name in SHAPES}
         self.tensors["optimizer.step"] = torch.zeros((), dtype=torch.int64)
 
-    def _whole(self, name, step):
+    def _whole(self, name: str, step: int) -> torch.Tensor:
         shape = SHAPES[name][0]
         if self.scale > 1:
             shape = (shape[0] * self.scale, *shape[1:])
@@ -73,7 +79,7 @@ class State:
         numel = torch.Size(shape).numel()
         return torch.arange(numel, dtype=torch.float32).reshape(shape) * 0.5 + number + 1000.0 * step
 
-    def _make(self, name, step):
+    def _make(self, name: str, step: int) -> Any:
         whole = self._whole(name, step)
         if self.mesh is None:
             return whole
@@ -97,24 +103,24 @@ class State:
             local.contiguous(), self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return dict(self.tensors)
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Any) -> None:
         pass
 
-    def local_tensors(self):
+    def local_tensors(self) -> dict[str, torch.Tensor]:
         return {name: t.to_local() if hasattr(t, "to_local") else t for name, t in self.tensors.items()}
 
     @torch.no_grad()
-    def become(self, step):
+    def become(self, step: int) -> None:
         for name in SHAPES:
             fresh = self._make(name, step)
             target, source = (t.to_local() if hasattr(t, "to_local") else t for t in (self.tensors[name], fresh))
             target.copy_(source)
         self.tensors["optimizer.step"].fill_(step)
 
-    def wrong(self, step):
+    def wrong(self, step: int) -> list[str]:
         """Names of tensors that do not have the value of this step."""
         bad = [] if int(self.tensors["optimizer.step"]) == step else ["optimizer.step"]
         for name in SHAPES:
@@ -129,7 +135,19 @@ class State:
 class Run:
     """A training loop around a manager, step by step."""
 
-    def __init__(self, place, root, memory=None, *, generation=1, run="", storage=None, retry=None, scale=1, **settings):
+    def __init__(
+        self,
+        place: Place,
+        root: Any,
+        memory: Any = None,
+        *,
+        generation: int = 1,
+        run: str = "",
+        storage: Any = None,
+        retry: Any = None,
+        scale: int = 1,
+        **settings: Any,
+    ) -> None:
         self.place = place
         self.state = State(place, scale)
         config = CheckpointConfig.model_validate(
@@ -156,7 +174,7 @@ class Run:
         if not self.resumed:
             self.state.become(0)
 
-    def advance(self, *, save=None):
+    def advance(self, *, save: Any = None) -> float:
         self.manager.before_update()
         votes = torch.tensor(self.manager.vote())
         if self.place.world_size > 1:
@@ -167,18 +185,18 @@ class Run:
         self.manager.after_step(position(self.step), decided)
         return decided
 
-    def to(self, step, *, save_at=()):
+    def to(self, step: int, *, save_at: Any = ()) -> Run:
         while self.step < step:
             self.advance(save=self.step + 1 in save_at)
         return self
 
-    def settle(self):
+    def settle(self) -> Run:
         """Wait for background saves, which a real loop never does."""
         self.manager.before_update()
         self.manager._durable.wait()
         return self
 
-    def report(self):
+    def report(self) -> dict[str, Any]:
         return {
             "step": self.resumed.step if self.resumed else None,
             "position": self.resumed,
@@ -190,25 +208,27 @@ class Run:
         }
 
 
-def solo(root, memory=None, **settings):
+def solo(root: Any, memory: Any = None, **settings: Any) -> Run:
     return Run(SOLO, root, memory, **settings)
 
 
 class SlowStorage(PosixStorage):
     """A store that takes `seconds` for every file it writes."""
 
-    def __init__(self, root, seconds):
+    def __init__(self, root: Any, seconds: float) -> None:
         super().__init__(Path(root))
         self.seconds = seconds
 
     @contextmanager
-    def open_write(self, name):
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
         with super().open_write(name) as file:
             time.sleep(self.seconds)
             yield file
 
 
-def _child(function, rank, size, tp, mode, store, arguments, results):
+def _child(
+    function: Callable[..., Any], rank: int, size: int, tp: int, mode: str, store: str, arguments: Any, results: Any
+) -> None:
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
@@ -220,14 +240,23 @@ def _child(function, rank, size, tp, mode, store, arguments, results):
         results.put((rank, function(place, *arguments), None))
         if size > 1:
             dist.barrier()
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001 - the parent process raises it
         results.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     results.close()
     results.join_thread()
     os._exit(0)
 
 
-def run_world(folder, size, function, arguments, *, tp=1, mode="Replicated", timeout=40.0):
+def run_world(
+    folder: Path,
+    size: int,
+    function: Callable[..., Any],
+    arguments: Any,
+    *,
+    tp: int = 1,
+    mode: str = "Replicated",
+    timeout: float = 40.0,
+) -> list[Any]:
     """Results of `function(place, *arguments)` by rank; raises when a rank failed."""
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()

@@ -1,6 +1,9 @@
+from __future__ import annotations
+
 import multiprocessing
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -8,19 +11,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_world import run_world
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 @pytest.fixture(scope="session", autouse=True)
-def _preloaded_processes():
+def _preloaded_processes() -> None:
     """Ranks are forked from a server that has imported torch once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "trainium_trainer.checkpoint.shards"])
+    # torch._dynamo is what the first DTensor imports.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "trainium_trainer.checkpoint.shards"])
 
 
 @pytest.fixture
-def world(tmp_path):
+def world(tmp_path: Path) -> Callable[..., list[Any]]:
     """Runs `function(place, *arguments)` on several gloo ranks and returns their results, by rank."""
 
-    def run(size, function, *arguments, tp=1, mode="Replicated", timeout=40.0):
+    def run(
+        size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        tp: int = 1,
+        mode: str = "Replicated",
+        timeout: float = 40.0,
+    ) -> list[Any]:
         return run_world(tmp_path, size, function, arguments, tp=tp, mode=mode, timeout=timeout)
 
     return run

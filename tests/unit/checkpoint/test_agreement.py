@@ -1,5 +1,8 @@
+from __future__ import annotations
+
 import math
 from itertools import product
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,38 +22,38 @@ from trainium_trainer.checkpoint.agreement import (
 from trainium_trainer.checkpoint.interfaces import Position
 
 
-def moment(step, session="a", generation=1):
+def moment(step: int, session: str = "a", generation: int = 1) -> Moment:
     return Moment(Position(step, step * 8, step * 100), generation, session)
 
 
-def claim(step, key=None, session="a", layout="L"):
+def claim(step: int, key: ShardKey | None = None, session: str = "a", layout: str = "L") -> Claim:
     return Claim(moment(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
 
 
-def view(rank, claims, *, store=None, key=None, layout="L"):
+def view(
+    rank: int, claims: Any, *, store: str | None = None, key: ShardKey | None = None, layout: str = "L"
+) -> RankView:
     return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(claims))
 
 
-def test_nothing_anywhere_is_a_fresh_start():
+def test_nothing_anywhere_is_a_fresh_start() -> None:
     assert decide([view(0, []), view(1, [])], []) == Fresh()
 
 
-def test_the_newest_step_that_any_replica_holds_wins():
+def test_the_newest_step_that_any_replica_holds_wins() -> None:
     decision = decide([view(0, [claim(4), claim(5)]), view(1, [claim(5), claim(6)]), view(2, [])], [3])
     assert isinstance(decision, FromMemory)
     assert decision.moment.position.step == 6
-    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(1, 0)], [(0, 2)]] or [
-        [(t.source, t.target) for t in batch] for batch in decision.rounds
-    ] == [[(1, 0)], [(1, 2)]]
+    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(1, 0)], [(1, 2)]]
 
 
-def test_storage_wins_only_when_it_is_strictly_newer():
+def test_storage_wins_only_when_it_is_strictly_newer() -> None:
     views = [view(0, [claim(5)])]
     assert isinstance(decide(views, [5, 2]), FromMemory)
     assert decide(views, [6, 2]) == FromDurable(6)
 
 
-def test_a_step_counts_only_when_every_shard_of_it_exists():
+def test_a_step_counts_only_when_every_shard_of_it_exists() -> None:
     left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
     views = [
         view(0, [claim(4, left), claim(5, left)], key=left),
@@ -62,7 +65,7 @@ def test_a_step_counts_only_when_every_shard_of_it_exists():
     assert decision.rounds == ()
 
 
-def test_shards_of_different_histories_are_never_mixed():
+def test_shards_of_different_histories_are_never_mixed() -> None:
     left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
     views = [
         view(0, [claim(5, left, "a"), claim(4, left, "a")], key=left),
@@ -73,13 +76,13 @@ def test_shards_of_different_histories_are_never_mixed():
     assert decision.moment == moment(4, "a")
 
 
-def test_another_layout_cannot_be_used_from_memory():
+def test_another_layout_cannot_be_used_from_memory() -> None:
     old = ShardKey(0, 2)
     assert decide([view(0, [claim(9, old)])], [3]) == FromDurable(3)
     assert decide([view(0, [claim(9)], layout="other")], []) == Fresh()
 
 
-def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it():
+def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it() -> None:
     left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
     decision = decide([view(0, [claim(7, right)], key=left), view(1, [claim(7, left)], key=right)], [])
     assert isinstance(decision, FromMemory)
@@ -89,7 +92,7 @@ def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it():
     ]
 
 
-def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it():
+def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
     assert writers(views) == {0, 4}
     assert caretakers(views) == {0, 4}
@@ -98,14 +101,14 @@ def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it():
     assert caretakers(sharded) == {0}
 
 
-def test_a_node_without_a_snapshot_receives_it_once_for_all_its_ranks():
+def test_a_node_without_a_snapshot_receives_it_once_for_all_its_ranks() -> None:
     views = [view(0, [claim(3)], store="a"), view(1, [], store="b"), view(2, [], store="b")]
     decision = decide(views, [])
     assert isinstance(decision, FromMemory)
     assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(0, 1)]]
 
 
-def test_every_combination_of_two_shards_over_three_ranks_and_two_steps():
+def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> None:
     keys = (ShardKey(0, 2), ShardKey(1, 2))
     options = [frozenset(), *(frozenset({claim(s, k)}) for s in (1, 2) for k in keys)]
     options.append(frozenset(claim(s, k) for s in (1, 2) for k in keys))
@@ -114,7 +117,7 @@ def test_every_combination_of_two_shards_over_three_ranks_and_two_steps():
         _check(views, durable)
 
 
-def _check(views, durable):
+def _check(views: Any, durable: Any) -> None:
     decision = decide(views, durable)
     needed = {v.needs for v in views}
     everything = {c for v in views for c in v.claims}
@@ -149,7 +152,7 @@ def _check(views, durable):
 
 
 @st.composite
-def clusters(draw):
+def clusters(draw: Any) -> Any:
     sharded = draw(st.booleans())
     tp = draw(st.integers(1, 3))
     dp = draw(st.integers(1, 5))
@@ -167,22 +170,28 @@ def clusters(draw):
     ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(clusters(), st.lists(st.integers(0, 5), max_size=3))
-def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(views, durable):
-    _check([RankView(v.rank, v.store, v.needs, v.layout, frozenset(c for c in v.claims if c.layout == "L")) for v in views], durable)
+def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(views: Any, durable: Any) -> None:
+    _check(
+        [
+            RankView(v.rank, v.store, v.needs, v.layout, frozenset(c for c in v.claims if c.layout == "L"))
+            for v in views
+        ],
+        durable,
+    )
     decide(views, durable)
 
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(), st.lists(st.integers(0, 5), max_size=3), st.randoms())
-def test_the_order_of_the_reports_does_not_matter(views, durable, random):
+def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
     shuffled = list(views)
     random.shuffle(shuffled)
     assert decide(views, durable) == decide(shuffled, durable)
 
 
-def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds():
+def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
     decision = decide([view(0, [claim(1)]), *(view(rank, []) for rank in range(1, 101))], [])
     assert isinstance(decision, FromMemory)
     assert len(decision.rounds) == 7

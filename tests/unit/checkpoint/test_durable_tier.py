@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 import os
 import resource
@@ -5,12 +7,13 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pytest
-from checkpoint_world import SlowStorage, position, solo
+from checkpoint_world import Run, SlowStorage, position, solo
 from safetensors import safe_open
-from trainium_contract.exit_codes import ExitCode
 
+from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.checkpoint import commit as commits
 from trainium_trainer.checkpoint.commit import FenceToken
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
@@ -18,12 +21,19 @@ from trainium_trainer.checkpoint.inspect import inspect, list_checkpoints
 from trainium_trainer.checkpoint.storage import PosixStorage, Retry
 from trainium_trainer.exits import code_of
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
-def folders(root):
+
+# The first test pays for importing torch in the server that ranks are forked from.
+pytestmark = pytest.mark.timeout(180)
+
+
+def folders(root: Any) -> list[str]:
     return sorted(path.name for path in Path(root).iterdir() if path.is_dir())
 
 
-def trained(root, *steps, **settings):
+def trained(root: Any, *steps: int, **settings: Any) -> Run:
     run = solo(root, **settings)
     for step in steps:
         run.to(step, save_at=(step,)).settle()
@@ -31,13 +41,13 @@ def trained(root, *steps, **settings):
     return run
 
 
-def test_a_saved_state_comes_back(tmp_path):
+def test_a_saved_state_comes_back(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     again = solo(tmp_path)
     report = again.report()
     assert (report["position"], report["wrong"], report["source"], report["durable"]) == (position(3), [], "durable", 3)
     assert folders(tmp_path) == ["step-3"]
-    assert sorted(os.listdir(tmp_path / "step-3")) == [
+    assert sorted(path.name for path in (tmp_path / "step-3").iterdir()) == [
         "COMMITTED",
         "index.json",
         "manifest.json",
@@ -45,7 +55,7 @@ def test_a_saved_state_comes_back(tmp_path):
     ]
 
 
-def test_any_safetensors_reader_opens_the_files(tmp_path):
+def test_any_safetensors_reader_opens_the_files(tmp_path: Path) -> None:
     run = trained(tmp_path, 2)
     with safe_open(tmp_path / "step-2" / "shard-00000.safetensors", framework="pt") as file:
         assert set(file.keys()) == set(run.state.tensors)
@@ -53,7 +63,7 @@ def test_any_safetensors_reader_opens_the_files(tmp_path):
         assert int(file.get_tensor("optimizer.step")) == 2
 
 
-def test_steps_taken_while_a_slow_store_writes_do_not_leak_into_the_checkpoint(tmp_path):
+def test_steps_taken_while_a_slow_store_writes_do_not_leak_into_the_checkpoint(tmp_path: Path) -> None:
     run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.2))
     run.settle()
     run.to(1, save_at=(1,))
@@ -67,7 +77,7 @@ def test_steps_taken_while_a_slow_store_writes_do_not_leak_into_the_checkpoint(t
     assert (again.resumed.step, again.wrong) == (1, [])
 
 
-def test_a_save_that_is_due_while_one_is_under_way_is_skipped(tmp_path):
+def test_a_save_that_is_due_while_one_is_under_way_is_skipped(tmp_path: Path) -> None:
     run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.1), durable={"everySteps": 1})
     run.settle()
     decisions = [run.advance() for _ in range(30)]
@@ -79,7 +89,7 @@ def test_a_save_that_is_due_while_one_is_under_way_is_skipped(tmp_path):
     assert run.manager.durable_step == 31
 
 
-def test_saves_follow_the_clock(tmp_path):
+def test_saves_follow_the_clock(tmp_path: Path) -> None:
     now = [0.0]
     run = solo(tmp_path, durable={"everySeconds": 60})
     run.manager._clock = lambda: now[0]
@@ -96,7 +106,7 @@ def test_saves_follow_the_clock(tmp_path):
     assert run.manager.durable_step == 3
 
 
-def test_a_checkpoint_is_committed_when_its_write_ends_and_not_at_the_next_save(tmp_path):
+def test_a_checkpoint_is_committed_when_its_write_ends_and_not_at_the_next_save(tmp_path: Path) -> None:
     run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.01))
     run.to(1, save_at=(1,))
     deadline = time.monotonic() + 20
@@ -109,24 +119,24 @@ def test_a_checkpoint_is_committed_when_its_write_ends_and_not_at_the_next_save(
 class StoppingStorage(PosixStorage):
     """A store at which the process dies (here: never returns) before the access that `stop` picks."""
 
-    def __init__(self, root, stop):
+    def __init__(self, root: Any, stop: str) -> None:
         super().__init__(Path(root))
         self.stop = stop
         self.reached = threading.Event()
 
-    def _maybe(self, what):
+    def _maybe(self, what: str) -> None:
         if self.stop in what:
             self.reached.set()
             threading.Event().wait()
 
     @contextmanager
-    def open_write(self, name):
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
         self._maybe(f"write {name}")
         with super().open_write(name) as file:
             yield file
             self._maybe(f"written {name}")
 
-    def rename(self, old, new):
+    def rename(self, old: str, new: str) -> None:
         self._maybe(f"rename {new}")
         super().rename(old, new)
 
@@ -135,7 +145,7 @@ class StoppingStorage(PosixStorage):
     "stop",
     ["write step-6.tmp", "written step-6.tmp", "index.json", "manifest.json", "rename step-6", "step-6/COMMITTED"],
 )
-def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before_it(tmp_path, stop):
+def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before_it(tmp_path: Path, stop: str) -> None:
     trained(tmp_path, 3)
     run = solo(tmp_path, storage=(storage := StoppingStorage(tmp_path, stop)))
     run.to(6, save_at=(6,))
@@ -149,7 +159,7 @@ def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before
     assert (third.resumed.step, third.wrong) == (6, [])
 
 
-def test_a_process_that_dies_right_after_the_commit_leaves_the_new_checkpoint(tmp_path):
+def test_a_process_that_dies_right_after_the_commit_leaves_the_new_checkpoint(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     run = solo(tmp_path)
     run.to(6, save_at=(6,)).settle()
@@ -157,30 +167,32 @@ def test_a_process_that_dies_right_after_the_commit_leaves_the_new_checkpoint(tm
     assert (again.resumed.step, again.wrong) == (6, [])
 
 
-def damage_cut(folder):
+def damage_cut(folder: Path) -> None:
     path = folder / "shard-00000.safetensors"
     os.truncate(path, path.stat().st_size - 10)
 
 
-def damage_bit(folder):
+def damage_bit(folder: Path) -> None:
     path = folder / "shard-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-100] ^= 8
     path.write_bytes(data)
 
 
-def damage_lost_file(folder):
+def damage_lost_file(folder: Path) -> None:
     (folder / "index.json").unlink()
 
 
-def damage_manifest(folder):
+def damage_manifest(folder: Path) -> None:
     raw = json.loads((folder / "manifest.json").read_text())
     raw["tokens"] += 1
     (folder / "manifest.json").write_text(json.dumps(raw))
 
 
 @pytest.mark.parametrize("damage", [damage_cut, damage_bit, damage_lost_file, damage_manifest])
-def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, damage, caplog):
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     trained(tmp_path, 2, 4)
     damage(tmp_path / "step-4")
     again = solo(tmp_path)
@@ -194,24 +206,24 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(tmp_p
     assert (third.resumed.step, third.wrong, third.manager.warnings) == (4, [], [])
 
 
-def test_when_no_checkpoint_is_whole_a_person_decides(tmp_path):
+def test_when_no_checkpoint_is_whole_a_person_decides(tmp_path: Path) -> None:
     trained(tmp_path, 2, 4)
     damage_bit(tmp_path / "step-2")
     damage_cut(tmp_path / "step-4")
-    with pytest.raises(UnusableCheckpointError, match="none is whole.*restore one from a backup") as caught:
+    with pytest.raises(UnusableCheckpointError, match=r"none is whole.*restore one from a backup") as caught:
         solo(tmp_path)
     assert code_of(caught.value) == ExitCode.USER_ERROR
     assert folders(tmp_path) == ["step-2", "step-4"]
 
 
-def test_other_settings_are_refused_instead_of_started_over(tmp_path):
+def test_other_settings_are_refused_instead_of_started_over(tmp_path: Path) -> None:
     trained(tmp_path, 2)
-    with pytest.raises(UnusableCheckpointError, match="written with other settings") as caught:
+    with pytest.raises(UnusableCheckpointError, match=r"written with other settings") as caught:
         solo(tmp_path, digest="settings-2")
     assert code_of(caught.value) == ExitCode.USER_ERROR
 
 
-def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path):
+def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2, 3, 4, durable={"keepLast": 2})
     assert folders(tmp_path) == ["step-3", "step-4"]
     damage_bit(tmp_path / "step-4")
@@ -221,14 +233,14 @@ def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path):
     assert folders(tmp_path) == ["step-5"]
 
 
-def test_nothing_is_removed_before_the_next_commit(tmp_path):
+def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2, 3)
     run = solo(tmp_path, durable={"keepLast": 1}).settle()
     assert folders(tmp_path) == ["step-1", "step-2", "step-3"]
     run.manager.close()
 
 
-def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path):
+def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     for name in ("step-7.tmp-g1-abc", "step-9"):
         (tmp_path / name).mkdir()
@@ -238,7 +250,7 @@ def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path):
     assert folders(tmp_path) == ["notes", "step-1"]
 
 
-def test_an_older_generation_cannot_commit(tmp_path):
+def test_an_older_generation_cannot_commit(tmp_path: Path) -> None:
     old = solo(tmp_path, generation=1).settle()
     new = solo(tmp_path, generation=2).settle()
     new.to(1, save_at=(1,)).settle()
@@ -251,7 +263,7 @@ def test_an_older_generation_cannot_commit(tmp_path):
         solo(tmp_path, generation=1)
 
 
-def test_an_earlier_attempt_of_the_same_generation_cannot_commit(tmp_path):
+def test_an_earlier_attempt_of_the_same_generation_cannot_commit(tmp_path: Path) -> None:
     old = solo(tmp_path).settle()
     solo(tmp_path).settle()
     old.to(2, save_at=(2,))
@@ -260,7 +272,7 @@ def test_an_earlier_attempt_of_the_same_generation_cannot_commit(tmp_path):
     assert folders(tmp_path) == []
 
 
-def test_a_job_made_anew_takes_over_its_folder_at_generation_one(tmp_path):
+def test_a_job_made_anew_takes_over_its_folder_at_generation_one(tmp_path: Path) -> None:
     trained(tmp_path, 3, generation=7, run="first")
     again = solo(tmp_path, generation=1, run="second")
     assert (again.resumed.step, again.wrong) == (3, [])
@@ -268,14 +280,14 @@ def test_a_job_made_anew_takes_over_its_folder_at_generation_one(tmp_path):
     assert again.manager.durable_step == 4
 
 
-def test_a_bare_number_is_a_fence_too(tmp_path):
+def test_a_bare_number_is_a_fence_too(tmp_path: Path) -> None:
     (tmp_path / "GENERATION").write_text("5\n")
     assert commits.read_fence(PosixStorage(tmp_path)) == FenceToken(5, "", "")
     with pytest.raises(StaleGenerationError):
         solo(tmp_path, generation=4)
 
 
-def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path):
+def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/inside: .*choose another checkpoint\.path") as caught:
         solo(tmp_path / "file" / "inside")
@@ -286,7 +298,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path):
             solo(tmp_path / "locked")
 
 
-def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(tmp_path):
+def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(tmp_path: Path) -> None:
     waits = []
     run = solo(tmp_path, retry=Retry(delays=(0.5, 2.0), sleep=waits.append)).settle()
     trained_before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -307,12 +319,12 @@ def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(t
 class FullStorage(PosixStorage):
     """A store that is full for the first `failures` files."""
 
-    def __init__(self, root, failures):
+    def __init__(self, root: Any, failures: int) -> None:
         super().__init__(Path(root))
         self.failures = failures
 
     @contextmanager
-    def open_write(self, name):
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
         if "step-" in name and self.failures:
             self.failures -= 1
             raise OSError(28, os.strerror(28))
@@ -320,7 +332,7 @@ class FullStorage(PosixStorage):
             yield file
 
 
-def test_a_store_that_is_full_for_a_moment_costs_a_retry(tmp_path):
+def test_a_store_that_is_full_for_a_moment_costs_a_retry(tmp_path: Path) -> None:
     waits = []
     retry = Retry(delays=(0.5, 2.0), sleep=waits.append)
     run = solo(tmp_path, storage=FullStorage(tmp_path, 2), retry=retry).settle()
@@ -329,14 +341,14 @@ def test_a_store_that_is_full_for_a_moment_costs_a_retry(tmp_path):
     assert solo(tmp_path).resumed.step == 1
 
 
-def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_path):
+def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     waits = []
     retry = Retry(delays=(0.5, 2.0), sleep=waits.append)
     run = solo(tmp_path, storage=FullStorage(tmp_path, 99), retry=retry).settle()
     run.to(2, save_at=(2,))
     run.manager._durable._thread.join()
-    with pytest.raises(StorageError, match="the store is full.*free space") as caught:
+    with pytest.raises(StorageError, match=r"the store is full.*free space") as caught:
         run.advance()
     assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     assert waits == [0.5, 2.0]
@@ -344,7 +356,7 @@ def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not Path("/dev/shm").is_dir(), reason="needs root to mount a small tmpfs")
-def test_a_really_full_file_system(tmp_path):
+def test_a_really_full_file_system(tmp_path: Path) -> None:
     import subprocess
 
     small = tmp_path / "small"
@@ -364,7 +376,7 @@ def test_a_really_full_file_system(tmp_path):
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_finishing_commits_the_last_step_and_only_once(tmp_path):
+def test_finishing_commits_the_last_step_and_only_once(tmp_path: Path) -> None:
     run = solo(tmp_path).to(3)
     run.manager.finish(position(3))
     assert run.manager.durable_step == 3
@@ -373,13 +385,13 @@ def test_finishing_commits_the_last_step_and_only_once(tmp_path):
     assert (tmp_path / "step-3" / "COMMITTED").stat().st_mtime_ns == written
 
 
-def test_yielding_without_a_memory_folder_saves_durably(tmp_path):
+def test_yielding_without_a_memory_folder_saves_durably(tmp_path: Path) -> None:
     run = solo(tmp_path).to(3)
     run.manager.yield_(position(3))
     assert run.manager.durable_step == 3
 
 
-def test_the_newer_of_memory_and_storage_is_resumed(tmp_path):
+def test_the_newer_of_memory_and_storage_is_resumed(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(6, save_at=(4,)).settle()
     run.manager.close()
     again = solo(tmp_path / "root", tmp_path / "memory")
@@ -392,7 +404,7 @@ def test_the_newer_of_memory_and_storage_is_resumed(tmp_path):
     third.manager.close()
 
 
-def test_inspect_lists_what_is_there(tmp_path):
+def test_inspect_lists_what_is_there(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2, 3)
     damage_bit(tmp_path / "step-2")
     (tmp_path / "step-9").mkdir()
@@ -409,7 +421,7 @@ def test_inspect_lists_what_is_there(tmp_path):
     assert "no checkpoints" in inspect(tmp_path / "step-9")
 
 
-def test_a_state_with_something_other_than_tensors_is_refused(tmp_path):
+def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) -> None:
     run = solo(tmp_path).settle()
     run.state.state_dict = lambda: {"lr": 0.1}
     with pytest.raises(TypeError, match="lr is float"):

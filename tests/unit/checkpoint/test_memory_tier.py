@@ -1,6 +1,9 @@
+from __future__ import annotations
+
 import multiprocessing
 import random
 import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,12 +15,20 @@ from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.layout import Layout, checksum
 from trainium_trainer.checkpoint.memory import MemoryTier
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
-def snapshots(memory):
+
+# The first test pays for importing torch in the server that ranks are forked from.
+pytestmark = pytest.mark.timeout(180)
+
+
+def snapshots(memory: Any) -> list[Path]:
     return sorted(memory.glob("*.snapshot"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def newest(memory, step):
+def newest(memory: Any, step: int) -> Path:
     from trainium_trainer.checkpoint.snapshot import read_header
 
     for path in snapshots(memory):
@@ -27,7 +38,7 @@ def newest(memory, step):
     raise AssertionError(f"no snapshot of step {step}")
 
 
-def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path):
+def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(5)
     run.manager.close()
     again = solo(tmp_path / "root", tmp_path / "memory")
@@ -43,7 +54,7 @@ def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path):
     again.manager.close()
 
 
-def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path):
+def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(9)
     run.manager.close()
     assert len(snapshots(tmp_path / "memory")) == 3
@@ -60,8 +71,8 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path):
     tier.close()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path, seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, seed: int) -> None:
     context = multiprocessing.get_context("forkserver")
     completed = context.Value("l", 0)
     process = context.Process(
@@ -92,7 +103,9 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path, seed):
         (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "header is altered"),
     ],
 )
-def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(tmp_path, harm, sentence):
+def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, harm: Callable[[bytes], bytes], sentence: str
+) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(6)
     run.manager.close()
     path = newest(tmp_path / "memory", 6)
@@ -107,7 +120,7 @@ def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(tmp_p
     third.manager.close()
 
 
-def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path):
+def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(6)
     run.manager.close()
     path = newest(tmp_path / "memory", 6)
@@ -117,7 +130,7 @@ def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path):
     again.manager.close()
 
 
-def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path):
+def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
     old = solo(tmp_path / "root", tmp_path / "memory", generation=3).to(4)
     new = solo(tmp_path / "root", tmp_path / "memory", generation=4)
     assert (new.resumed.step, new.wrong) == (4, [])
@@ -131,7 +144,7 @@ def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_pat
         solo(tmp_path / "root", tmp_path / "memory", generation=3)
 
 
-def test_snapshots_of_other_settings_are_not_used(tmp_path):
+def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(4)
     run.manager.close()
     other = solo(tmp_path / "other", tmp_path / "memory", digest="settings-2")
@@ -140,7 +153,7 @@ def test_snapshots_of_other_settings_are_not_used(tmp_path):
     other.manager.close()
 
 
-def test_leftovers_of_another_layout_are_removed(tmp_path):
+def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
     state = State(SOLO)
     memory = tmp_path / "memory"
     for key in (ShardKey(1, 2, 0, 2), ShardKey(0, 4)):
@@ -162,7 +175,7 @@ def test_leftovers_of_another_layout_are_removed(tmp_path):
     assert {path.name.split("-")[1] for path in snapshots(memory)} == {"t0of1"}
 
 
-def test_an_abandoned_future_is_forgotten_at_resume(tmp_path):
+def test_an_abandoned_future_is_forgotten_at_resume(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(6)
     run.manager.close()
     path = newest(tmp_path / "memory", 5)
@@ -179,11 +192,13 @@ def test_an_abandoned_future_is_forgotten_at_resume(tmp_path):
     third.manager.close()
 
 
-def test_no_room_in_memory_switches_the_tier_off_with_a_sentence(tmp_path, monkeypatch):
+def test_no_room_in_memory_switches_the_tier_off_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
     import os
 
-    def full(*_):
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -196,7 +211,7 @@ def test_no_room_in_memory_switches_the_tier_off_with_a_sentence(tmp_path, monke
     assert (again.resumed.step, again.wrong, again.report()["source"]) == (3, [], "durable")
 
 
-def test_every_single_bit_changes_the_checksum():
+def test_every_single_bit_changes_the_checksum() -> None:
     payload = torch.randint(0, 255, (3 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     before = checksum(payload)
     places = random.Random(2)
@@ -210,7 +225,7 @@ def test_every_single_bit_changes_the_checksum():
     assert checksum(blocks[[1, 0, 2]].reshape(-1)) != before
 
 
-def test_snapshots_every_few_steps(tmp_path):
+def test_snapshots_every_few_steps(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
     run.manager.close()
     again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
@@ -218,7 +233,7 @@ def test_snapshots_every_few_steps(tmp_path):
     again.manager.close()
 
 
-def test_yielding_snapshots_also_between_intervals(tmp_path):
+def test_yielding_snapshots_also_between_intervals(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
     run.manager.yield_(position(8))
     assert run.manager.memory_step == 8
@@ -226,3 +241,11 @@ def test_yielding_snapshots_also_between_intervals(tmp_path):
     again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
     assert (again.resumed.step, again.wrong, again.manager.durable_step) == (8, [], -1)
     again.manager.close()
+
+
+def test_a_memory_folder_that_cannot_be_made_switches_the_tier_off_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = solo(tmp_path / "root", tmp_path / "file" / "inside").to(2)
+    assert ["memory snapshots are off" in warning for warning in run.manager.warnings] == [True]
+    run.manager.yield_(position(2))
+    assert run.manager.durable_step == 2

@@ -102,15 +102,7 @@ class CheckpointManager:
         self._open_group()
         key = self._shard_key()
         layout = Layout.of(self._state.local_tensors())
-        if self._memory_directory is not None:
-            self._memory = MemoryTier(
-                self._memory_directory,
-                key=key,
-                layout=layout,
-                generation=self._generation,
-                session=self._session,
-                config_digest=self._config_digest,
-            )
+        self._memory = self._open_memory(key, layout)
         token = FenceToken(self._generation, self._run, self._session)
         outcome = Resumption(
             state=self._state,
@@ -210,6 +202,27 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
             dist.broadcast_object_list(session, src=0, group=self._group)
         self._session = session[0]
+
+    def _open_memory(self, key: ShardKey, layout: Layout) -> MemoryTier | None:
+        if self._memory_directory is None:
+            return None
+        try:
+            return MemoryTier(
+                self._memory_directory,
+                key=key,
+                layout=layout,
+                generation=self._generation,
+                session=self._session,
+                config_digest=self._config_digest,
+            )
+        except OSError as error:
+            sentence = (
+                f"memory snapshots are off on rank {self._mesh.rank}: {self._memory_directory}: {error.strerror}: give "
+                "the worker a memory volume that it can write, or set checkpoint.memory.everySteps to 0"
+            )
+            self.warnings.append(sentence)
+            log.warning("%s", sentence)
+            return None
 
     def _shard_key(self) -> ShardKey:
         mesh = self._mesh

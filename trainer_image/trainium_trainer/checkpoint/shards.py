@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -106,9 +105,7 @@ class ShardWriter(StorageWriter):
         where = f"{self._storage.location}/{self._folder}"
         results: list[WriteResult] = []
         if items:
-            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write", initializer=_give_way) as pool:
-                write = pool.submit(self._retry.run, lambda: self._write_file(name, items, planner), where)
-                results = write.result()
+            results = _giving_way(lambda: self._retry.run(lambda: self._write_file(name, items, planner), where))
         future.set_result(results)
         return future
 
@@ -236,11 +233,30 @@ class ShardReader(StorageReader):
         return tensor
 
 
-def _give_way() -> None:
-    """Let training go first: hashing and writing are most of a save's work and hold no lock that training needs."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+def _giving_way(work: Callable[[], list[WriteResult]]) -> list[WriteResult]:
+    """The outcome of `work`, done at a low priority so that training goes first.
+
+    Hashing and writing are most of a save's work and hold no lock that training needs. The thread is a daemon: a store
+    that hangs must not keep the process from leaving.
+    """
+    outcome: list[list[WriteResult] | BaseException] = []
+
+    def run() -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="checkpoint-write", daemon=True)
+    thread.start()
+    thread.join()
+    result = outcome[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _rank() -> int:
