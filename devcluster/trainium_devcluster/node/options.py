@@ -43,6 +43,7 @@ class NodeOptions:
     serving_ca_cert: Path | None
     serving_ca_key: Path | None
     claims_dir: Path
+    heartbeat_seconds: float
 
 
 def parse(argv: list[str]) -> NodeOptions:
@@ -74,6 +75,9 @@ def parse(argv: list[str]) -> NodeOptions:
         "--serving-ca-cert", type=Path, default=None, help="authority that signs the node's own certificate"
     )
     parser.add_argument("--serving-ca-key", type=Path, default=None, help="its key")
+    parser.add_argument(
+        "--heartbeat", type=float, default=10.0, metavar="SECONDS", help="how often the node shows that it lives"
+    )
     parser.add_argument("--claims-dir", type=Path, default=None, help="where claims of our storage class live")
     return _checked(parser, parser.parse_args(argv))
 
@@ -84,6 +88,8 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NodeO
     host, _, port = args.api_server.rpartition(":")
     if not host or not port.isdigit():
         parser.error(f"--api-server {args.api_server!r} must be host:port")
+    if not args.heartbeat > 0:
+        parser.error(f"--heartbeat {args.heartbeat:g} must be more than 0 seconds")
     capacity = {
         "cpu": args.cpu,
         "memory": args.memory,
@@ -115,6 +121,7 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NodeO
         serving_ca_cert=args.serving_ca_cert,
         serving_ca_key=args.serving_ca_key,
         claims_dir=(args.claims_dir or state.parent / "claims").absolute(),
+        heartbeat_seconds=args.heartbeat,
     )
 
 

@@ -1,7 +1,9 @@
 """The Node object: registering it, its conditions, and the lease that says that the node lives.
 
-Invariants: the lease is renewed every 10 s and only then; status is written when it changes and every five minutes. A
-condition set by a fault control stays until it is cleared, and wins over the node's own.
+Invariants: the lease is renewed once a heartbeat and only then; status is written when it changes, every five minutes,
+and when a heartbeat finds that the API server has it otherwise (the controller manager calls a silent node Unknown, and
+only the node itself takes that back). A condition set by a fault control stays until it is cleared, and wins over the
+node's own.
 """
 
 import asyncio
@@ -20,7 +22,6 @@ from trainium_devcluster.node.waiting import until
 _log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 40
-_RENEW_SECONDS = 10.0
 _STATUS_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _NOT_FOUND, _CONFLICT = 404, 409
@@ -55,6 +56,8 @@ class Registration:
     _forced: dict[str, Condition] = field(default_factory=dict)
     _transitions: dict[str, tuple[str, str]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _cleared: set[str] = field(default_factory=set)
+    _written: float = 0.0
     _boot_id: str = field(default_factory=lambda: os.urandom(16).hex())
 
     async def register(self) -> None:
@@ -79,15 +82,13 @@ class Registration:
     def set_condition(self, condition: Condition) -> None:
         """Report `condition` from now on, instead of the node's own of the same type."""
         self._forced[condition.type] = condition
+        self._cleared.discard(condition.type)
         self._changed.set()
 
     def clear_condition(self, kind: str) -> None:
-        """Report the node's own condition again; one that it does not have by itself becomes False."""
-        if kind in self._forced:
-            if kind in {"Ready", *(k for k, _, _ in _HEALTHY)}:
-                del self._forced[kind]
-            else:
-                self._forced[kind] = Condition(kind, "False", "Cleared", "cleared by a fault control")
+        """Report the node's own condition again; one that it does not have by itself is removed."""
+        if self._forced.pop(kind, None) is not None:
+            self._cleared.add(kind)
         self._changed.set()
 
     def allocatable(self) -> dict[str, str]:
@@ -131,6 +132,7 @@ class Registration:
         own = [Condition(kind, "False", reason, message) for kind, reason, message in _HEALTHY]
         own.append(Condition("Ready", "True", "KubeletReady", "the process node is posting ready status"))
         merged = {c.type: c for c in own} | self._forced
+        self._cleared.difference_update(merged)
         now = timestamp(time.time())
         found = []
         for condition in merged.values():
@@ -148,7 +150,7 @@ class Registration:
                     "lastTransitionTime": since,
                 }
             )
-        return found
+        return found + [{"type": kind, "$patch": "delete"} for kind in sorted(self._cleared)]
 
     async def _write_status(self) -> None:
         uname = platform.uname()
@@ -176,13 +178,23 @@ class Registration:
             },
         }
         self.node = await self.api.patch(f"{self._path}/status", {"status": status})
+        self._written = time.monotonic()
+
+    async def _is_stale(self) -> bool:
+        """Say whether the API server's view of this node's conditions is not the node's own."""
+        if time.monotonic() - self._written > _STATUS_SECONDS:
+            return True
+        node = await self.api.get(self._path)
+        theirs = {item["type"]: item["status"] for item in node.get("status", {}).get("conditions", [])}
+        return any(theirs.get(item["type"]) != item.get("status") for item in self._conditions())
 
     async def _keep_status(self) -> None:
         while True:
-            await until(self._changed, _STATUS_SECONDS)
+            changed = await until(self._changed, self.options.heartbeat_seconds)
             self._changed.clear()
             try:
-                await self._write_status()
+                if changed or await self._is_stale():
+                    await self._write_status()
             except ApiError as error:
                 _log.warning("node status: %s", error)
                 if error.status == _NOT_FOUND:
@@ -214,7 +226,7 @@ class Registration:
 
     async def _keep_lease(self) -> None:
         while True:
-            await asyncio.sleep(_RENEW_SECONDS)
+            await asyncio.sleep(self.options.heartbeat_seconds)
             try:
                 await self._renew()
             except (ApiError, Unreachable) as error:
