@@ -217,6 +217,7 @@ class Story:
             node = self.lose_node(run)
             self.cluster.faults.start_node(node)
             self.view.say(f"{node} is powered on again; the operator refills the spare")
+            self.until(run, "a new warm spare", lambda: run.watch.status.get("spares", 0) >= 1)
             self.until_step(run, at[2])
             self.resize(run, 3)
             self.until_step(run, at[3])
@@ -228,7 +229,7 @@ class Story:
 
     def reference(self) -> Run:
         """The same job, left alone."""
-        with self.run("reference", spares=0) as run:
+        with self.run("reference", spares=0, minReplicas=4) as run:
             self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
             run.log.refresh()
             self.view.say("the undisturbed run is complete")
