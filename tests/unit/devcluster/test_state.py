@@ -101,12 +101,18 @@ def test_the_grace_of_a_silent_node_is_kubernetes_own_unless_chosen(tmp_path: Pa
     assert "--node-monitor-period=0.8s" in quick
 
 
+def test_nodes_show_that_they_live_several_times_within_the_grace() -> None:
+    assert ClusterSpec("dev").heartbeat_seconds == 10
+    assert ClusterSpec("dev", node_monitor_grace_seconds=4).heartbeat_seconds == 1
+    assert ClusterSpec("dev", node_monitor_grace_seconds=300).heartbeat_seconds == 10
+
+
 def test_a_node_is_started_with_all_that_it_claims_to_have(tmp_path: Path) -> None:
     spec = NodeSpec("node-1", neuron=4, efa=2, cpu="2", memory="4Gi", labels={"zone": "a"}, taints=("k=v:NoExecute",))
-    command = " ".join(node_command(spec, ClusterPaths(tmp_path), PORTS, Path("/venv/bin")))
+    command = " ".join(node_command(spec, ClusterPaths(tmp_path), PORTS, Path("/venv/bin"), 1.0))
     for part in (
         "--name node-1", "--neuron 4", "--efa 2", "--cpu 2", "--memory 4Gi", "--label zone=a", "--taint k=v:NoExecute",
-        "--venv-bin /venv/bin", "--api-server 127.0.0.1:3",
+        "--venv-bin /venv/bin", "--api-server 127.0.0.1:3", "--heartbeat 1",
     ):  # fmt: skip
         assert part in command
 
