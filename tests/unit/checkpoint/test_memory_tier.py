@@ -132,6 +132,7 @@ def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path
 
 def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
     old = solo(tmp_path / "root", tmp_path / "memory", generation=3).to(4)
+    old.manager.before_update()
     new = solo(tmp_path / "root", tmp_path / "memory", generation=4)
     assert (new.resumed.step, new.wrong) == (4, [])
     with pytest.raises(StaleGenerationError, match="belongs to generation 4"):
