@@ -40,12 +40,22 @@ class Node:
 class NodePool:
     """Starts and ends the nodes of one cluster."""
 
-    def __init__(self, paths: ClusterPaths, ports: Ports, children: Children, binaries: Path, venv_bin: Path) -> None:
+    def __init__(
+        self,
+        paths: ClusterPaths,
+        ports: Ports,
+        children: Children,
+        *,
+        binaries: Path,
+        venv_bin: Path,
+        heartbeat_seconds: float,
+    ) -> None:
         self._paths = paths
         self._ports = ports
         self._children = children
         self._binaries = binaries
         self._venv_bin = venv_bin
+        self._heartbeat_seconds = heartbeat_seconds
         self._nodes: dict[str, Node] = {}
 
     def add(self, spec: NodeSpec) -> None:
@@ -107,7 +117,7 @@ class NodePool:
 
     def _start(self, spec: NodeSpec) -> None:
         controlplane.issue_node(self._paths, self._ports, spec.name)
-        command = node_command(spec, self._paths, self._ports, self._venv_bin)
+        command = node_command(spec, self._paths, self._ports, self._venv_bin, self._heartbeat_seconds)
         environment = node_environment(dict(os.environ), self._paths, spec.name, self._binaries)
         node = Node(spec, self._children.start(f"node-{spec.name}", command, environment))
         self._nodes[spec.name] = node

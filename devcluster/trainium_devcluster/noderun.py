@@ -23,7 +23,9 @@ class NodeState(StrEnum):
     DEAD = "dead"
 
 
-def node_command(spec: NodeSpec, paths: ClusterPaths, ports: Ports, venv_bin: Path) -> list[str]:
+def node_command(
+    spec: NodeSpec, paths: ClusterPaths, ports: Ports, venv_bin: Path, heartbeat_seconds: float
+) -> list[str]:
     """Return the command line of a node."""
     folder = paths.node(spec.name)
     command = [sys.executable, "-m", "trainium_devcluster.node"]
@@ -32,6 +34,7 @@ def node_command(spec: NodeSpec, paths: ClusterPaths, ports: Ports, venv_bin: Pa
     command += ["--api-server", f"{HOST}:{ports.apiserver}", "--client-ca", str(paths.pki / "ca.crt")]
     command += ["--serving-ca-cert", str(paths.pki / "ca.crt"), "--serving-ca-key", str(paths.pki / "ca.key")]
     command += ["--neuron", str(spec.neuron), "--efa", str(spec.efa), "--cpu", spec.cpu, "--memory", spec.memory]
+    command += ["--heartbeat", f"{heartbeat_seconds:g}"]
     for key, value in spec.labels.items():
         command += ["--label", f"{key}={value}"]
     for taint in spec.taints:

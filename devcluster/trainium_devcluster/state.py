@@ -66,6 +66,12 @@ class ClusterSpec:
         if len(set(names)) != len(names):
             raise ClusterError(f"Cluster {self.name!r} names a node twice; give each node its own name.")
 
+    @property
+    def heartbeat_seconds(self) -> float:
+        """How often a node shows that it lives: as a kubelet does, or often enough for a shorter grace."""
+        grace = self.node_monitor_grace_seconds
+        return 10.0 if grace is None else min(10.0, grace / 4)
+
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1)

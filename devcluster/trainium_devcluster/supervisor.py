@@ -52,7 +52,14 @@ class Supervisor:
         self._ports = controlplane.choose_ports()
         self._binaries = binaries
         self._children = Children(paths)
-        self._nodes = NodePool(paths, self._ports, self._children, binaries, venv_bin)
+        self._nodes = NodePool(
+            paths,
+            self._ports,
+            self._children,
+            binaries=binaries,
+            venv_bin=venv_bin,
+            heartbeat_seconds=self._spec.heartbeat_seconds,
+        )
         self._components: dict[Component, Child] = {}
         self._stopped: set[Component] = set()
         self._restarts: dict[Component, int] = dict.fromkeys(Component, 0)
