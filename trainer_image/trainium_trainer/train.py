@@ -19,12 +19,12 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.data.loader import Loader
+from trainium_trainer.data.loader import Loader, samples_at
 from trainium_trainer.data.packing import open_tokens
 from trainium_trainer.exits import NumericalError, UserError
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
 from trainium_trainer.monitor.throughput import Throughput
-from trainium_trainer.monitor.writers import Recorder
+from trainium_trainer.monitor.writers import Recorder, step_record
 from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     root = Path(config.checkpoint.path)
     if mesh.rank == 0:
         Recorder.rewind(root, position.step)
+        _mend_history(config, root, position, tokens.num_samples)
     if config.monitor.record_samples and mesh.world_size > 1:
         backend.barrier()  # nobody appends to a file that rank 0 still shortens
     recorder = Recorder(
@@ -157,6 +158,28 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     return Run(config, backend, loader, manager, recorder, progress, position, stopwatch, stop)
 
 
+def _mend_history(config: TrainingConfig, root: Path, position: Position, num_samples: int) -> None:
+    """Write what a rank that was lost right after the resumed step did not get to write of it."""
+    if position.loss is None or position.grad_norm is None:
+        return
+    batch = config.batch.global_size
+    Recorder.mend(
+        root,
+        step_record(
+            step=position.step,
+            loss=position.loss,
+            grad_norm=position.grad_norm,
+            learning_rate=learning_rate(config, position.step - 1),
+            tokens=position.tokens,
+            samples=position.samples,
+            seconds=None,
+        ),
+        samples=samples_at(position.samples - batch, batch, num_samples=num_samples, seed=config.data.seed)
+        if config.monitor.record_samples
+        else (),
+    )
+
+
 def loop(run: Run) -> ExitCode:
     """Steps until the last one or until any rank is asked to leave. Collective."""
     config, manager = run.config, run.manager
@@ -187,6 +210,8 @@ def loop(run: Run) -> ExitCode:
             step=step,
             samples=run.position.samples + config.batch.global_size,
             tokens=run.position.tokens + totals.tokens * finite,
+            loss=totals.loss,
+            grad_norm=norm,
         )
         now = time.perf_counter()
         seconds, began = now - began, now

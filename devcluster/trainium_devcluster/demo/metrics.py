@@ -63,10 +63,13 @@ class StepLog:
         return None if record is None else float(record["time"])
 
 
-def every_sample_once(folder: Path, expected: int) -> bool:
-    """Whether the sample files of a run hold each global sample number below `expected` exactly once."""
-    seen: list[int] = []
-    for path in sorted(folder.glob("samples*.jsonl")):
+def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
+    """Whether every step saw a whole global batch and no sample was seen twice; for runs within the first epoch."""
+    seen: dict[int, list[int]] = {}
+    for path in folder.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
-            seen.extend(json.loads(line)["samples"])
-    return sorted(seen) == list(range(expected))
+            record = json.loads(line)
+            seen.setdefault(record["step"], []).extend(record["samples"])
+    every = [sample for samples in seen.values() for sample in samples]
+    whole = sorted(seen) == list(range(1, steps + 1)) and all(len(samples) == batch for samples in seen.values())
+    return whole and len(set(every)) == len(every)

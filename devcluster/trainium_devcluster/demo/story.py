@@ -248,7 +248,7 @@ class Story:
             faults=tuple(self.faults),
             loss={step: record["loss"] for step, record in run.log.steps.items()},
             reference={step: record["loss"] for step, record in reference.log.steps.items()},
-            every_sample_once=every_sample_once(run.folder, run.steps * run.global_batch),
+            every_sample_once=every_sample_once(run.folder, run.steps, run.global_batch),
             goodput=(status.get("goodput") or {}).get("ratio", 0.0),
             seconds=time.monotonic() - started,
             first_resize_step=min(resizes, default=None),

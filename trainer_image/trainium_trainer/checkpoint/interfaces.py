@@ -25,6 +25,11 @@ class Position:
     """Global samples consumed by those steps."""
     tokens: int
     """Valid tokens trained on."""
+    loss: float | None = None
+    """Of the last step, for its record: a rank may be lost between a step's end and the writing of its line. None in
+    positions of durable checkpoints, which are committed after all lines were written."""
+    grad_norm: float | None = None
+    """Of the last step, before clipping; None like `loss`."""
 
 
 class ResumeSource(StrEnum):

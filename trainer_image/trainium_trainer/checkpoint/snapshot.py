@@ -49,6 +49,8 @@ class Header:
                 "step": moment.position.step,
                 "samples": moment.position.samples,
                 "tokens": moment.position.tokens,
+                "loss": moment.position.loss,
+                "gradNorm": moment.position.grad_norm,
                 "generation": moment.generation,
                 "session": moment.session,
                 "key": [key.tp_rank, key.tp_size, key.dp_rank, key.dp_size],
@@ -64,7 +66,13 @@ class Header:
     def from_text(text: bytes) -> Header:
         """The reverse; KeyError, TypeError or ValueError for a text of another format."""
         raw: dict[str, Any] = json.loads(text)
-        position = Position(step=raw["step"], samples=raw["samples"], tokens=raw["tokens"])
+        position = Position(
+            step=raw["step"],
+            samples=raw["samples"],
+            tokens=raw["tokens"],
+            loss=raw["loss"],
+            grad_norm=raw["gradNorm"],
+        )
         moment = Moment(position, raw["generation"], raw["session"])
         claim = Claim(moment, ShardKey(*raw["key"]), raw["layout"], raw["checksum"])
         return Header(claim, raw["config"], raw["payloadBytes"])

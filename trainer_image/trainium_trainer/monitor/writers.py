@@ -1,8 +1,9 @@
 """Files that people and tools read: `metrics.jsonl`, `samples-<rank>.jsonl`, TensorBoard.
 
 Invariants: each file is always the final history, one line per step in order: a resume at step S first drops the lines
-of later steps (and a line cut off by a kill); a step's line is written before the step's snapshot can exist, so no line
-is ever missing; only rank 0 drops lines, of every rank's file, before any rank writes.
+of later steps (and a line cut off by a kill). A rank writes its line of a step before its snapshot of it, but another
+rank's snapshot may outlive it: then the resume writes the missing line (`mend`). Only rank 0 drops and mends lines, of
+every rank's file, before any rank writes.
 """
 
 from __future__ import annotations
@@ -64,6 +65,53 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def step_record(
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float,
+    learning_rate: float,
+    tokens: int,
+    samples: int,
+    seconds: float | None,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl; `seconds` is None for a step whose end nobody lived to measure."""
+    return {
+        "step": step,
+        "loss": _finite(loss),
+        "gradNorm": _finite(grad_norm),
+        "learningRate": learning_rate,
+        "tokens": tokens,
+        "samples": samples,
+        "seconds": None if seconds is None else round(seconds, 6),
+        "time": round(time.time(), 6),
+    }
+
+
+def _last(path: Path) -> dict[str, Any] | None:
+    """The last line of a file that `forget_after` has left whole."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if not size:
+                return None
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                line: dict[str, Any] = json.loads(data[data.rfind(b"\n", 0, size - 1) + 1 :])
+                return line
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _storage(path, error) from error
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    writer = LineWriter(path)
+    try:
+        writer.write(record)
+    finally:
+        writer.close()
+
+
 def _storage(path: Path, error: OSError) -> StorageError:
     advice = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make checkpoint.path writable"
     return StorageError(f"{path}: cannot be written ({error.strerror}): {advice}")
@@ -118,6 +166,23 @@ class Recorder:
         for path in root.glob("samples-*.jsonl"):
             forget_after(path, step)
 
+    @staticmethod
+    def mend(root: Path, record: dict[str, Any], samples: Sequence[int]) -> None:
+        """Append what `rewind` did not find of the resumed step: its metrics, and those of `samples` nobody recorded.
+
+        A step that is in the state has summed all ranks' samples, whether or not each of them got to record its own.
+        """
+        step = record["step"]
+        newest = _last(root / METRICS_NAME)
+        if newest is not None and newest["step"] == step - 1:
+            _append(root / METRICS_NAME, record)
+        if samples:
+            lines = [_last(path) for path in root.glob("samples-*.jsonl")]
+            recorded = {one for line in lines if line is not None and line["step"] == step for one in line["samples"]}
+            missing = [one for one in samples if one not in recorded]
+            if missing:
+                _append(root / "samples-0.jsonl", {"step": step, "samples": missing})
+
     def samples(self, step: int, samples: Sequence[int]) -> None:
         """Record which samples this rank saw in `step`. Raises StorageError."""
         if self._samples is not None:
@@ -139,16 +204,15 @@ class Recorder:
         if self._metrics is None:
             return
         self._metrics.write(
-            {
-                "step": step,
-                "loss": _finite(loss),
-                "gradNorm": _finite(grad_norm),
-                "learningRate": learning_rate,
-                "tokens": tokens,
-                "samples": samples,
-                "seconds": round(seconds, 6),
-                "time": round(time.time(), 6),
-            }
+            step_record(
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=learning_rate,
+                tokens=tokens,
+                samples=samples,
+                seconds=seconds,
+            )
         )
         self._write_tensorboard(
             step,
