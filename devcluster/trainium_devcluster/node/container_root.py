@@ -99,10 +99,10 @@ def build(plan: RootPlan) -> None:
     sc.unmount(_OLD)
     os.rmdir(_OLD)
     if plan.read_only:
-        # A volume that is mounted exactly here hides the layer below it, and it keeps its own mode.
-        volumes = {os.path.realpath(mount.target) for mount in plan.mounts}
+        # What lies under a volume is hidden by it, and a volume keeps its own mode.
+        volumes = [os.path.realpath(mount.target) for mount in plan.mounts]
         for path in layout.own:
-            if path != "/dev" and path not in volumes:
+            if path != "/dev" and not any(path == volume or path.startswith(volume + "/") for volume in volumes):
                 sc.remount_read_only(path)
 
 
@@ -181,6 +181,7 @@ def _show_mount(plan: RootPlan, mount: Mount, layout: _Layout) -> None:
     target = os.path.realpath(mount.target)
     _ensure_target(plan, target, os.path.isdir(source), layout)
     sc.bind(source, target, read_only=mount.read_only)
+    layout.own.append(target)  # a mount point below is made in the volume, as by a container runtime
 
 
 def _ensure_target(plan: RootPlan, target: str, directory: bool, layout: _Layout) -> None:

@@ -168,11 +168,11 @@ def test_a_read_only_root_keeps_volumes_writable(lab: Lab) -> None:
     name = lab.pod(
         "locked",
         lab.container(
-            "touch /opt/x 2>/dev/null && echo bad; touch /data/x && echo good",
+            "touch /opt/x 2>/dev/null && echo bad; touch /data/x /tmp/x && echo good",
             securityContext={"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False},
-            volumeMounts=[{"name": "data", "mountPath": "/data"}],
+            volumeMounts=[{"name": "data", "mountPath": "/data"}, {"name": "tmp", "mountPath": "/tmp"}],
         ),
-        volumes=[{"name": "data", "emptyDir": {}}],
+        volumes=[{"name": "data", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
     )
     assert lab.output(name) == "good\n"
 
