@@ -195,3 +195,15 @@ def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
     decision = decide([view(0, [claim(1)]), *(view(rank, []) for rank in range(1, 101))], [])
     assert isinstance(decision, FromMemory)
     assert len(decision.rounds) == 7
+
+
+def test_what_is_only_recorded_does_not_divide_the_ranks() -> None:
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    with_loss = Moment(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
+    views = [
+        view(0, [claim(4, left)], key=left),
+        view(1, [Claim(with_loss, right, "L", "sum")], key=right),
+    ]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment.position.step == 4

@@ -5,7 +5,7 @@ Invariant: everything here is structural (Protocols) or a frozen value, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,11 +25,11 @@ class Position:
     """Global samples consumed by those steps."""
     tokens: int
     """Valid tokens trained on."""
-    loss: float | None = None
+    loss: float | None = field(default=None, compare=False)
     """Of the last step, for its record: a rank may be lost between a step's end and the writing of its line. None in
     positions of durable checkpoints, which are committed after all lines were written."""
-    grad_norm: float | None = None
-    """Of the last step, before clipping; None like `loss`."""
+    grad_norm: float | None = field(default=None, compare=False)
+    """Of the last step, before clipping; None like `loss`. Neither takes part in what the ranks compare and agree on."""
 
 
 class ResumeSource(StrEnum):
