@@ -29,7 +29,7 @@ class Position:
     """Of the last step, for its record: a rank may be lost between a step's end and the writing of its line. None in
     positions of durable checkpoints, which are committed after all lines were written."""
     grad_norm: float | None = field(default=None, compare=False)
-    """Of the last step, before clipping; None like `loss`. Neither takes part in what the ranks compare and agree on."""
+    """Of the last step, before clipping; None like `loss`. Ranks compare neither of them."""
 
 
 class ResumeSource(StrEnum):
