@@ -325,6 +325,8 @@ class CheckpointStatus(MessageModel):
     """Newest step that is committed to storage."""
     durable_time: Annotated[str, Field(max_length=32)] = ""
     """When the operator learned of it."""
+    notice: Text = ""
+    """Newest warning about checkpoints, for instance that a damaged one was stepped over."""
 
 
 class RestartsStatus(MessageModel):

@@ -110,6 +110,8 @@ class Progress(MessageModel):
     """When the step ended."""
     productive_seconds: float = 0.0
     """Seconds this generation's processes spent in steps that are in the history."""
+    notice: Text = ""
+    """Newest sentence of the trainer to a person, for instance that a damaged checkpoint was stepped over."""
 
 
 class ProcessFailure(MessageModel):

@@ -119,7 +119,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         backend.initialize(config.seed)
         position = Position(step=0, samples=0, tokens=0)
     stopwatch.lap("state")
-    _report_warnings(manager, 0)
+    _report_warnings(manager, progress, 0)
     mesh = backend.mesh
     root = Path(config.checkpoint.path)
     if mesh.rank == 0:
@@ -240,7 +240,7 @@ def loop(run: Run) -> ExitCode:
             tokens_per_second=speed,
         )
         run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
-        warned = _report_warnings(manager, warned)
+        warned = _report_warnings(manager, run.progress, warned)
         last = step == config.steps
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
@@ -271,8 +271,9 @@ def _refuse_non_finite(config: TrainingConfig, step: int, loss: float, norm: flo
     _log.warning("step %d: loss is %s, gradient norm is %s: skipped", step, loss, norm)
 
 
-def _report_warnings(manager: CheckpointManager, already: int) -> int:
-    """Log what the checkpoint manager has to say; returns how many sentences were seen."""
+def _report_warnings(manager: CheckpointManager, progress: ProgressWriter, already: int) -> int:
+    """Pass on what the checkpoint manager has to say; returns how many sentences were seen."""
     for sentence in manager.warnings[already:]:
         _log.warning("%s", sentence)
+        progress.notice(sentence)
     return len(manager.warnings)

@@ -76,6 +76,8 @@ def _transitions(old: TrainingJobStatus, draft: Draft) -> None:
         draft.note(Reason(legal.reason), legal.message, warning=True)
     if new.checkpoint.durable_step >= 0 > old.checkpoint.durable_step:
         draft.note(Reason.CHECKPOINT_COMMITTED, f"The first durable checkpoint is step {new.checkpoint.durable_step}.")
+    if new.checkpoint.notice and new.checkpoint.notice != old.checkpoint.notice:
+        draft.note(Reason.CHECKPOINT_NOTICE, new.checkpoint.notice, warning=True)
     unhealthy = find_condition(new, ConditionType.CHECKPOINT_HEALTHY)
     if unhealthy is not None and unhealthy.reason == Reason.STORAGE_UNAVAILABLE.value:
         seen = find_condition(old, ConditionType.CHECKPOINT_HEALTHY)

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     STORAGE_UNAVAILABLE = "StorageUnavailable"
     CHECKPOINT_COMMITTED = "CheckpointCommitted"
     CHECKPOINT_SKIPPED = "CheckpointSkipped"
+    CHECKPOINT_NOTICE = "CheckpointNotice"
     # Suspension
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"

@@ -76,8 +76,8 @@ def _progress(facts: Facts, draft: Draft) -> None:
             progress=ProgressStatus(
                 step=newest.step,
                 total_steps=facts.job.spec.trainer.steps,
-                loss=newest.loss,
-                tokens_per_second=newest.tokens_per_second,
+                loss=_rounded(newest.loss, 6),
+                tokens_per_second=_rounded(newest.tokens_per_second, 1),
                 updated=rfc3339(facts.now) if moved else status.progress.updated,
             ),
             checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
@@ -93,7 +93,14 @@ def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progr
     memory = min(report.memory_step for report in reports) if complete else old.memory_step
     durable = max(old.durable_step, *(report.durable_step for report in reports))
     since = rfc3339(facts.now) if durable > old.durable_step else old.durable_time
-    return CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since)
+    notices = [report.notice for report in reports if report.notice]
+    notice = notices[0] if notices else old.notice
+    return CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    """As many digits as a person reads."""
+    return None if value is None else round(value, digits)
 
 
 def _pods_ready(facts: Facts, draft: Draft) -> None:

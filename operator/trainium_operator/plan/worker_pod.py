@@ -219,6 +219,8 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
     }
     values = {
         env.ENV_JOB: job.name,
+        # A job that is made again under the same name may take over its predecessor's checkpoints.
+        env.ENV_RUN_ID: job.uid,
         env.ENV_COORDINATOR: settings.coordinator,
         env.ENV_PROCESSES_PER_NODE: str(accelerator.cores()),
         env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
@@ -245,6 +247,9 @@ def _device_environment(accelerator: AcceleratorSpec) -> dict[str, str]:
         "NEURON_CC_FLAGS": "--retry_failed_compilation",
         "NEURON_COMPILE_CACHE_URL": f"{_CACHE_DIRECTORY}/neuron",
     }
+    devices = extended_resources(accelerator).get("aws.amazon.com/neuron")
+    if devices is not None:
+        found[env.ENV_NEURON_DEVICES] = devices
     if "vpc.amazonaws.com/efa" in extended_resources(accelerator):
         found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
     return found

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_contract.exit_codes import Cause, verdict_of
 from trainium_contract.messages import HeartbeatRequest, ProcessFailure, Progress, RestartRecord, WorkerPhase
+from trainium_trainer.monitor.progress import notice_path
 
 if TYPE_CHECKING:
     from trainium_trainer.agent.processes import RankProcess
@@ -235,6 +236,7 @@ class Report:
                 durable_step=max(record.durable_step, -1),
                 updated=max(_finite(record.updated) or 0.0, 0.0),
                 productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
+                notice=self._notice(),
             )
             resumed = record.resume_step if record.resume_step >= 0 else None
             for index, restart in enumerate(self._restarts):
@@ -271,6 +273,13 @@ class Report:
                 waiting_for=self._waiting_for,
                 ready=self.standby_warm(),
             )
+
+    def _notice(self) -> str:
+        """The newest sentence of the pod's first rank to a person."""
+        try:
+            return notice_path(self._progress_files[0]).read_text()[:_MESSAGE_CHARACTERS]
+        except FileNotFoundError:
+            return ""
 
     def _current_record(self, index: int) -> ProgressRecord | None:
         """Progress of one local rank, unless it is left over from an earlier attempt."""

@@ -79,6 +79,7 @@ class ProgressWriter:
         """Create or take over the file; without a path nobody can read the record. Raises OSError."""
         self._previous = read_progress(path) if path else None
         self._map = _map(path) if path else mmap.mmap(-1, _SIZE)
+        self._notice = notice_path(path) if path else None
         self._sequence = 0
         self.record = ProgressRecord(pid=os.getpid(), generation=generation, attempt=attempt)
         self._write()
@@ -136,6 +137,13 @@ class ProgressWriter:
             self.record = replace(self.record, memory_step=memory_step, durable_step=durable_step)
             self._write()
 
+    def notice(self, sentence: str) -> None:
+        """Leave a sentence for a person beside the record; the newest counts."""
+        if self._notice is not None:
+            draft = self._notice.with_suffix(".draft")
+            draft.write_text(sentence)
+            draft.replace(self._notice)
+
     def phase(self, phase: ProgressPhase) -> None:
         """Record what the process does now."""
         self.record = replace(self.record, phase=phase)
@@ -151,6 +159,11 @@ class ProgressWriter:
         self._map[_HEADER.size :] = payload + _CHECKSUM.pack(zlib.crc32(payload))
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence)
+
+
+def notice_path(path: Path) -> Path:
+    """Where the sentence belonging to a record is."""
+    return path.with_name(f"{path.name}.notice")
 
 
 def _map(path: Path) -> mmap.mmap:
