@@ -113,8 +113,9 @@ def _sealed(facts: Facts, draft: Draft) -> Plan:
     old, status = facts.job.status, draft.status
     announce(old, draft)
     deadlines = list(draft.deadlines)
-    if draft.actions and not is_terminal(status):
-        # What is derived from the outcome of these actions (counts, conditions) is written by the next plan.
+    acted = bool(draft.actions) or status.membership.size != old.membership.size
+    if acted and not is_terminal(status):
+        # What is derived from the outcome (counts, conditions) is written by the next plan.
         deadlines.append(facts.now)
     if status != old and only_progress_differs(old, status):
         written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)

@@ -31,7 +31,8 @@ def converge_pods(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> None:
         if loss.worker is not None:
             delete(draft, loss.worker, force=loss.force)
     outsiders = _usable_outsiders(facts, draft)
-    staying = _staying_members(facts, draft, lost)
+    # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
+    staying = len(facts.member_uids - lost)
     wanted = draft.status.desired + facts.job.spec.workers.spares
     missing = wanted - staying - len(outsiders)
     if missing > 0:
@@ -48,14 +49,8 @@ def delete(draft: Draft, worker: Worker, *, force: bool = False) -> None:
         draft.actions.append(DeletePod(worker.pod.name, worker.pod.uid, None))
 
 
-def _staying_members(facts: Facts, draft: Draft, lost: set[str]) -> int:
-    """How many members' pods will still be wanted: of a generation that is just being left, only those that stay."""
-    size = draft.status.membership.size
-    staying = len(facts.member_uids - lost)
-    return min(staying, size) if _shrinking(facts, draft) else staying
-
-
-def _shrinking(facts: Facts, draft: Draft) -> bool:
+def _is_left(facts: Facts, draft: Draft) -> bool:
+    """Whether the generation in force is about to be left."""
     return facts.current is not None and draft.status.membership.generation > facts.current.generation
 
 
@@ -121,7 +116,7 @@ def _create(facts: Facts, draft: Draft, missing: int) -> None:
 
 def _remove_surplus(facts: Facts, draft: Draft, outsiders: list[Worker], surplus: int) -> None:
     """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
-    steady = facts.current is None or (is_settled(facts) and not _shrinking(facts, draft))
+    steady = facts.current is None or (is_settled(facts) and not _is_left(facts, draft))
     at_size = facts.current is None or len(facts.current.members) == draft.status.desired
     victims = sorted(outsiders, key=lambda worker: (worker.agent is not None, worker.warm, -worker.pod.ordinal))
     for worker in victims[:surplus]:

