@@ -133,9 +133,9 @@ def _show_submount(root: str, path: str, layout: _Layout) -> None:
     layout.foreign.append(path)
 
 
-def _overlay(plan: RootPlan, source: str, target: str, name: str) -> bool:
+def _overlay(plan: RootPlan, source: str, target: str, name: str, old_root: str = "") -> bool:
     """Show `source` at `target` with a writable layer in the scratch directory; False where the kernel refuses."""
-    upper, work = (os.path.join(plan.scratch, kind, name) for kind in ("upper", "work"))
+    upper, work = (os.path.join(old_root + plan.scratch, kind, name) for kind in ("upper", "work"))
     for folder in (upper, work):
         os.makedirs(folder, exist_ok=True)
     parent = os.stat(source)
@@ -194,7 +194,7 @@ def _ensure_target(plan: RootPlan, target: str, directory: bool, layout: _Layout
         parent = os.path.dirname(parent)
     if layout.is_foreign(parent):
         name = "graft-" + parent.strip("/").replace("/", "-")
-        if not _overlay(plan, parent, parent, name):
+        if not _overlay(plan, parent, parent, name, _OLD):
             _graft(parent)
         layout.own.append(parent)
     os.makedirs(target if directory else os.path.dirname(target), exist_ok=True)
