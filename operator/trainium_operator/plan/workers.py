@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from trainium_contract.messages import HeartbeatRequest
     from trainium_operator.plan.model import AgentView, NodeView, Observed, PlanSettings, PodView
 
-_WORKING = (WorkerPhase.JOINING, WorkerPhase.LOADING, WorkerPhase.TRAINING, WorkerPhase.YIELDED)
+_JOINABLE = (
+    WorkerPhase.JOINING,
+    WorkerPhase.LOADING,
+    WorkerPhase.TRAINING,
+    WorkerPhase.YIELDED,
+    WorkerPhase.FAILED,  # stopped because of another member: `gave_up` excludes the one that failed
+)
 _SPARE_SILENCE_FACTOR = 10.0
 
 
@@ -88,7 +94,7 @@ class Worker:
         beat = self.heartbeat
         if not self.alive or self.silent or self.node_bad or beat is None or self.pod.phase is not PodPhase.RUNNING:
             return False
-        return beat.phase in _WORKING or (beat.phase is WorkerPhase.STANDBY and beat.ready)
+        return beat.phase in _JOINABLE or (beat.phase is WorkerPhase.STANDBY and beat.ready)
 
     @property
     def finished(self) -> bool:
