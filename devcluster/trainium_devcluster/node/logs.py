@@ -86,7 +86,7 @@ class LogWriter:
         asyncio.get_running_loop().remove_reader(fd)
         os.close(fd)
         if self._pending[stream]:
-            self._write(stream, [(self._pending[stream], b"F")])
+            self._write(stream, [(self._pending[stream], b"P")])
         if not self._open:
             os.close(self._fd)
             if not self.finished.done():
@@ -197,5 +197,6 @@ def last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
             raw = file.read().splitlines()
     except OSError:
         return ""
-    texts = [parts[3] for parts in (line.split(b" ", 3) for line in raw) if len(parts) == 4]
-    return b"\n".join([*texts[-max_lines:], b""])[-max_bytes:].decode(errors="replace")
+    entries = [parts for parts in (line.split(b" ", 3) for line in raw) if len(parts) == 4]
+    text = b"".join(parts[3] + (b"\n" if parts[2] == b"F" else b"") for parts in entries[-max_lines:])
+    return text[-max_bytes:].decode(errors="replace")
