@@ -330,7 +330,7 @@ class CheckpointStatus(MessageModel):
 
 
 class RestartsStatus(MessageModel):
-    """Interruptions since the job began; never reset."""
+    """Interruptions by faults since the job began, changes of the size left out; never reset."""
 
     total: int = 0
     """All interruptions."""

@@ -22,7 +22,7 @@ BASE = """
 workers: {replicas: 2, accelerator: {device: cpu}}
 trainer:
   model: {preset: Tiny}
-  data: {sequenceLength: 64, tokenizer: {vocabSize: 512}}
+  data: {sequenceLength: 64, tokenizer: {vocabSize: 512}, cacheDirectory: /cache}
   batch: {globalSize: 12, microSize: 1}
   steps: 60
   schedule: {warmupSteps: 5}
@@ -38,6 +38,16 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return base | change | inside
 
 
+def _with_lists(site: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """A pod template of the site and one of the job: the volumes of both, the worker with the fields of both."""
+    spec, other = site.get("spec", {}), job["spec"]
+    worker, own = spec.get("containers", [{}])[0], other["containers"][0]
+    lists = {key: [*worker.get(key, []), *own.get(key, [])] for key in ("env", "volumeMounts")}
+    container = {**worker, **own, **{key: value for key, value in lists.items() if value}}
+    volumes = [*spec.get("volumes", []), *other["volumes"]]
+    return {**site, **job, "spec": {**spec, **other, "volumes": volumes, "containers": [container]}}
+
+
 @dataclass
 class Job:
     """One TrainingJob; its checkpoints are below the site's shared folder."""
@@ -47,6 +57,7 @@ class Job:
     name: str
     change: str = ""
     folder_name: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     log: StepLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,9 +71,8 @@ class Job:
     @property
     def manifest(self) -> dict[str, Any]:
         spec = merged(yaml.safe_load(BASE), yaml.safe_load(self.change) or {})
-        template = self.site.settings.get("workerTemplate")
-        if template:
-            spec["workers"] = merged({"template": template}, spec["workers"])
+        template = merged(self._cache(), spec["workers"].get("template", {}))
+        spec["workers"]["template"] = _with_lists(self.site.settings.get("workerTemplate") or {}, template)
         spec["checkpoint"]["storage"] = {
             "hostPath": {"path": str(self.site.shared)},
             "subPath": f"{self.namespace}/{self.folder_name or self.name}",
@@ -74,10 +84,19 @@ class Job:
             "spec": spec,
         }
 
+    def _cache(self) -> dict[str, Any]:
+        """Tokenised text is shared by all tests: making it is not what they are about."""
+        volume = {"name": "shared-cache", "hostPath": {"path": str(self.site.shared / "cache"), "type": "Directory"}}
+        mount = {"name": "shared-cache", "mountPath": "/cache"}
+        environment = [{"name": name, "value": value} for name, value in self.environment.items()]
+        worker = {"name": "worker", "volumeMounts": [mount], "env": environment}
+        return {"spec": {"volumes": [volume], "containers": [worker]}}
+
     def apply(self) -> Job:
         # The workers' user makes the folders below it.
-        self.folder.parent.mkdir(mode=0o777, exist_ok=True)
-        self.folder.parent.chmod(0o777)
+        for folder in (self.folder.parent, self.folder, self.site.shared / "cache"):
+            folder.mkdir(mode=0o777, exist_ok=True)
+            folder.chmod(0o777)
         self.site.kubectl("apply", "-f", "-", stdin=json.dumps(self.manifest))
         return self
 

@@ -194,7 +194,7 @@ def loop(run: Run) -> ExitCode:
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
         manager.before_update()
-        totals = run.backend.totals(stop=run.stop.requested, vote=manager.vote())
+        totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
         norm = run.backend.gradient_norm(totals.tokens)
         rate = learning_rate(config, step - 1)
         finite = math.isfinite(totals.loss) and math.isfinite(norm)
@@ -246,15 +246,15 @@ def loop(run: Run) -> ExitCode:
             last_line = now
             _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, config.steps, totals.loss, speed)
         if totals.stop and not last:
-            return _leave(run)
+            return _leave(run, memory_ends=totals.memory_ends)
     manager.finish(run.position)
     run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
 
 
-def _leave(run: Run) -> ExitCode:
+def _leave(run: Run, *, memory_ends: bool) -> ExitCode:
     """Save as every rank agreed, and say so. Collective."""
-    run.manager.yield_(run.position)
+    run.manager.yield_(run.position, memory_ends=memory_ends)
     run.progress.checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
     _log.info("asked to leave: saved step %d", run.position.step)
     return ExitCode.YIELDING

@@ -210,7 +210,7 @@ class Story:
         with self.run("demo") as run:
             self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
             self.view.say("the first step is done")
-            at = [round(run.steps * share) for share in (0.15, 0.3, 0.5, 0.7)]
+            at = [round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8)]
             self.until_step(run, at[0])
             self.kill_process(run)
             self.until_step(run, at[1])

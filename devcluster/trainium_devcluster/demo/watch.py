@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ class JobWatch:
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
             [str(kubectl), "get", "trainingjob", name, "-n", namespace, "--watch", "-o", "json"],
-            env=dict(environment),
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

@@ -52,12 +52,11 @@ def open_interruption(
         failed_at=failed_at,
     )
     status = draft.status
-    total, by_cause = status.restarts.total + 1, dict(status.restarts.by_cause)
-    by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
-    draft.update(
-        history=(*status.history, entry)[-HISTORY_LENGTH:],
-        restarts=status.restarts.model_copy(update={"total": total, "by_cause": by_cause}),
-    )
+    draft.update(history=(*status.history, entry)[-HISTORY_LENGTH:])
+    if rung not in (Rung.RESIZE, Rung.GROW):
+        total, by_cause = status.restarts.total + 1, dict(status.restarts.by_cause)
+        by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
+        draft.update(restarts=status.restarts.model_copy(update={"total": total, "by_cause": by_cause}))
     if budget_of(cause) is not None or cause is Cause.STORAGE:
         recovery = facts.job.spec.recovery
         draft.update(

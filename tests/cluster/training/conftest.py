@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from jobs import Job
@@ -53,7 +53,7 @@ def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
 def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
     """Apply a job: name, then a YAML fragment of its spec."""
 
-    def apply(name: str = "job", change: str = "", **more: str) -> Job:
+    def apply(name: str = "job", change: str = "", **more: Any) -> Job:
         return Job(operator, namespace, name, change, **more).apply()
 
     return apply

@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
         )
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
     if (control / "always-exit").exists():
         print("the fault is in line 7 of the user's code", file=sys.stderr)  # noqa: T201 - ranks print
         return int((control / "always-exit").read_text())

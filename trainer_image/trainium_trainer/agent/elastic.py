@@ -345,7 +345,7 @@ class GenerationAgent(SimpleElasticAgent):
     def _save_and_end(self) -> None:
         """Ask the ranks to save and leave; wait for them as long as it makes sense."""
         deadline = time.monotonic() + self._settings.grace_seconds
-        self._ranks.ask_to_leave()
+        self._ranks.ask_to_leave(memory_ends=self._order is Order.TERMINATE)
         self._announce_leaving()
         told_broken = False
         while self._ranks.alive and time.monotonic() < deadline:

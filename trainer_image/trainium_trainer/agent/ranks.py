@@ -74,10 +74,10 @@ class LocalRanks:
             )
             self._ranks = (*self._ranks, process)
 
-    def ask_to_leave(self) -> None:
-        """SIGTERM: finish the step, agree, save, leave with 75."""
+    def ask_to_leave(self, *, memory_ends: bool) -> None:
+        """Finish the step, agree, save, leave with 75; `memory_ends`: this pod's memory goes with it (see `stop`)."""
         for process in self._ranks:
-            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGUSR1 if memory_ends else signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL and wait.

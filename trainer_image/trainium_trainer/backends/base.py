@@ -46,6 +46,8 @@ class StepTotals:
     """Valid tokens of the global batch."""
     stop: bool
     """Whether any rank was asked to leave."""
+    memory_ends: bool
+    """Whether any rank's node memory goes with it."""
     votes: float
     """Sum of what the ranks' checkpoint managers voted."""
 
@@ -100,7 +102,7 @@ class Backend(Protocol):
         """Add the gradients of the batch's summed loss; `last` marks the final micro-batch of the step. Collective."""
         ...
 
-    def totals(self, *, stop: bool, vote: float) -> StepTotals:
+    def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
         """Sum loss, tokens, stop requests and votes over the job. Collective."""
         ...
 

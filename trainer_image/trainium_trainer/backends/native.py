@@ -166,16 +166,17 @@ class NativeBackend:
         self._loss += local_of(loss).double().cpu()
         self._tokens += batch.valid_tokens
 
-    def totals(self, *, stop: bool, vote: float) -> StepTotals:
+    def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
         """One small sum over all ranks; of a tensor-parallel group only the first rank counts loss and tokens."""
         counts = self.mesh.tp_rank == 0
-        values = torch.tensor([float(self._loss) * counts, self._tokens * counts, stop, vote], dtype=torch.float64)
+        mine = [float(self._loss) * counts, self._tokens * counts, stop, memory_ends, vote]
+        values = torch.tensor(mine, dtype=torch.float64)
         if self.mesh.world_size > 1:
             dist.all_reduce(values)
         self._loss.zero_()
         self._tokens = 0
-        loss_sum, tokens, stops, votes = values.tolist()
-        return StepTotals(loss_sum=loss_sum, tokens=int(tokens), stop=stops > 0, votes=votes)
+        loss_sum, tokens, stops, ends, votes = values.tolist()
+        return StepTotals(loss_sum=loss_sum, tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=votes)
 
     def gradient_norm(self, tokens: int) -> float:
         """Sum of squares over everything that is divided, each value once."""

@@ -152,15 +152,15 @@ class CheckpointManager:
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
-    def yield_(self, position: Position) -> None:
+    def yield_(self, position: Position, *, memory_ends: bool = False) -> None:
         """Make `position` safe before leaving on request; all ranks together.
 
-        In memory where that is enough; durable when a rank has no memory tier, or when the state is sharded over the
-        data-parallel ranks, because the next membership will hardly have the same shards.
+        In memory where that is enough; durable when a rank has no memory tier or loses it (`memory_ends`), or when the
+        state is sharded over the data-parallel ranks, because the next membership will hardly have the same shards.
         """
         self._snapshot(position)
         self.before_update()
-        if not self._memory_is_safe or self._mesh.dp_mode is DataParallelMode.FULLY_SHARDED:
+        if memory_ends or not self._memory_is_safe or self._mesh.dp_mode is DataParallelMode.FULLY_SHARDED:
             self.finish(position)
 
     def finish(self, position: Position) -> None:
