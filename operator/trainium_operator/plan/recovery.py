@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from trainium_operator.plan.workers import Worker
 
 
+_CREATION_ROUNDING = 1.0
+"""Kubernetes cuts creation times to whole seconds: a pod made right after the failure may look older than it."""
+
+
 def note_losses(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> None:
     """Open the interruption of the generation in force, unless it is open already or its successor is decided."""
     assert facts.current is not None
@@ -110,7 +114,7 @@ def _name_rung(facts: Facts, draft: Draft, size: int, joined: tuple[Worker, ...]
     failed_at = entry.failed_at or facts.now
     if size < len(facts.current.members):
         rung = Rung.SHRINK
-    elif joined and all(worker.pod.created <= failed_at for worker in joined):
+    elif joined and all(worker.pod.created + _CREATION_ROUNDING <= failed_at for worker in joined):
         rung = Rung.SPARE
     else:
         rung = Rung.REPLACE

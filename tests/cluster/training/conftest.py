@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,8 +38,8 @@ def operator(site: Site) -> Iterator[Site]:
 @pytest.fixture
 def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     """A namespace of the test's own; nothing of it is left running."""
-    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
-    name = f"t-{words}"
+    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:32].strip("-")
+    name = f"t-{words}-{zlib.crc32(request.node.nodeid.encode()):08x}"
     operator.kubectl("create", "namespace", name)
     yield name
     operator.kubectl("delete", "trainingjobs", "--all", "-n", name, "--wait=false")
