@@ -229,6 +229,7 @@ def summary(
 def main() -> None:
     """Run the ranks and print what they measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=6)
@@ -250,7 +251,11 @@ def main() -> None:
     report = summary(size, times, options)
     for mode, entry in report["modes"].items():
         print(f"{mode:28} {entry['medianStepMs']:8.1f} ms/step  p90 {entry['p90StepMs']:8.1f}", file=sys.stderr)
-    print(json.dumps(report, indent=2))
+    text = json.dumps(report, indent=2)
+    if options.json:
+        options.json.write_text(text + "\n")
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class HostPathStorage(ContractModel):
     """A folder on every node: one machine, or a shared mount such as FSx at the same path."""
 
     path: Annotated[str, Field(pattern=r"^/", max_length=1024)]
-    """Absolute path; it is created when missing."""
+    """Absolute path. A kubelet creates a missing one for root: make it writable for the workers' user (1000)."""
 
 
 class ClaimStorage(ContractModel):
@@ -406,7 +406,7 @@ class TrainingJobStatus(MessageModel):
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
     start_time: Annotated[str, Field(max_length=32)] = ""
-    """When the first worker was asked for, RFC 3339; empty before."""
+    """When the first step was completed, RFC 3339; empty before."""
     completion_time: Annotated[str, Field(max_length=32)] = ""
     """When the job completed or failed, RFC 3339; empty before."""
     verdict: Text = ""

@@ -138,7 +138,7 @@ class MonitorConfig(ContractModel):
     tensorboard: bool = True
     """Write TensorBoard scalars beside metrics.jsonl."""
     record_samples: bool = False
-    """Write the sample numbers of every step to samples.jsonl (each data-parallel rank its own file)."""
+    """Write which samples every step was trained on, each data-parallel rank its own samples-<rank>.jsonl."""
 
 
 class TrainerSpec(ContractModel):

@@ -34,7 +34,7 @@ class Settings:
         "", "namespace of the operator itself (Lease, Secret); default: the pod's", variable="POD_NAMESPACE"
     )
     watch_namespace: str = _setting("", "serve the jobs of this namespace only; empty: of all")
-    watch_nodes: bool = _setting(True, "read nodes, to see lost ones early; false where no ClusterRole may be given")
+    watch_nodes: bool = _setting(True, "read nodes, to see deleted and unready ones")
     kubeconfig: str = _setting("", "kubeconfig file, for running outside of a pod")
     trainer_image: str = _setting("trainium-trainer:latest", "worker image of jobs that name none")
     image_pull_policy: str = _setting("IfNotPresent", "imagePullPolicy of worker containers")

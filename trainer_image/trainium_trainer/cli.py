@@ -57,6 +57,20 @@ def train(
     raise typer.Exit(train_now(settings, stop))
 
 
+@app.command()
+def inspect(
+    root: Annotated[Path, typer.Argument(help="Checkpoint folder: the parent of the step-N folders.")],
+    *,
+    verify: Annotated[bool, typer.Option(help="Read every file and compare it with the manifest.")] = True,
+) -> None:
+    """List the durable checkpoints of a run, and say which of them are whole."""
+    from trainium_trainer.checkpoint.inspect import inspect as inspect_now  # noqa: PLC0415 - imports torch
+
+    if not root.is_dir():
+        raise exits.UserError(f"{root} is not a folder: name the folder that holds the step-N folders")
+    typer.echo(inspect_now(root, verify=verify))
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every error is reported, none is raised."""
     try:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.exit_codes import Cause, verdict_of
 from trainium_operator.plan.budgets import backoff_until, has_record_of, record_failure
-from trainium_operator.plan.causes import budget_of, cause_of_failed_pod, died_by_itself
+from trainium_operator.plan.causes import budget_of, cause_of_failed_pod, died_by_itself, suspects_node
 from trainium_operator.plan.generation import is_settled
 from trainium_operator.plan.model import CreatePod, DeletePod, PodPhase
 from trainium_operator.plan.reasons import Reason
@@ -67,6 +67,8 @@ def _usable_outsiders(facts: Facts, draft: Draft) -> list[Worker]:
             continue
         if worker.pod.phase is PodPhase.FAILED:
             _count(facts, draft, worker)
+        elif worker.gave_up:
+            _count_unfit(facts, draft, worker)
         delete(draft, worker, force=worker.node_bad and (worker.pod.deleting or not worker.ended))
     return usable
 
@@ -97,6 +99,32 @@ def _count(facts: Facts, draft: Draft, worker: Worker) -> None:
         Reason.WORKER_FAILED,
         f"Pod {worker.pod.name} on node {worker.pod.node} ended before it could join "
         f"({found.value}, exit code {worker.pod.exit_code}): {worker.pod.message or worker.pod.reason}",
+        warning=True,
+        pod=worker.pod.name,
+    )
+
+
+def _count_unfit(facts: Facts, draft: Draft, worker: Worker) -> None:
+    """Count a worker whose preflight failed, once by its name, and keep away from its node if that is to blame."""
+    assert worker.heartbeat is not None
+    failure = worker.heartbeat.verdict
+    if failure is None or has_record_of(draft.status, worker.pod.name):
+        return
+    cause = verdict_of(failure.exit_code).cause
+    node = worker.pod.node if suspects_node(cause) else ""
+    draft.update(
+        failures=record_failure(
+            draft.status.failures,
+            at=facts.now,
+            cause=cause,
+            pod=worker.pod.name,
+            node=node,
+            recovery=facts.job.spec.recovery,
+        )
+    )
+    draft.note(
+        Reason.WORKER_FAILED,
+        f"Pod {worker.pod.name} on node {worker.pod.node} is unfit (exit code {failure.exit_code}): {failure.message}",
         warning=True,
         pod=worker.pod.name,
     )

@@ -19,7 +19,6 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     WORKER_NOT_STARTING = "WorkerNotStarting"
     WORKER_FAILED = "WorkerFailed"
-    BACKING_OFF = "BackingOff"
     # Training
     TRAINING = "Training"
     NOT_STARTED = "NotStarted"
@@ -28,7 +27,6 @@ class Reason(StrEnum):
     RECOVERED = "Recovered"
     NO_INTERRUPTION = "NoInterruption"
     GENERATION_STARTED = "GenerationStarted"
-    SPARE_ACTIVATED = "SpareActivated"
     # Resizing
     SIZE_REQUESTED = "SizeRequested"
     CAPACITY_MISSING = "CapacityMissing"

@@ -61,6 +61,7 @@ def reach_verdict(facts: Facts) -> StopVerdict | None:
     return (
         _impossible_size(facts)
         or _reported_by_a_process(facts)
+        or _reported_by_an_outsider(facts)
         or _reported_by_a_pod(facts)
         or _crashes_before_any_step(facts)
         or _workers_do_not_start(facts)
@@ -106,6 +107,15 @@ def _reported_by_a_process(facts: Facts) -> StopVerdict | None:
         return None
     _, failure, pod, node = min(found, key=lambda item: (item[0], item[1].rank))
     return _of_failure(failure, pod, node)
+
+
+def _reported_by_an_outsider(facts: Facts) -> StopVerdict | None:
+    """A worker whose preflight found what no other node can mend: a configuration that cannot be read."""
+    for worker in facts.outsiders:
+        failure = worker.heartbeat.verdict if worker.gave_up and worker.heartbeat is not None else None
+        if failure is not None and verdict_of(failure.exit_code).response is Response.STOP:
+            return _of_failure(failure, worker.pod.name, worker.pod.node)
+    return None
 
 
 def _of_failure(failure: ProcessFailure, pod: str, node: str) -> StopVerdict:

@@ -65,7 +65,8 @@ def test_every_value_is_explained() -> None:
         "nameOverride", "fullnameOverride", "imagePullSecrets", "resources", "podSecurityContext", "securityContext",
         "podAnnotations", "podLabels", "priorityClassName", "nodeSelector", "tolerations", "affinity",
         "topologySpreadConstraints", "terminationGracePeriodSeconds", "extraVolumes", "extraVolumeMounts", "image",
-        "crds", "rbac", "serviceAccount", "metrics", "podDisruptionBudget", "networkPolicy", "logLevel", "trainerImagePullPolicy",
+        "crds", "rbac", "serviceAccount", "metrics", "podDisruptionBudget", "networkPolicy", "logLevel",
+        "trainerImagePullPolicy",
     }  # fmt: skip
     bare = [
         line.split(":")[0]

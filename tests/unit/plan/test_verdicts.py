@@ -160,3 +160,23 @@ def test_a_job_that_is_being_deleted_is_left_alone() -> None:
     result = planned(replace(seen, job=replace(seen.job, deleting=True)))
     assert result.actions == ()
     assert result.status == seen.job.status
+
+
+def with_unfit_spare(seen: Any, code: int) -> Any:
+    unfit = agent(4, WorkerPhase.FAILED, ready=False, verdict=failure(code, generation=0, step=-1))
+    return replace(seen, pods=(*seen.pods, pod(4, node="node-3")), agents={**seen.agents, "uid-4": unfit})
+
+
+def test_a_configuration_that_a_spare_cannot_read_stops_the_job() -> None:
+    result = planned(with_unfit_spare(running(4), 64))
+    assert result.status.phase is Phase.FAILED
+    assert "demo-w-4" in result.status.verdict
+
+
+def test_a_spare_without_its_devices_is_counted_once_and_its_node_avoided() -> None:
+    result = planned(with_unfit_spare(running(4), 80))
+    assert result.status.phase is not Phase.FAILED
+    assert set(deleted(result)) == {"demo-w-4"}
+    assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-3")]
+    again = replace(running(4), job=replace(running(4).job, status=result.status))
+    assert len(planned(with_unfit_spare(again, 80)).status.failures) == 1

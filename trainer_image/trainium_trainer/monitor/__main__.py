@@ -30,6 +30,7 @@ def main() -> None:
         record = read_progress(path)
         if generation == newest and record is not None:
             shown = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
+            shown = {key: None if value != value else value for key, value in shown.items()}  # noqa: PLR0124 - NaN
             sys.stdout.write(json.dumps(shown) + "\n")
 
 
