@@ -40,6 +40,22 @@ def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: L
     assert f"saved step {step}" in job.log(1)
 
 
+def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave(launch: Launcher) -> None:
+    overrides = ["steps=100000", "checkpoint.durable.everySteps=100000"]
+    staying = launch(2, "staying", overrides, memory=True)
+    staying.wait_for_step(3)
+    os.kill(staying.pids[1], signal.SIGTERM)
+    assert staying.wait() == [75, 75], staying.log()
+    assert not list(staying.folder.glob("step-*/COMMITTED")), "memory that stays is enough"
+
+    leaving = launch(2, "leaving", overrides, memory=True)
+    leaving.wait_for_step(3)
+    os.kill(leaving.pids[1], signal.SIGUSR1)
+    assert leaving.wait() == [75, 75], leaving.log()
+    step = leaving.metrics()[-1]["step"]
+    assert (leaving.folder / f"step-{step}" / "COMMITTED").exists()
+
+
 def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
     whole = launch(2, "whole", ["steps=40"])
     assert whole.wait() == [0, 0], whole.log()
