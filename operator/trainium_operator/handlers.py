@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.transport import Credentials
 
 WATCH_SECONDS = 240
+# Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,
+# which is off, would tell it to others. (Any: kopf does not export the type of it.)
+_IDENTITY: Any = "trainium-operator"
 
 
 class _Backoffs:
@@ -89,6 +92,7 @@ async def run_kopf(
     logging.getLogger("kopf").setLevel(logging.WARNING)
     await kopf.operator(
         registry=registry,
+        identity=_IDENTITY,
         standalone=True,
         clusterwide=not namespace,
         namespaces=[namespace] if namespace else [],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import itertools
 
 import aiohttp
 import kopf
+import pytest
 from fake_kubernetes import FakeCluster
 from operator_process import OperatorProcess, Workers, lose_node, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
@@ -40,6 +42,22 @@ def test_kopf_has_one_event_handler_and_no_handler_that_needs_a_finalizer() -> N
     assert not list(registry._changing.get_all_handlers())
     assert not list(registry._spawning.get_all_handlers())
     assert not list(registry._indexing.get_all_handlers())
+
+
+async def test_kopf_starts_under_a_user_id_that_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in our image: user 65532 is in no password file."""
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 65532")
+
+    async def credentials() -> None:
+        return None
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    registry = handlers.make_registry(observe=lambda _raw, _deleted: None, credentials=credentials)
+    stop = asyncio.Event()
+    stop.set()
+    await handlers.run_kopf(registry, namespace="any", stop=stop, ready=asyncio.Event())
 
 
 async def test_probes_and_metrics_are_served() -> None:

@@ -17,6 +17,8 @@ from trainium_devcluster.errors import ClusterError
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _NODES = 5
+_PLAIN_WIDTH = 110
+"""Columns where the output is a file or a pipe."""
 
 
 def demo(
@@ -29,6 +31,8 @@ def demo(
 ) -> None:
     """Train a Llama model on a real control plane, through real faults, and compare it with an undisturbed run."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
     out = out.absolute()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

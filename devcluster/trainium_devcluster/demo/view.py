@@ -35,9 +35,9 @@ class View:
         line = f"[{time.monotonic() - self._started:6.1f} s] {sentence}"
         self._happened = [*self._happened[-7:], line]
         if self._live is None:
-            self.console.print(line, markup=False, highlight=False)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            self._live.console.print(line, markup=False, highlight=False)
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
             self._live.update(self._panel())
 
     def show(self, title: str, status: dict[str, Any], newest: dict[str, Any], steps: int) -> None:
@@ -47,7 +47,7 @@ class View:
             self._live.update(self._panel())
         elif time.monotonic() - self._printed > QUIET_SECONDS:
             self._printed = time.monotonic()
-            self.console.print(f"           {title}: {self._sentence()}", markup=False, highlight=False)
+            self.console.print(f"           {title}: {self._sentence()}", markup=False, highlight=False, soft_wrap=True)
 
     def _sentence(self) -> str:
         assert self._job is not None
