@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import getpass
 import itertools
+from typing import TYPE_CHECKING
 
 import aiohttp
 import kopf
-import pytest
 from fake_kubernetes import FakeCluster
 from operator_process import OperatorProcess, Workers, lose_node, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
@@ -18,6 +18,9 @@ from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, NODES
 from trainium_operator.health import HealthServer
 from trainium_operator.runtime import DEAF_SECONDS, plan_settings
 from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_kopf_writes_nothing_and_waits_for_ever_for_the_api_server() -> None:
