@@ -185,7 +185,8 @@ class Job:
         """SIGKILL the training process of a member; returns its pod."""
         pod: str = self.members()[node_rank]["podName"]
         record = self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0]
-        self.inside(pod, "kill", "-9", str(json.loads(record)["pid"]))
+        # The shell has a kill of its own; slim images have no program of that name.
+        self.inside(pod, "sh", "-c", f"kill -9 {json.loads(record)['pid']}")
         return pod
 
     def scale(self, size: int) -> None:
