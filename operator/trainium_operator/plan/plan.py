@@ -54,6 +54,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     _begin(facts, draft)
     losses = find_losses(facts, draft)
     if all_finished(facts):
+        # The last heartbeats may tell of restarts while nobody listened.
+        take_restarts(facts, draft, member_lost=False)
         close_recovered(facts, draft)
         close_abandoned(facts, draft)
         summarise(facts, draft)

@@ -33,6 +33,16 @@ def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> N
     assert result.actions == ()
 
 
+def test_a_restart_that_nobody_heard_of_until_the_job_was_done_is_still_told() -> None:
+    record = restart(1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20)
+    story = {"failures": (failure(137, rank=1),), "restarts": (record,)}
+    result = planned(restarted(story, phase=WorkerPhase.FINISHED))
+    assert result.status.phase is Phase.COMPLETED
+    assert (newest(result).rung, newest(result).pod) == (Rung.IN_PLACE, "demo-w-1")
+    assert newest(result).recovered_seconds == pytest.approx(2.0)
+    assert result.status.restarts.total == 1
+
+
 def test_an_attempt_is_taken_once() -> None:
     seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
     first = planned(seen)
