@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from jobs import Job
-from sites import ROOT
+from sites import ROOT, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,13 +26,25 @@ def operator(site: Site) -> Iterator[Site]:
     """The chart, installed with the real helm; taken out again unless the cluster ends anyway."""
     values = site.shared / "values.json"
     values.write_text(json.dumps({"statusIntervalSeconds": 1, **site.settings.get("chartValues", {})}))
-    site.helm(
-        "install", RELEASE, str(ROOT / "helm" / "trainium-operator"), "-n", OPERATOR_NAMESPACE, "--create-namespace",
-        "-f", str(values), "--wait", "--timeout", "120s",
-    )  # fmt: skip
-    yield site
-    if site.cluster is None:
-        site.helm("uninstall", RELEASE, "-n", OPERATOR_NAMESPACE, "--wait")
+    try:
+        _install(site, str(values))
+        yield site
+    finally:
+        if site.cluster is None:
+            site.helm("uninstall", RELEASE, "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
+
+
+def _install(site: Site, values: str) -> None:
+    """Helm says only that the operator is not ready; its pod and its log say why."""
+    try:
+        site.helm(
+            "install", RELEASE, str(ROOT / "helm" / "trainium-operator"), "-n", OPERATOR_NAMESPACE,
+            "--create-namespace", "-f", values, "--wait", "--timeout", "120s",
+        )  # fmt: skip
+    except CommandError as error:
+        pods = site.run("kubectl", "get", "pods", "-n", OPERATOR_NAMESPACE).stdout
+        log = site.run("kubectl", "logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=25").stdout
+        raise CommandError(f"{error}\n{pods}\n{log}") from error
 
 
 @pytest.fixture

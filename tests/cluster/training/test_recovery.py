@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-ELASTIC = "workers: {replicas: 3, minReplicas: 1}"
+# A job that may be smaller but begins at its full size, however slowly its nodes start.
+ELASTIC = "workers: {replicas: 3, minReplicas: 1}\nrecovery: {rescaleAfterSeconds: 60}"
 
 
 def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
