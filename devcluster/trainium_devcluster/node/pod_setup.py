@@ -18,6 +18,7 @@ from trainium_devcluster.node.events import Severity
 from trainium_devcluster.node.launching import ADDABLE_CAPABILITIES, CAPABILITIES, Command
 from trainium_devcluster.node.names import HostsFile
 from trainium_devcluster.node.objects import Json, name, namespace, uid
+from trainium_devcluster.node.programs import shown_again
 from trainium_devcluster.node.services import NodeServices
 from trainium_devcluster.node.volumes import PodVolumes
 
@@ -104,6 +105,8 @@ class PodSetup:
         termination_log.chmod(0o666)
         volume_mounts = mounts.volume_mounts(spec, self.volumes.paths, env)
         own = mounts.own_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
+        state_dir = str(self.services.options.state_dir)
+        programs = shown_again(volume_mounts, self.services.programs, state_dir)
         context = spec.get("securityContext") or {}
         return (
             Command(
@@ -111,10 +114,10 @@ class PodSetup:
                 env=env,
                 cwd=spec.get("workingDir") or "/",
                 hostname=self.hostname,
-                mounts=(*own, *volume_mounts),
+                mounts=(*own, *volume_mounts, *programs),
                 scratch=str(run_folder / "scratch"),
                 shm=str(self.volumes.shm),
-                hidden=str(self.services.options.state_dir),
+                hidden=state_dir,
                 read_only_root=bool(context.get("readOnlyRootFilesystem")),
                 capabilities=capabilities(context),
                 no_new_privileges=context.get("allowPrivilegeEscalation") is False,

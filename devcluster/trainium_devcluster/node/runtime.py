@@ -30,6 +30,7 @@ from trainium_devcluster.node.names import ServiceDirectory
 from trainium_devcluster.node.objects import Json, name, namespace, uid
 from trainium_devcluster.node.options import NodeOptions
 from trainium_devcluster.node.pod import PodRunner
+from trainium_devcluster.node.programs import program_folders
 from trainium_devcluster.node.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.registration import Registration
 from trainium_devcluster.node.server import NodeServer
@@ -88,6 +89,7 @@ def _assemble(
         node=lambda: registration.node,
         active_pods=lambda: [runner.pod for runner in runners.values() if runner.active],
         release_address=pod_addresses.release,
+        programs=program_folders(options.venv_bin),
     )
     return Node(services, registration, listener, pod_addresses, runners)
 

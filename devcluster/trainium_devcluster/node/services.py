@@ -43,6 +43,8 @@ class NodeServices:
     node: Callable[[], Json]
     active_pods: Callable[[], Iterable[Json]]
     release_address: Callable[[str], None]
+    programs: tuple[str, ...] = ()
+    """Folders that stand for what an image holds, see `programs`."""
     _noted: set[str] = field(default_factory=set)
 
     def base_environment(self, hostname: str) -> dict[str, str]:

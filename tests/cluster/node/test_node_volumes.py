@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -239,3 +241,19 @@ def test_a_claim_outlives_the_pod_that_wrote_to_it(lab: Lab) -> None:
     assert lab.output(second) == "kept\n"
     lab.delete(second)
     lab.kubectl("delete", "pvc", claim, "--wait=false")
+
+
+def test_programs_stay_in_reach_below_a_volume(lab: Lab) -> None:
+    if lab.site.kind != "local":
+        pytest.skip("elsewhere programs come from the image")
+    folder = f"/{Path(sys.prefix).parts[1]}"
+    pod = lab.pod(
+        "covered",
+        lab.container(
+            f"touch {folder}/mine && python -c 'import trainium_contract, yaml; print(\"alive\")'",
+            volumeMounts=[{"name": "cover", "mountPath": folder}],
+        ),
+        volumes=[{"name": "cover", "emptyDir": {}}],
+    )
+    lab.ended(pod)
+    assert lab.logs(pod) == "alive\n"
