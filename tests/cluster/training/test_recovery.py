@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-# A job that may be smaller but begins at its full size, however slowly its nodes start.
-ELASTIC = "workers: {replicas: 3, minReplicas: 1}\nrecovery: {rescaleAfterSeconds: 60}"
+# A job that may be smaller but begins at its full size, however slowly its nodes start, and has steps to do when a pod
+# of a later size is warm at last.
+ELASTIC = "workers: {replicas: 3, minReplicas: 1}\nrecovery: {rescaleAfterSeconds: 60}\ntrainer: {steps: 180}"
 
 
 def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
@@ -133,7 +134,9 @@ def test_a_job_shrinks_when_no_capacity_comes_and_grows_back(
     assert every_sample_once(job.folder, 60, 12)
 
 
-def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
+def test_a_resize_loses_no_step_and_keeps_the_curve(
+    new_job: Callable[..., Job], long_reference: dict[int, float]
+) -> None:
     job = new_job(change=ELASTIC)
     job.until_step(8)
 
@@ -144,9 +147,9 @@ def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job],
     larger = job.until_recovered(2)
 
     assert (smaller["stepsLost"], larger["stepsLost"]) == (0, 0)
-    status = job.until_phase("Completed", 60)
-    assert within(job.losses(), reference, 1e-5)
-    assert every_sample_once(job.folder, 60, 12)
+    status = job.until_phase("Completed", 90)
+    assert within(job.losses(), long_reference, 1e-5)
+    assert every_sample_once(job.folder, 180, 12)
     assert status["restarts"]["total"] == 0, "a resize is no failure"
 
 
