@@ -8,7 +8,7 @@ import pytest
 from sites import Site, open_site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,8 +20,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_OPENED = pytest.StashKey[Site]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Make a kind cluster and its images before the first test: their minutes are not that test's."""
+    config = session.config
+    needed = any("site" in getattr(item, "fixturenames", ()) for item in session.items)
+    if config.getoption("--cluster") != "kind" or not needed or config.option.collectonly:
+        return (yield)
+    with open_site("kind") as opened:
+        config.stash[_OPENED] = opened
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     """The cluster with nodes that all tests of this session share."""
+    opened = request.config.stash.get(_OPENED, None)
+    if opened is not None:
+        yield opened
+        return
     with open_site(request.config.getoption("--cluster")) as opened:
         yield opened
