@@ -75,10 +75,20 @@ def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
 @pytest.fixture(scope="session")
 def reference(operator: Site) -> dict[int, float]:
     """Step -> loss of the base job on two nodes, undisturbed."""
-    operator.kubectl("create", "namespace", "reference")
-    job = Job(operator, "reference", "reference").apply()
+    return _undisturbed(operator, "reference")
+
+
+@pytest.fixture(scope="session")
+def long_reference(operator: Site) -> dict[int, float]:
+    """The same with three times as many steps, for what lasts until a new pod is warm."""
+    return _undisturbed(operator, "long-reference", "trainer: {steps: 180}")
+
+
+def _undisturbed(operator: Site, name: str, change: str = "") -> dict[int, float]:
+    operator.kubectl("create", "namespace", name)
+    job = Job(operator, name, name, change).apply()
     job.until_phase("Completed", 90)
     losses = job.losses()
     job.delete()
-    operator.kubectl("delete", "namespace", "reference", "--wait=false")
+    operator.kubectl("delete", "namespace", name, "--wait=false")
     return losses
