@@ -147,7 +147,7 @@ class Story:
         records = self.cluster.kubectl(*inside, "python", "-m", "trainium_trainer.monitor")
         pid = json.loads(records.splitlines()[0])["pid"]
         self.view.say(f"fault: SIGKILL of the training process in {pod} (rank {victim['nodeRank']})")
-        self._measure(run, "killed process", lambda: self.cluster.kubectl(*inside, "kill", "-9", str(pid)))
+        self._measure(run, "killed process", lambda: self.cluster.kubectl(*inside, "sh", "-c", f"kill -9 {pid}"))
 
     def lose_node(self, run: Run) -> str:
         """Power loss of the node that holds the last rank; returns its name."""
