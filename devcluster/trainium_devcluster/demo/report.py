@@ -122,7 +122,7 @@ def _picture(result: Result, path: Path) -> None:
     top.plot(steps, [result.reference[step] for step in steps], color="#b8c4d6", linewidth=6, label="undisturbed run")
     steps = sorted(result.loss)
     top.plot(steps, [result.loss[step] for step in steps], color="#1f4e9c", linewidth=1.4, label="run with faults")
-    for fault in result.faults:
+    for number, fault in enumerate(result.faults):
         for axis in (top, bottom):
             axis.axvline(fault.step, color="#c0392b", linewidth=0.8, linestyle=":")
         cost = "" if fault.recovered_seconds is None else f"\n{fault.recovered_seconds:.1f} s, {fault.steps_lost} lost"
@@ -130,7 +130,7 @@ def _picture(result: Result, path: Path) -> None:
             fault.kind + cost,
             (fault.step, 1.0),
             xycoords=("data", "axes fraction"),
-            xytext=(3, -4),
+            xytext=(3, -4 - 26 * (number % 2)),
             textcoords="offset points",
             fontsize=8,
             color="#c0392b",
