@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.crd_recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
 from trainium_contract.crd_rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.worker_env import GROUP, KIND, PLURAL, VERSION
@@ -95,7 +96,7 @@ def _columns() -> list[dict[str, Any]]:
         column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
         column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
         column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
-        column("Goodput", "number", ".status.goodput.ratio", "Productive share of the time since the first step.", 1),
+        column("Goodput", "number", ".status.goodput.ratio", "Strict goodput: productive share of the time.", 1),
     ]
 
 
@@ -105,6 +106,9 @@ def object_schema() -> dict[str, Any]:
     status = model_schema(TrainingJobStatus, "status", strict=False)
     _attach(spec, SPEC_RULES)
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
+    recovery = spec["properties"]["recovery"]["properties"]
+    _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
+    _attach(recovery["budgets"]["properties"]["byCause"], BY_CAUSE_RULES)
     root = {
         "type": "object",
         "description": "A Llama training run on Trainium nodes that keeps training through faults and resizes.",
@@ -161,6 +165,7 @@ class _Writer:
                 raise SchemaError(f"{path}: type {other!r} has no structural schema; give the field one plain type")
         written |= {key: node[key] for key in _KEPT if key in node}
         _exclusive(node, written)
+        written["description"] += _range(node)
         if self._strict and node.get("type") not in {"object", "array"} and node.get("default") is not None:
             written["default"] = node["default"]
         return written
@@ -215,7 +220,12 @@ class _Writer:
 
 
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
-    """An empty object where that is complete: it makes the defaults below it apply when the parent is left out."""
+    """An empty object where that is complete: it makes the defaults below it apply when the parent is left out.
+
+    Not for an object that may be None, where leaving it out has a meaning of its own.
+    """
+    if node.get("default", children) is None:
+        return {}
     if "required" in node:
         given = {name: value for name, value in (node.get("default") or {}).items() if value is not None}
         return {"default": given} if given else {}
@@ -228,6 +238,23 @@ def _exclusive(node: dict[str, Any], written: dict[str, Any]) -> None:
         written |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
     if "exclusiveMaximum" in node:
         written |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
+
+
+def _range(node: dict[str, Any]) -> str:
+    """A number's legal range as a second sentence of its description, so that `kubectl explain` tells it too."""
+    if node.get("type") not in {"integer", "number"}:
+        return ""
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    high = None if high == INT32_LIMIT else high  # a limit that nobody meets
+    if low is not None and high is not None:
+        return f" Range: {low} to {high}."
+    ends = [
+        f"{word} {bound}"
+        for word, bound in (("at least", low), ("above", above), ("at most", high), ("below", below))
+        if bound is not None
+    ]
+    return f" Range: {' and '.join(ends)}." if ends else ""
 
 
 def _sentence(node: dict[str, Any], path: str) -> str:

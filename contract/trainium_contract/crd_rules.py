@@ -64,6 +64,11 @@ _CORES = (
     f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
 )
 _NODES = "self.workers.replicas"
+_ON_NXD = (
+    "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
+    "|| self.trainer.backend == 'Native'"
+)
+"""Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
 _MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
 
@@ -216,6 +221,28 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        """!has(self.trainer.model.numLayers)
+        || self.parallelism.pipeline * self.parallelism.stagesPerRank <= self.trainer.model.numLayers""",
+        "parallelism.pipeline x stagesPerRank must not be above trainer.model.numLayers: each stage needs a layer",
+        ".parallelism.pipeline",
+        _said(
+            "parallelism.pipeline %s x stagesPerRank %s is above trainer.model.numLayers %s: each stage needs a layer",
+            "self.parallelism.pipeline",
+            "self.parallelism.stagesPerRank",
+            "self.trainer.model.numLayers",
+        ),
+    ),
+    Rule(
+        f"{_ON_NXD} || self.parallelism.pipeline == 1",
+        "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline; raise parallelism.tensor",
+        ".parallelism.pipeline",
+    ),
+    Rule(
+        f"{_ON_NXD} || !self.trainer.data.maskDocuments",
+        "trainer.data.maskDocuments cannot be had on trn1: its backend Nxd has no such mask; leave it out",
+        ".trainer.data.maskDocuments",
+    ),
+    Rule(
         """!has(self.trainer.model.numAttentionHeads) || !has(self.trainer.model.numKeyValueHeads)
         || self.trainer.model.numKeyValueHeads < 1
         || self.trainer.model.numAttentionHeads % self.trainer.model.numKeyValueHeads == 0""",
@@ -223,10 +250,35 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".trainer.model.numKeyValueHeads",
     ),
     Rule(
-        """!has(self.trainer.model.hiddenSize) || !has(self.trainer.model.numAttentionHeads)
-        || self.trainer.model.numAttentionHeads < 1
+        """!has(self.trainer.model.numKeyValueHeads) || self.trainer.model.numKeyValueHeads < 1
+        || self.parallelism.tensor < 1 || self.trainer.model.numKeyValueHeads % self.parallelism.tensor == 0
+        || self.parallelism.tensor % self.trainer.model.numKeyValueHeads == 0""",
+        "trainer.model.numKeyValueHeads must be divisible by parallelism.tensor, or divide it",
+        ".trainer.model.numKeyValueHeads",
+        _said(
+            "trainer.model.numKeyValueHeads %s neither is divisible by parallelism.tensor %s nor divides it: each rank "
+            "of the tensor group holds whole heads",
+            "self.trainer.model.numKeyValueHeads",
+            "self.parallelism.tensor",
+        ),
+    ),
+    Rule(
+        "!has(self.trainer.model.path) || self.trainer.model.preset == 'Tiny'",
+        "trainer.model.preset and trainer.model.path both name a shape: leave one of them out",
+        ".trainer.model.path",
+    ),
+    Rule(
+        """!has(self.trainer.model.ropeScaling) || !has(self.trainer.model.ropeScaling.lowFrequencyFactor)
+        || !has(self.trainer.model.ropeScaling.highFrequencyFactor)
+        || self.trainer.model.ropeScaling.lowFrequencyFactor < self.trainer.model.ropeScaling.highFrequencyFactor""",
+        "trainer.model.ropeScaling.lowFrequencyFactor must be less than highFrequencyFactor",
+        ".trainer.model.ropeScaling.lowFrequencyFactor",
+    ),
+    Rule(
+        """has(self.trainer.model.headDim) || !has(self.trainer.model.hiddenSize)
+        || !has(self.trainer.model.numAttentionHeads) || self.trainer.model.numAttentionHeads < 1
         || self.trainer.model.hiddenSize % self.trainer.model.numAttentionHeads == 0""",
-        "trainer.model.hiddenSize must be divisible by numAttentionHeads",
+        "trainer.model.hiddenSize must be divisible by numAttentionHeads, or trainer.model.headDim be given",
         ".trainer.model.hiddenSize",
     ),
     Rule(
@@ -240,12 +292,24 @@ SPEC_RULES: tuple[Rule, ...] = (
             "self.trainer.steps",
         ),
     ),
+    Rule(
+        """!has(self.trainer.data.validation)
+        || has(self.trainer.data.validation.fraction) != has(self.trainer.data.validation.source)""",
+        "trainer.data.validation needs either fraction or source: give exactly one of them",
+        ".trainer.data.validation",
+    ),
+    Rule(
+        """!has(self.trainer.schedule.decaySteps)
+        || self.trainer.schedule.warmupSteps + self.trainer.schedule.decaySteps <= self.trainer.steps""",
+        "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
+        ".trainer.schedule.decaySteps",
+    ),
 )
 
 STORAGE_RULES: tuple[Rule, ...] = (
     Rule(
-        "has(self.hostPath) != has(self.persistentVolumeClaim)",
-        "give exactly one of hostPath and persistentVolumeClaim; leave storage out for a folder in the pod",
+        "[has(self.hostPath), has(self.persistentVolumeClaim), has(self.s3)].filter(given, given).size() == 1",
+        "give exactly one of hostPath, persistentVolumeClaim and s3; leave storage out for a folder in the pod",
     ),
 )
 
@@ -277,7 +341,19 @@ _FIXED = (
     *(f"spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"),
 )
 
+_ENDED = "c.type in ['Complete', 'Failed'] && c.status == 'True'"
+_STAYS_ENDED = f"""
+!has(oldSelf.status) || !has(oldSelf.status.conditions) || !oldSelf.status.conditions.exists(c, {_ENDED})
+|| (has(self.status) && has(self.status.conditions) && self.status.conditions.exists(c, {_ENDED}))"""
+
 ROOT_RULES: tuple[Rule, ...] = (
+    Rule(
+        _STAYS_ENDED,
+        "a job that has ended stays ended: its condition Complete or Failed cannot be taken back; create the job again "
+        "under its name, and it resumes from its newest checkpoint",
+        ".status.conditions",
+        reason=Reason.FORBIDDEN,
+    ),
     Rule(
         f"size(self.metadata.name) <= {MAX_NAME}",
         f"the name has at most {MAX_NAME} characters, so that host names of its workers stay within 63",

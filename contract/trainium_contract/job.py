@@ -3,151 +3,42 @@
 The spec is what a user writes and is strict; the status is what the operator writes and is read leniently, so that an
 older operator can read a newer status. Every list and string is bounded: the object must stay far below etcd's limit
 and within the CEL cost budget. Rules that a schema cannot state are CEL rules in `crd.py`, with a sentence each.
+Workers and storage are described in `job_workers` and `job_storage`.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from trainium_contract.base import ContractModel, MessageModel, Text
 from trainium_contract.exit_codes import Cause
-from trainium_contract.sizes import INSTANCES, BatchShape, Instance
-from trainium_contract.trainer import (
-    CheckpointConfig,
-    DurableTier,
-    MemoryTier,
-    ParallelismConfig,
-    TrainerSpec,
-    TrainingConfig,
-)
+from trainium_contract.health import HealthSpec
+from trainium_contract.job_storage import JobCheckpointSpec
+from trainium_contract.job_workers import WorkersSpec
+from trainium_contract.ledger import GoodputStatus, StageSeconds
+from trainium_contract.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.recovery import RecoverySpec
+from trainium_contract.scheduling import GangStatus, SchedulingSpec
+from trainium_contract.sizes import BatchShape
+from trainium_contract.trainer import TrainerSpec, TrainingConfig
+from trainium_contract.trainer_checkpoint import CheckpointConfig
+from trainium_contract.trainer_parallelism import ParallelismConfig
 from trainium_contract.worker_env import CHECKPOINT_MOUNT
 
-MAX_NODES = 10_000
 MAX_NAME = 50
 """Longest job name: `<name>-w-<ordinal>` must be a host name of at most 63 characters."""
 
-NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
-Quantity = Annotated[str, Field(min_length=1, max_length=32)]
 
+class CleanPodPolicy(StrEnum):
+    """Which worker pods are deleted when the job has ended."""
 
-class Device(StrEnum):
-    """What a worker computes on."""
-
-    NEURON = "neuron"
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
-class AcceleratorSpec(ContractModel):
-    """What one node offers: a known EC2 instance type, or a device with an explicit number of cores."""
-
-    instance_type: Annotated[str, Field(max_length=63)] | None = None
-    """EC2 instance type, for instance trn1.32xlarge; sets devices, cores, EFA interfaces and the node selector."""
-    device: Device = Device.NEURON
-    """`cpu` runs anywhere; `cuda` asks for nvidia.com/gpu."""
-    cores_per_node: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Training processes per node; omitted: the instance type's cores, else 1."""
-    resources: Annotated[dict[Annotated[str, Field(max_length=317)], Quantity], Field(max_length=16)] = {}
-    """Extended resources per worker in place of the instance type's, for instance {aws.amazon.com/neuron: "16"}."""
-
-    def instance(self) -> Instance | None:
-        """The known instance type's figures; None when none is named or it is unknown."""
-        return INSTANCES.get(self.instance_type or "")
-
-    def cores(self) -> int:
-        """Training processes per node."""
-        known = self.instance()
-        return self.cores_per_node or (known.cores if known else 1)
-
-
-class WorkersSpec(ContractModel):
-    """How many nodes, of which kind, and what their pods look like."""
-
-    replicas: NodeCount = 1
-    """Nodes to train on; the scale subresource. A later size that is not legal is floored to a legal one, and status
-    says so."""
-    min_replicas: NodeCount | None = None
-    """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
-    max_replicas: NodeCount | None = None
-    """Elastic ceiling for `kubectl scale` and autoscalers. Omitted: no bound of its own."""
-    spares: Annotated[int, Field(ge=0, le=64)] = 0
-    """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
-    accelerator: AcceleratorSpec = AcceleratorSpec()
-    """What one node offers."""
-    template: dict[str, Any] = {}
-    """Partial PodTemplateSpec, merged over the operator's own (containers and volumes by name)."""
-
-
-class HostPathStorage(ContractModel):
-    """A folder on every node: one machine, or a shared mount such as FSx at the same path."""
-
-    path: Annotated[str, Field(pattern=r"^/", max_length=1024)]
-    """Absolute path. A kubelet creates a missing one for root: make it writable for the workers' user (1000)."""
-
-
-class ClaimStorage(ContractModel):
-    """A PersistentVolumeClaim that all workers can mount read-write."""
-
-    claim_name: Annotated[str, Field(min_length=1, max_length=253)]
-    """Name of the claim, in the job's namespace."""
-
-
-class StorageSpec(ContractModel):
-    """Where durable checkpoints live; exactly one kind. Omitted: a folder in the pod, lost with it (for trials)."""
-
-    host_path: HostPathStorage | None = None
-    """A folder on every node."""
-    persistent_volume_claim: ClaimStorage | None = None
-    """A claim, for instance FSx for Lustre."""
-    sub_path: Annotated[str, Field(max_length=512, pattern=r"^[^/].*$")] | None = None
-    """Folder below the volume's root; omitted: the job's namespace and name."""
-
-
-class JobCheckpointSpec(ContractModel):
-    """Checkpoint storage and tiers."""
-
-    storage: StorageSpec = StorageSpec()
-    """Where durable checkpoints live. Omitted: a folder in the pod, lost with it (for trials)."""
-    memory: MemoryTier = MemoryTier()
-    """Snapshots in the node's memory."""
-    durable: DurableTier = DurableTier()
-    """Sharded checkpoints on the storage."""
-
-
-class BudgetSpec(ContractModel):
-    """Failures allowed within a sliding window before the job stops with a verdict."""
-
-    max_failures: Annotated[int, Field(ge=0, le=100_000)]
-    """More than this many within the window stop the job."""
-    window_seconds: Annotated[int, Field(ge=1, le=31_536_000)] = 3600
-    """Length of the window."""
-
-
-class BudgetsSpec(ContractModel):
-    """Budgets by who is to blame; infrastructure faults never use the process budget."""
-
-    process: BudgetSpec = BudgetSpec(max_failures=10)
-    """Crashes of training processes with no known infrastructure cause."""
-    infrastructure: BudgetSpec = BudgetSpec(max_failures=100, window_seconds=86_400)
-    """Lost pods and nodes, device faults."""
-
-
-class RecoverySpec(ContractModel):
-    """How faults are detected and answered."""
-
-    heartbeat_timeout_seconds: Annotated[float, Field(ge=1, le=600)] = 4.0
-    """A member that is silent this long, while the others cannot go on, is lost."""
-    max_in_place_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Restarts of the processes in place without a new step in between, before the pod is replaced."""
-    rescale_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
-    """How long to wait for a missing worker before shrinking to a legal size, and between two growths."""
-    graceful_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
-    """How long ranks may take to save and leave on a resize, a suspension or a deletion."""
-    budgets: BudgetsSpec = BudgetsSpec()
-    """Failures allowed before the job stops with a verdict."""
+    RUNNING = "Running"
+    """Those that still run; the others stay for their logs."""
+    ALL = "All"
+    NONE = "None"
 
 
 class TrainingJobSpec(ContractModel):
@@ -165,8 +56,18 @@ class TrainingJobSpec(ContractModel):
     """What to train; immutable while the job runs, except monitor."""
     checkpoint: JobCheckpointSpec = JobCheckpointSpec()
     """Where and how often the training state is saved."""
+    precompile: PrecompileSpec = PrecompileSpec()
+    """Compiling before the first start."""
     recovery: RecoverySpec = RecoverySpec()
     """How faults are detected and answered."""
+    health: HealthSpec = HealthSpec()
+    """What is checked before a worker joins, and how bad nodes are kept away from."""
+    scheduling: SchedulingSpec = SchedulingSpec()
+    """How the workers are brought onto nodes together."""
+    clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
+    """Which worker pods are deleted when the job has ended."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
+    """Delete the TrainingJob this long after it ended; omitted: never."""
 
     def training_config(self) -> TrainingConfig:
         """The file that the trainer reads; checkpoints are below the mount point of the storage."""
@@ -174,13 +75,37 @@ class TrainingJobSpec(ContractModel):
             **{name: getattr(self.trainer, name) for name in TrainerSpec.model_fields},
             parallelism=self.parallelism,
             checkpoint=CheckpointConfig(
-                path=CHECKPOINT_MOUNT, memory=self.checkpoint.memory, durable=self.checkpoint.durable
+                path=CHECKPOINT_MOUNT,
+                memory=self.checkpoint.memory,
+                durable=self.checkpoint.durable,
+                milestones=self.checkpoint.milestones,
             ),
         )
 
     def batch_shape(self) -> BatchShape:
         """The arithmetic that decides this job's legal sizes."""
         return self.training_config().batch_shape(self.workers.accelerator.cores())
+
+    def sizes_to_compile(self) -> tuple[int, ...]:
+        """Numbers of nodes that graphs are compiled for ahead, the one that the job starts at first, then its nearest.
+
+        Empty when no size is legal.
+        """
+        sizes = self._sizes_by_nearness()
+        return sizes if self.precompile.sizes is PrecompileSizes.ALL else sizes[:1]
+
+    def sizes_for_spares(self) -> tuple[int, ...]:
+        """Numbers of nodes that idle spares compile graphs for, the nearest to the start first."""
+        enabled = self.precompile.enabled and self.precompile.sizes is PrecompileSizes.BACKGROUND
+        return self._sizes_by_nearness()[1:] if enabled and self.workers.spares else ()
+
+    def _sizes_by_nearness(self) -> tuple[int, ...]:
+        workers, shape = self.workers, self.batch_shape()
+        start = shape.floor(workers.replicas, workers.min_replicas or 1)
+        if not start:
+            return ()
+        legal = shape.legal_sizes(workers.min_replicas or start, max(start, workers.max_replicas or start))
+        return tuple(sorted({start, *legal}, key=lambda nodes: (abs(nodes - start), nodes)))
 
 
 class Phase(StrEnum):
@@ -206,6 +131,9 @@ class ConditionType(StrEnum):
     RESIZING = "Resizing"
     SIZE_LEGAL = "SizeLegal"
     CHECKPOINT_HEALTHY = "CheckpointHealthy"
+    NODES_HEALTHY = "NodesHealthy"
+    DISRUPTION_ALLOWED = "DisruptionAllowed"
+    ADMITTED = "Admitted"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -286,6 +214,10 @@ class Interruption(MessageModel):
     """Pods that were created for the recovery."""
     failed_at: float | None = None
     """Unix seconds of the failure, as well as it is known."""
+    decided_at: float | None = None
+    """Unix seconds at which the next generation was decided on; absent for a restart in place."""
+    stages: StageSeconds | None = None
+    """What the ledger puts to it so far; less than recoveredSeconds where interruptions overlap."""
 
 
 class MembershipStatus(MessageModel):
@@ -316,6 +248,17 @@ class ProgressStatus(MessageModel):
     """When this was reported, RFC 3339."""
 
 
+class AlertStatus(MessageModel):
+    """What the trainer's monitors have told."""
+
+    kind: Annotated[str, Field(max_length=64)]
+    """`LossSpike`, `LossAlarm` or `StepSkipped`."""
+    step: int
+    """The step that raised it."""
+    message: Text = ""
+    """What was seen, and what to do."""
+
+
 class CheckpointStatus(MessageModel):
     """Newest steps that a resume could use; -1 for none."""
 
@@ -338,21 +281,6 @@ class RestartsStatus(MessageModel):
     """Interruptions by cause."""
 
 
-class GoodputStatus(MessageModel):
-    """Productive time over wall time since the first step (definitions: docs/goodput.md)."""
-
-    ratio: float = 0.0
-    """Productive over wall time, 0 to 1."""
-    productive_seconds: float = 0.0
-    """Time in steps that were kept."""
-    wall_seconds: float = 0.0
-    """Time since the first step."""
-    lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
-    """By cause."""
-    accounted_until: float | None = None
-    """Unix seconds up to which wallSeconds counts; absent while the job has no workers to count."""
-
-
 class FailureRecord(MessageModel):
     """One counted failure, for the windowed budgets."""
 
@@ -364,6 +292,21 @@ class FailureRecord(MessageModel):
     """Pod that failed; a pod that never became a member is counted once by its name."""
     node: Annotated[str, Field(max_length=253)] = ""
     """Node that new workers keep away from because of it; empty when no node is suspected."""
+
+
+class StragglerStatus(MessageModel):
+    """A member that is slower than the others."""
+
+    pod: Annotated[str, Field(max_length=253)]
+    """Its pod."""
+    node: Annotated[str, Field(max_length=253)]
+    """Its node."""
+    since_step: int
+    """Step from which on it has been so."""
+    slowdown: float
+    """Its own work in a step, in units of the median member's, as it was when this was last written."""
+    reported: bool = False
+    """It has been so for `recovery.stragglers.persistSteps`."""
 
 
 class TrainingJobStatus(MessageModel):
@@ -389,22 +332,32 @@ class TrainingJobStatus(MessageModel):
     """The current generation of workers."""
     progress: ProgressStatus = ProgressStatus()
     """How far training is."""
+    alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
+    """The newest alert of each kind."""
     checkpoint: CheckpointStatus = CheckpointStatus()
     """Newest steps that a resume could use."""
     restarts: RestartsStatus = RestartsStatus()
     """Interruptions since the job began; never reset."""
     goodput: GoodputStatus = GoodputStatus()
-    """Productive time over wall time since the first step."""
+    """Where the time went since the workers first began together."""
+    gang: GangStatus = GangStatus()
+    """How the workers are brought onto nodes together."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
     """The last interruptions, oldest first."""
     next_pod_ordinal: int = 0
     """Ordinal of the next pod; raised before the pod is created, so no name is ever used twice."""
     waiting_since: float | None = None
     """Unix seconds since when the membership is smaller than desired or a member is missing."""
+    leaving_since: float | None = None
+    """Unix seconds since when a member's node is known to be about to leave."""
+    outdated_pods: int = 0
+    """Workers that were made from an earlier pod template; they run on as they are."""
     avoided_nodes: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=32)] = ()
     """Nodes that new workers keep away from."""
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
+    stragglers: Annotated[tuple[StragglerStatus, ...], Field(max_length=8)] = ()
+    """Members that are slower than the others, the slowest first."""
     start_time: Annotated[str, Field(max_length=32)] = ""
     """When the first step was completed, RFC 3339; empty before."""
     completion_time: Annotated[str, Field(max_length=32)] = ""

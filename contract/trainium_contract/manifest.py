@@ -1,14 +1,20 @@
 """The checkpoint manifest: what a committed durable checkpoint consists of, and the commit rule.
 
-A durable checkpoint is a folder `step-<n>`. It counts only when it holds `COMMITTED`, which is written last,
-atomically, and names the digest of `manifest.json`; the manifest lists every other file with its size and checksum.
-A reader that finds a missing, truncated or altered file takes the next older committed folder.
+A durable checkpoint is a folder: `step-<n>` holds a whole training state, `milestone-<n>` the weights alone. Each
+attempt to write one has a folder of its own inside it, with the data files and `manifest.json`, which lists every other
+file with its size and digest. The checkpoint counts when its folder holds `COMMITTED`, which is written last, at once
+and only if it is not there yet, and names the attempt's folder and the digest of its manifest. A reader that finds a
+missing, truncated or altered file takes the next older committed checkpoint. Nothing is renamed, so the rule is the
+same on file systems and on object stores.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field
 
@@ -16,24 +22,39 @@ from trainium_contract.base import ContractModel, MessageModel
 
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "COMMITTED"
+SET_ASIDE_NAME = "SET-ASIDE"
+"""Instead of `COMMITTED`: a person took the checkpoint out of use; its files stay and are never removed for room."""
 GENERATION_FENCE_NAME = "GENERATION"
 """Holds the newest generation that may commit below this root; an older one is refused."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+BLOCK_BYTES = 8 << 20
+"""Files are hashed in blocks of this size, so that a part of a file can be verified and blocks hashed in parallel."""
 
-_FOLDER = re.compile(r"^step-(\d{1,15})$")
+_STEP = re.compile(r"^step-(\d{1,15})$")
+_MILESTONE = re.compile(r"^milestone-(\d{1,15})$")
 
 
 class Checksum(StrEnum):
     """Checksum algorithms a manifest may use."""
 
-    SHA256 = "sha256"
+    SHA256_BLOCKS = "sha256-8MiB"
+    """SHA-256 of the SHA-256 digests of the file's blocks of 8 MiB (`file_digest`)."""
+
+
+class CheckpointKind(StrEnum):
+    """What a checkpoint holds."""
+
+    STATE = "State"
+    """Everything that training goes on from."""
+    WEIGHTS = "Weights"
+    """The weights alone: a milestone."""
 
 
 class ManifestFile(ContractModel):
     """One file of a checkpoint."""
 
     name: str
-    """Path relative to the checkpoint folder."""
+    """Path relative to the manifest's folder."""
     size: int = Field(ge=0)
     """Bytes."""
     digest: str
@@ -44,6 +65,7 @@ class Manifest(MessageModel):
     """Contents of `manifest.json`."""
 
     format_version: int = FORMAT_VERSION
+    kind: CheckpointKind = CheckpointKind.STATE
     step: int = Field(ge=0)
     """Optimizer steps completed."""
     samples: int = Field(ge=0)
@@ -57,17 +79,22 @@ class Manifest(MessageModel):
     tensor_parallel: int = Field(ge=1)
     pipeline_parallel: int = Field(ge=1, default=1)
     config_digest: str
-    """Digest of the settings that must not change between runs (model, tokenizer, data, seed)."""
+    """Digest of `settings`."""
+    settings: dict[str, Any] = {}
+    """The settings that must not change between runs: model, data, sequence length, batch, seeds."""
     created: float
     """Unix seconds."""
-    algorithm: Checksum = Checksum.SHA256
+    algorithm: Checksum = Checksum.SHA256_BLOCKS
     files: tuple[ManifestFile, ...]
 
 
 class Commit(MessageModel):
     """Contents of `COMMITTED`."""
 
+    format_version: int = FORMAT_VERSION
     step: int
+    folder: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The attempt that was committed: the folder, inside the checkpoint's, that holds `manifest.json` and the files."""
     manifest_digest: str
     """sha256 of the bytes of `manifest.json`."""
 
@@ -79,5 +106,34 @@ def folder_name(step: int) -> str:
 
 def step_of(folder: str) -> int | None:
     """Step of a checkpoint folder's name; None for any other name."""
-    match = _FOLDER.match(folder)
+    match = _STEP.match(folder)
     return int(match.group(1)) if match else None
+
+
+def milestone_name(step: int) -> str:
+    """Folder of the milestone of `step`."""
+    return f"milestone-{step}"
+
+
+def milestone_of(folder: str) -> int | None:
+    """Step of a milestone folder's name; None for any other name."""
+    match = _MILESTONE.match(folder)
+    return int(match.group(1)) if match else None
+
+
+def block_digest(pieces: Iterable[bytes | memoryview]) -> str:
+    """Hex SHA-256 of one block, given in pieces."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def file_digest(blocks: Sequence[str]) -> str:
+    """Digest of a file from the digests of its blocks, in order."""
+    return hashlib.sha256(b"".join(bytes.fromhex(block) for block in blocks)).hexdigest()
+
+
+def digest_of(data: bytes) -> str:
+    """Digest of a file's contents by `Checksum.SHA256_BLOCKS`."""
+    return file_digest([block_digest([data[at : at + BLOCK_BYTES]]) for at in range(0, len(data), BLOCK_BYTES)])

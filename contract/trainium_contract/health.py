@@ -1,0 +1,67 @@
+"""`spec.health`: what is checked before a worker may join, and how long a bad node is kept away from.
+
+Invariant: a check that cannot run, or whose outcome cannot be read, never fails a worker.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+
+
+class PreflightCheck(StrEnum):
+    """One check of a worker before it registers."""
+
+    DEVICES = "Devices"
+    """All Neuron devices that the worker was given are visible."""
+    MEMORY = "Memory"
+    """The host has memory to spare, and the memory volume is writable."""
+    DISK = "Disk"
+    """The scratch volume has room and can be written."""
+    CLOCK = "Clock"
+    """The clock agrees with the coordinator's."""
+    MATMUL = "Matmul"
+    """A short matrix product gives the right numbers, on each core."""
+    LOOPBACK = "Loopback"
+    """An all-reduce among processes of this node gives the right numbers."""
+    PAIRWISE = "Pairwise"
+    """An all-reduce with another node, when a bad node hides among the members."""
+
+
+class PreflightSpec(ContractModel):
+    """Checks in the agent."""
+
+    checks: Annotated[tuple[PreflightCheck, ...], Field(max_length=16)] = (
+        PreflightCheck.DEVICES,
+        PreflightCheck.MEMORY,
+        PreflightCheck.DISK,
+        PreflightCheck.CLOCK,
+        PreflightCheck.MATMUL,
+        PreflightCheck.LOOPBACK,
+        PreflightCheck.PAIRWISE,
+    )
+    """Which checks run."""
+    budget_seconds: Annotated[int, Field(ge=1, le=600)] = 60
+    """What has not finished by then counts as passed."""
+
+
+class QuarantineSpec(ContractModel):
+    """What this job contributes to, and takes from, the fleet's memory of bad nodes."""
+
+    enabled: bool = True
+    """Keep this job's workers away from quarantined nodes, and hold its failures against the nodes."""
+    debounce_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
+    """How long a bad node condition must last before it counts; fatal device faults count at once."""
+
+
+class HealthSpec(ContractModel):
+    """Health of nodes."""
+
+    preflight: PreflightSpec = PreflightSpec()
+    """Checks before a worker may join."""
+    quarantine: QuarantineSpec = QuarantineSpec()
+    """Keeping away from bad nodes."""

@@ -1,0 +1,64 @@
+"""`spec.workers`: how many nodes, of which kind, and what their pods look like."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+from trainium_contract.sizes import INSTANCES, Instance
+
+MAX_NODES = 10_000
+
+NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
+Quantity = Annotated[str, Field(min_length=1, max_length=32)]
+
+
+class Device(StrEnum):
+    """What a worker computes on."""
+
+    NEURON = "neuron"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class AcceleratorSpec(ContractModel):
+    """What one node offers: a known EC2 instance type, or a device with an explicit number of cores."""
+
+    instance_type: Annotated[str, Field(max_length=63)] | None = None
+    """EC2 instance type, for instance trn1.32xlarge; sets devices, cores, EFA interfaces and the node selector."""
+    device: Device = Device.NEURON
+    """`cpu` runs anywhere; `cuda` asks for nvidia.com/gpu."""
+    cores_per_node: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Training processes per node; omitted: the instance type's cores, else 1."""
+    resources: Annotated[dict[Annotated[str, Field(max_length=317)], Quantity], Field(max_length=16)] = {}
+    """Extended resources per worker in place of the instance type's, for instance {aws.amazon.com/neuron: "16"}."""
+
+    def instance(self) -> Instance | None:
+        """The known instance type's figures; None when none is named or it is unknown."""
+        return INSTANCES.get(self.instance_type or "")
+
+    def cores(self) -> int:
+        """Training processes per node."""
+        known = self.instance()
+        return self.cores_per_node or (known.cores if known else 1)
+
+
+class WorkersSpec(ContractModel):
+    """How many nodes, of which kind, and what their pods look like."""
+
+    replicas: NodeCount = 1
+    """Nodes to train on; the scale subresource. A later size that is not legal is floored to a legal one, and status
+    says so."""
+    min_replicas: NodeCount | None = None
+    """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
+    max_replicas: NodeCount | None = None
+    """Elastic ceiling for `kubectl scale` and autoscalers. Omitted: no bound of its own."""
+    spares: Annotated[int, Field(ge=0, le=64)] = 0
+    """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
+    accelerator: AcceleratorSpec = AcceleratorSpec()
+    """What one node offers."""
+    template: dict[str, Any] = {}
+    """Partial PodTemplateSpec, merged over the operator's own (containers and volumes by name)."""

@@ -1,0 +1,103 @@
+"""`status.goodput`: where the time of a job went (definitions: docs/goodput.md), and what is needed to go on counting.
+
+Invariants: productive and lost seconds together are the wall time; every ratio is between 0 and 1; the object stays
+small however long the job runs (sums, at most eight sizes and one window of samples).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import MessageModel
+
+MAX_SIZES = 8
+"""Sizes whose steps are kept apart."""
+WINDOW = 15
+"""Samples of the step time in one window."""
+STARTUP = "Startup"
+"""Lost before the first step, and before the first step after a suspension: no fault, but no training either."""
+OVERHEAD = "Overhead"
+"""Time in steps beyond the reference step time: slow nodes, saves, input, and the step that a fault cut short."""
+
+
+class StageSeconds(MessageModel):
+    """Seconds lost to one interruption, by what was going on; the reference time of the first new step is not lost."""
+
+    detect: float = 0.0
+    """From the failure until it was known."""
+    decide: float = 0.0
+    """Until the answer was published; also the wait for a worker to replace a lost one."""
+    restart: float = 0.0
+    """Until the processes of the next attempt were up."""
+    load: float = 0.0
+    """Until they had met, built the model and loaded its state."""
+    replay: float = 0.0
+    """Until a step was done that had not been done before."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.detect + self.decide + self.restart + self.load + self.replay
+
+
+class SizeAccount(MessageModel):
+    """Steps of the final history that were made at one size."""
+
+    size: int
+    """Nodes."""
+    steps: int = 0
+    """Steps, each counted once."""
+    step_seconds: float | None = None
+    """Reference step time: the median of a clean window; absent until there is a sample."""
+    settled: bool = False
+    """A whole window stands behind it."""
+
+
+class StepWindow(MessageModel):
+    """The present window of step times, and where its next sample begins."""
+
+    size: int = 0
+    """Nodes while the samples were taken."""
+    step: int = 0
+    """Newest step that was counted."""
+    at: float | None = None
+    """When it ended, by its agent's clock; absent while no sample may begin."""
+    samples: Annotated[tuple[float, ...], Field(max_length=WINDOW)] = ()
+    """Seconds per step."""
+
+
+class GoodputStatus(MessageModel):
+    """Where the time went since the workers first began together (definitions: docs/goodput.md)."""
+
+    ratio: float = 0.0
+    """Strict goodput: productive over wall time, 0 to 1."""
+    uptime_ratio: float = 0.0
+    """Share of the wall time in which training was not stopped; steps computed again and slow steps count as up."""
+    fleet_ratio: float = 0.0
+    """Productive node time over all node time that the job held, spares and its quarantined nodes included."""
+    productive_seconds: float = 0.0
+    """Steps in the final history, at the reference step time."""
+    wall_seconds: float = 0.0
+    """Since the first generation of workers, suspensions left out."""
+    lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
+    """By cause; Startup and Overhead stand for time that no fault took."""
+    lost_by_stage: Annotated[dict[str, float], Field(max_length=16)] = {}
+    """The same seconds by stage: Detect, Decide, Restart, Load, Replay, Startup, Overhead."""
+    node_seconds: float = 0.0
+    """Node time that the job held or kept others from."""
+    accounted_until: float | None = None
+    """Unix seconds up to which is counted; absent while the job holds no node."""
+    starting: bool = True
+    """No new step has been made since the job began or was resumed."""
+    counted_step: int = -1
+    """Steps up to this one are counted."""
+    sizes: Annotated[tuple[SizeAccount, ...], Field(max_length=MAX_SIZES)] = ()
+    """Counted steps by size, the newest size last."""
+    earlier_seconds: float = 0.0
+    """Productive seconds at sizes that are no longer listed."""
+    earlier_node_seconds: float = 0.0
+    """The same as node time."""
+    window: StepWindow = StepWindow()
+    """Step times from which the reference follows."""

@@ -1,0 +1,124 @@
+"""`spec.recovery`: how faults are told apart, detected and answered, and how many of them are allowed.
+
+Invariants: every limit has a default that suits 1 to 1,000 nodes; infrastructure faults never use the process budget.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+from trainium_contract.exit_codes import Cause
+
+Seconds = Annotated[float, Field(ge=1, le=86_400)]
+
+
+class BudgetSpec(ContractModel):
+    """Failures allowed within a sliding window before the job stops with a verdict."""
+
+    max_failures: Annotated[int, Field(ge=0, le=100_000)]
+    """More than this many within the window stop the job."""
+    window_seconds: Annotated[int, Field(ge=1, le=31_536_000)] = 3600
+    """Length of the window."""
+
+
+class BudgetsSpec(ContractModel):
+    """Budgets by who is to blame; infrastructure faults never use the process budget."""
+
+    process: BudgetSpec = BudgetSpec(max_failures=10)
+    """Crashes and hangs of training processes with no known infrastructure cause."""
+    infrastructure: BudgetSpec = BudgetSpec(max_failures=100, window_seconds=86_400)
+    """Lost pods and nodes, faults of devices, hosts and the network."""
+    by_cause: Annotated[dict[Cause, BudgetSpec], Field(max_length=24)] = {}
+    """Further limits for single causes, for instance {Hang: {maxFailures: 3}}."""
+
+
+class RuleAction(StrEnum):
+    """What a rule makes of a failure."""
+
+    STOP = "Stop"
+    """Stop the job with a verdict."""
+    RESTART_IN_PLACE = "RestartInPlace"
+    """Restart the processes, keep the pods."""
+    REPLACE_WORKER = "ReplaceWorker"
+    """Replace the pod, blame nobody."""
+    AVOID_NODE = "AvoidNode"
+    """Replace the pod on another node, and keep away from this one."""
+
+
+class RecoveryRule(ContractModel):
+    """A row that comes before the built-in table; all conditions that are given must hold, at least one must be."""
+
+    exit_codes: Annotated[tuple[Annotated[int, Field(ge=1, le=255)], ...], Field(max_length=16)] = ()
+    """Exit codes of a training process (128 + signal for a killed one)."""
+    reason: Annotated[str, Field(max_length=128)] = ""
+    """Reason of the pod or a node condition, key of a taint, or name of the runtime's status (NRT_TIMEOUT)."""
+    message: Annotated[str, Field(max_length=256)] = ""
+    """Text that the last output, a message of the pod or condition, or a kernel line contains (case counts)."""
+    cause: Cause
+    """What it is put down to; sets the budget."""
+    action: RuleAction
+    """How it is answered."""
+
+
+class HangSpec(ContractModel):
+    """Limits of a standstill, by what a process is doing. A step's limit follows the job's own step times."""
+
+    enabled: bool = True
+    """Whether processes that stand still are found and restarted."""
+    init_seconds: Seconds = 600
+    """From the start of the processes until they begin to load; no step has been made yet."""
+    compile_seconds: Seconds = 7200
+    """Compilation of graphs, and the first step of each start."""
+    load_seconds: Seconds = 1200
+    """Loading a checkpoint."""
+    save_seconds: Seconds = 1200
+    """A save that training waits for."""
+    step_floor_seconds: Seconds = 15
+    """A step is never called hung before this."""
+    step_factor: Annotated[float, Field(ge=2, le=100)] = 5.0
+    """A step is hung after this many times the slowest usual step (99th percentile of the last ones)."""
+
+
+class StragglerSpec(ContractModel):
+    """Nodes that are slower than the others."""
+
+    slowdown: Annotated[float, Field(ge=1.02, le=10)] = 1.2
+    """A node is a straggler when its own work takes this many times the median node's."""
+    persist_steps: Annotated[int, Field(ge=3, le=100_000)] = 50
+    """Steps for which it must stay so before anything is done about it."""
+    evict: bool = True
+    """Hand a persistent straggler's rank to a spare, if one is free; reported in any case."""
+
+
+class DisruptionSpec(ContractModel):
+    """What voluntary disruptions (drains, evictions) may do."""
+
+    max_durable_age_seconds: Annotated[int, Field(ge=1, le=604_800)] = 1800
+    """Evictions are refused while the newest durable checkpoint is older than this."""
+
+
+class RecoverySpec(ContractModel):
+    """How faults are detected and answered."""
+
+    heartbeat_timeout_seconds: Annotated[float, Field(ge=1, le=600)] = 4.0
+    """A member that is silent this long, while the others cannot go on, is lost."""
+    max_in_place_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Restarts of the processes in place without a new step in between, before the pod is replaced."""
+    rescale_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
+    """How long to wait for a missing worker before shrinking to a legal size, and between two growths."""
+    graceful_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    """How long ranks may take to save and leave on a resize, a suspension or a deletion."""
+    budgets: BudgetsSpec = BudgetsSpec()
+    """Failures allowed before the job stops with a verdict."""
+    rules: Annotated[tuple[RecoveryRule, ...], Field(max_length=16)] = ()
+    """Rows that come before the built-in table of faults; the first that matches counts."""
+    hang: HangSpec = HangSpec()
+    """When a standstill is a fault."""
+    stragglers: StragglerSpec = StragglerSpec()
+    """When a slow node is a fault."""
+    disruption: DisruptionSpec = DisruptionSpec()
+    """What voluntary disruptions may do."""

@@ -1,0 +1,62 @@
+"""`spec.scheduling`: how the workers are brought onto nodes together and near each other."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel, MessageModel
+
+
+class Gang(StrEnum):
+    """Who sees to it that all workers start or none."""
+
+    AUTO = "Auto"
+    """Kueue where `queueName` is set, else the first of Native and Coscheduling that the cluster serves, else None."""
+    NATIVE = "Native"
+    """The scheduling.k8s.io API."""
+    COSCHEDULING = "Coscheduling"
+    """The PodGroup of scheduling.x-k8s.io."""
+    NONE = "None"
+    """The operator's own time-out: a partial gang's nodes are given back."""
+
+
+class Topology(StrEnum):
+    """Whether workers are placed near each other by the network-topology labels of their nodes."""
+
+    PREFERRED = "Preferred"
+    REQUIRED = "Required"
+    IGNORED = "Ignored"
+
+
+class SchedulingSpec(ContractModel):
+    """Scheduling."""
+
+    queue_name: Annotated[str, Field(max_length=253)] = ""
+    """Kueue LocalQueue; empty: no Kueue."""
+    gang: Gang = Gang.AUTO
+    """Who sees to it that all workers start or none."""
+    gang_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 600
+    """How long workers too few for any legal size may hold nodes before a start; then they are given back for a while.
+    An elastic job whose workers suffice for a smaller size starts at it instead, after recovery.rescaleAfterSeconds."""
+    topology: Topology = Topology.PREFERRED
+    """Placement by network distance."""
+    priority_class_name: Annotated[str, Field(max_length=253)] = ""
+    """Priority class of the worker pods; empty: the cluster's default."""
+
+
+class GangStatus(MessageModel):
+    """How the workers are brought onto nodes together: what must outlive a restart of the operator."""
+
+    group: Annotated[str, Field(max_length=63)] = ""
+    """Name of the Kueue pod group that the workers belong to; empty without a queue."""
+    total: int = 0
+    """Pods in it."""
+    holding_since: float | None = None
+    """Unix seconds since when some workers hold nodes that do not suffice to begin."""
+    given_back: int = 0
+    """How often a partial gang gave its nodes back since the job last trained."""
+    retry_at: float | None = None
+    """Unix seconds until which no worker is made after nodes were given back."""

@@ -1,0 +1,78 @@
+"""Trainer configuration of checkpoints: where they live, how often they are made, how many are kept.
+
+`TrainingConfig.checkpoint` is a `CheckpointConfig`; a TrainingJob holds the two tiers and its storage, from which the
+operator makes one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from trainium_contract.base import ContractModel
+
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Path = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class MemoryTier(ContractModel):
+    """Snapshots in the node's memory; they survive a training process."""
+
+    every_steps: Annotated[int, Field(ge=0, le=100_000)] = 1
+    """Optimizer steps between snapshots; 0 switches the tier off. At most so many steps are lost with a process, and
+    with a node as far as there are copies."""
+    buddies: Annotated[int, Field(ge=0, le=1)] = 1
+    """Copies, on another node, of a shard that a single node holds (fully sharded state, or a model wider than a node);
+    they take two thirds more memory on the nodes, and a step waits when copying takes longer than a step."""
+
+
+class DurableTier(ContractModel):
+    """Sharded checkpoints on storage; they survive everything."""
+
+    every_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = 300
+    """Longest time between two saves."""
+    every_steps: PositiveInt | None = None
+    """Most optimizer steps between two saves."""
+    keep_last: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Committed checkpoints that are kept; the last good one is never deleted."""
+    failure_tolerance: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Saves in a row that may fail while training goes on and says so; one more ends the run with code 81."""
+    save_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 1800
+    """Longest time one save may take, as on a store that stands still; beyond it the run ends with code 81."""
+
+
+class Milestones(ContractModel):
+    """Checkpoints of the weights alone, kept for ever."""
+
+    every_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    """Valid tokens between two milestones; omitted: none are made."""
+
+
+class CheckpointConfig(ContractModel):
+    """Where and how often the training state is saved."""
+
+    path: Path = "checkpoints"
+    """Root of durable checkpoints: a folder (local, FSx, NFS) or `s3://bucket/prefix`. Credentials for S3 come from the
+    environment only: variables, IRSA, the instance's role."""
+    records_path: Path | None = None
+    """Folder of metrics, samples and TensorBoard files. Omitted: `path`, which must be a folder then. Where it is not
+    `path`, a copy of metrics.jsonl is put beside the checkpoints at each commit."""
+    memory: MemoryTier = MemoryTier()
+    durable: DurableTier = DurableTier()
+    milestones: Milestones = Milestones()
+
+    @property
+    def records(self) -> str:
+        """The folder of the run's records."""
+        return self.records_path or self.path
+
+    @model_validator(mode="after")
+    def _records_are_files(self) -> Self:
+        if "://" in self.records:
+            msg = (
+                f"checkpoint.path is {self.path}, where metrics cannot be appended to: set checkpoint.recordsPath to a "
+                "folder for them"
+            )
+            raise ValueError(msg)
+        return self

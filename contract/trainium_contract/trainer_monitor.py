@@ -1,0 +1,34 @@
+"""`trainer.monitor`: what is recorded while training, and what is told as an event.
+
+All fields may change while a job runs. The defaults of the spike and alarm rules are HLAT's (arXiv 2404.10630).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+
+
+class MonitorConfig(ContractModel):
+    """What is recorded while training."""
+
+    tensorboard: bool = True
+    """Write TensorBoard scalars beside metrics.jsonl."""
+    record_samples: bool = False
+    """Write which samples every step was trained on, each data-parallel rank its own samples-<rank>.jsonl."""
+    parameter_norm_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 10
+    """Steps between measurements of the norm of all parameters; 0: never."""
+    spike_window: Annotated[int, Field(ge=2, le=10_000)] = 20
+    """Steps before a step whose mean gradient norm it is held against."""
+    spike_margin: Annotated[float, Field(gt=0, le=1_000_000)] = 0.1
+    """A gradient norm above that mean and this together is a spike."""
+    spike_event_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Steps that a spike must last before it is told as the event LossSpike; all spikes are counted."""
+    alarm_ratio: Annotated[float, Field(gt=1, le=1_000_000)] = 3.0
+    """A loss above the lowest one times this is told as the event LossAlarm, once until there is a new lowest."""
+    peak_tflops: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Peak of the device of one process, TFLOP/s in bfloat16, for the model FLOPs utilisation (MFU); omitted: that of
+    known devices, none for a CPU."""
