@@ -1,7 +1,7 @@
 """A small HTTPS client of the Kubernetes API, with nothing but the standard library.
 
-Invariants: the server is always verified; one connection at a time, opened again after any error; every failure is an
-ApiError with a sentence.
+Invariants: the server is always verified; one connection at a time, opened again after any error, and after a while in
+which the server may have closed it, as a write is never repeated; every failure is an ApiError with a sentence.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import ssl
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 from trainium_devcluster.errors import ClusterError
@@ -28,6 +29,10 @@ class ApiError(ClusterError):
         self.code = code
 
 
+IDLE_SECONDS = 30.0
+"""Below the time after which an API server closes a connection that is not used (90 s)."""
+
+
 class ApiClient:
     """Reads and writes API objects as parsed JSON."""
 
@@ -40,6 +45,7 @@ class ApiClient:
         self._context = ssl.create_default_context(cafile=str(authority))
         self._context.load_cert_chain(certificate, key)
         self._connection: http.client.HTTPSConnection | None = None
+        self._used = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +94,8 @@ class ApiClient:
         headers = {"Accept": "application/json, */*"}
         if content_type:
             headers["Content-Type"] = content_type
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            self.close()
         reused = self._connection is not None
         try:
             status, text = self._exchange(method, path, body, headers)
@@ -116,7 +124,9 @@ class ApiClient:
             )
         self._connection.request(method, path, body, dict(headers))
         response = self._connection.getresponse()
-        return response.status, response.read().decode("utf-8", "replace")
+        text = response.read().decode("utf-8", "replace")
+        self._used = time.monotonic()
+        return response.status, text
 
     @staticmethod
     def _parsed(text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from trainium_devcluster.binaries import ensure_binaries
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.fleet import FleetShape
 from trainium_devcluster.options import (
     Cpu,
     Efa,
@@ -47,6 +48,9 @@ app.add_typer(fault_app, name="fault")
 app.add_typer(node_app, name="node")
 
 NodeCount = Annotated[int, typer.Option("--nodes", min=0, help="How many nodes.")]
+FleetCount = Annotated[
+    int, typer.Option("--fleet", min=0, help="How many fake nodes besides; with them, --nodes is 0 unless given.")
+]
 GraceSeconds = Annotated[
     float | None, typer.Option("--node-monitor-grace", min=1, help="Seconds after which a silent node is NotReady.")
 ]
@@ -56,7 +60,8 @@ GraceSeconds = Annotated[
 def up(
     *,
     name: Name = "trainium",
-    nodes: NodeCount = 4,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=0, help="How many nodes; 4 without a fleet.")] = None,
+    fleet: FleetCount = 0,
     neuron: Neuron = 16,
     efa: Efa = 8,
     cpu: Cpu = "8",
@@ -67,12 +72,21 @@ def up(
 ) -> None:
     """Start a cluster and leave it running until `down`."""
     begun = time.monotonic()
+    count = (0 if fleet else 4) if nodes is None else nodes
     specs = node_specs(
-        nodes, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=parse_labels(label), taints=tuple(taint or ())
+        count, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=parse_labels(label), taints=tuple(taint or ())
     )
-    cluster = Cluster.start(name, specs, node_monitor_grace_seconds=node_monitor_grace, detached=True, write=to_stderr)
+    cluster = Cluster.start(
+        name,
+        specs,
+        fleet=fleet,
+        fleet_shape=FleetShape(neuron=neuron, efa=efa),
+        node_monitor_grace_seconds=node_monitor_grace,
+        detached=True,
+        write=to_stderr,
+    )
     server = cluster.ports.server
-    to_stderr(f"cluster {name} is ready after {time.monotonic() - begun:.1f} s: {server}, {nodes} nodes")
+    to_stderr(f"cluster {name} is ready after {time.monotonic() - begun:.1f} s: {server}, {count + fleet} nodes")
     to_stderr(f"  use it:     eval $(trainium-devcluster env{_suffix(name)}); kubectl get nodes")
     to_stderr(f"  look:       trainium-devcluster status{_suffix(name)}   (logs: {cluster.paths.logs})")
     to_stderr(f"  take down:  trainium-devcluster down{_suffix(name)}")
@@ -179,6 +193,8 @@ def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> T
     add("supervisor", state["supervisor"], "running")
     for component, row in state["components"].items():
         add(component, row, row["state"])
+    if state["fleet"] is not None:
+        add("kwok", state["fleet"], f"{state['fleet']['state']}, {len(ready) - len(state['nodes'])} fake nodes")
     for node, row in sorted(state["nodes"].items()):
         api_view = {True: "Ready", False: "NotReady", None: "not registered"}[ready.get(node)]
         add(f"node {node}", row, f"{row['state']}, {api_view}")
@@ -187,6 +203,7 @@ def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> T
 
 def _megabytes(state: dict[str, Any]) -> float:
     rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
+    rows += [state["fleet"]] if state["fleet"] else []
     return float(sum(row["bytes"] for row in rows)) / 1e6
 
 

@@ -22,6 +22,7 @@ from trainium_devcluster.control import request
 from trainium_devcluster.controlplane import Component, Ports
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
+from trainium_devcluster.fleet import Fleet
 from trainium_devcluster.launch import launch_supervisor, name_reserved
 from trainium_devcluster.progress import Write, silent
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from trainium_devcluster.fleet import FleetShape
+
 _START_SECONDS = 200.0
 _NODE_SECONDS = 120.0
 _STOP_SECONDS = 20.0
+_SYSTEM = ("dedicated", "system")
 
 
 class Cluster:
@@ -43,6 +47,8 @@ class Cluster:
         self.paths = paths
         self.binaries = binaries
         self.faults = Faults(self)
+        self.fleet: Fleet | None = None
+        """Fake nodes that this object made."""
         self._owner = owner
         self._api: ApiClient | None = None
 
@@ -54,6 +60,8 @@ class Cluster:
         name: str | None = None,
         nodes: Sequence[NodeSpec] = (),
         *,
+        fleet: int = 0,
+        fleet_shape: FleetShape | None = None,
         node_monitor_grace_seconds: float | None = None,
         apiserver_args: Sequence[str] = (),
         controller_manager_args: Sequence[str] = (),
@@ -65,6 +73,7 @@ class Cluster:
     ) -> Cluster:
         """Start a cluster and wait until its control plane and nodes are ready.
 
+        `fleet` fake nodes of `fleet_shape` are registered besides; their pods are Running and nothing runs in them.
         `venv_bin` is the folder of programs that pods find on their PATH; by default that of this interpreter. A
         detached cluster goes on until `stop`, any other ends with this process. `keep_files` leaves logs and data.
         """
@@ -90,6 +99,8 @@ class Cluster:
             if nodes:
                 write(f"waiting for {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
                 cluster.wait_for_nodes([node.name for node in nodes])
+            if fleet:
+                cluster.fleet = Fleet.create(cluster, fleet, fleet_shape, write=write)
         except BaseException:
             if detached:  # a person will want to read the logs
                 paths.keep.touch()
@@ -264,6 +275,23 @@ def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeS
     if count < 0:
         raise ClusterError(f"A cluster cannot have {count} nodes; use 0 or more.")
     return [NodeSpec(name=f"{prefix}-{index}", **fields) for index in range(1, count + 1)]
+
+
+def system_node() -> NodeSpec:
+    """A node without devices that takes only what asks for it, as `system_values` does."""
+    return NodeSpec(
+        name="system", neuron=0, efa=0, cpu="2", memory="4Gi",
+        labels=dict([_SYSTEM]), taints=(f"{'='.join(_SYSTEM)}:NoSchedule",),
+    )  # fmt: skip
+
+
+def system_values() -> dict[str, Any]:
+    """Values of a chart whose pods go to the system node, away from the nodes that are made to fail."""
+    key, value = _SYSTEM
+    return {
+        "nodeSelector": {key: value},
+        "tolerations": [{"key": key, "value": value, "effect": "NoSchedule"}],
+    }
 
 
 def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:

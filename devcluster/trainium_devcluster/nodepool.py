@@ -16,6 +16,7 @@ from trainium_devcluster import controlplane
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.noderun import NodeState, node_command, node_environment
 from trainium_devcluster.processes import freeze_family, kill_family, thaw_family
+from trainium_devcluster.silence import Silence, listening
 from trainium_devcluster.state import MARKER, NodeSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Node:
     spec: NodeSpec
     child: Child
     state: NodeState = NodeState.RUNNING
+    silence: Silence | None = None
+    """While it has no power: its ports."""
 
 
 class NodePool:
@@ -69,13 +72,16 @@ class NodePool:
         node = self._get(name)
         if node.child.code is None:
             raise ClusterError(f"Node {name!r} runs already.")
+        self._break_silence(node)
         self._start(node.spec)
 
     async def kill(self, name: str) -> None:
         """Power loss."""
         node = self._get(name)
+        ports = [] if node.silence else listening(MARKER, self._paths.marker(name))
         self._kill(node)
         await node.child.ended.wait()
+        node.silence = node.silence or Silence(ports)
 
     async def stop(self, name: str, seconds: float) -> None:
         """Shut down politely for up to `seconds`, then by force."""
@@ -88,6 +94,7 @@ class NodePool:
     async def forget(self, name: str) -> None:
         """Kill a node and drop its name."""
         await self.kill(name)
+        self._break_silence(self._nodes[name])
         del self._nodes[name]
 
     def freeze(self, name: str) -> None:
@@ -129,6 +136,11 @@ class NodePool:
             logger.warning("node %s ended with code %s", node.spec.name, node.child.code)
         node.state = NodeState.DEAD
         kill_family(None, MARKER, self._paths.marker(node.spec.name))
+
+    def _break_silence(self, node: Node) -> None:
+        if node.silence is not None:
+            node.silence.end()
+            node.silence = None
 
     def _kill(self, node: Node) -> None:
         node.state = NodeState.DEAD

@@ -61,6 +61,7 @@ class Supervisor:
             heartbeat_seconds=self._spec.heartbeat_seconds,
         )
         self._components: dict[Component, Child] = {}
+        self._fleet: Child | None = None
         self._stopped: set[Component] = set()
         self._restarts: dict[Component, int] = dict.fromkeys(Component, 0)
         self._started = asyncio.Event()
@@ -168,9 +169,10 @@ class Supervisor:
     async def _end(self) -> None:
         self._stopped.update(Component)
         await self._nodes.end(_POLITE_SECONDS)
-        for child in self._components.values():
+        everything = [*self._components.values(), *([self._fleet] if self._fleet is not None else [])]
+        for child in everything:
             child.identity.signal(signal.SIGKILL)  # its data goes with the folder
-        for child in self._components.values():
+        for child in everything:
             await child.ended.wait()
         self._children.stop_watching()
         kill_family(None, MARKER, f"{self._paths.root}/", prefix=True)
@@ -203,6 +205,13 @@ class Supervisor:
             await child.wait(seconds)
         child.identity.signal(signal.SIGKILL)
         await child.ended.wait()
+
+    def _start_fleet(self, program: str, configuration: str) -> None:
+        """Start kwok, which plays the kubelets of fake nodes."""
+        if self._fleet is not None and self._fleet.code is None:
+            raise ClusterError(f"Cluster {self._paths.name!r} has a fleet already.")
+        command = [program, f"--config={configuration}", f"--kubeconfig={self._paths.kubeconfig}", "--v=WARN"]
+        self._fleet = self._children.start("kwok", command, dict(os.environ))
 
     def _log(self, component: Component) -> Path:
         return self._paths.logs / f"{component}.log"
@@ -244,6 +253,8 @@ class Supervisor:
                 component = Component(message["component"])
                 if self._components[component].code is not None:
                     self._start_component(component)
+            case "start-fleet":
+                self._start_fleet(str(message["program"]), str(message["configuration"]))
             case operation:
                 await self._answer_node(operation, message)
         return {}
@@ -283,6 +294,7 @@ class Supervisor:
             "server": self._ports.server,
             "supervisor": own,
             "components": components,
+            "fleet": None if self._fleet is None else self._fleet.row("running" if self._fleet.pid else "ended"),
             "nodes": self._nodes.rows(),
         }
 

@@ -1,6 +1,6 @@
 """The programs of the development cluster: found in the cache, else downloaded, else built."""
 
-from trainium_devcluster.binaries.cache import Binaries, ensure_binaries
-from trainium_devcluster.binaries.catalog import Program
+from trainium_devcluster.binaries.cache import Binaries, ensure_binaries, is_cached
+from trainium_devcluster.binaries.catalog import FLEET_PROGRAMS, Program
 
-__all__ = ["Binaries", "Program", "ensure_binaries"]
+__all__ = ["FLEET_PROGRAMS", "Binaries", "Program", "ensure_binaries", "is_cached"]

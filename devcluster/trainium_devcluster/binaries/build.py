@@ -71,6 +71,14 @@ SOURCES: tuple[Source, ...] = (
         programs=(Program.HELM,),
         variables=(("helm.sh/helm/v4/internal/version.version", f"v{HELM_VERSION}"),),
     ),
+    Source(
+        label="kwok",
+        folder="kwok",
+        package="sigs.k8s.io/kwok/cmd/kwok",
+        file="kwok",
+        programs=(Program.KWOK,),
+        variables=(),
+    ),
 )
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from trainium_devcluster.binaries.build import SOURCES, build_source
 from trainium_devcluster.binaries.catalog import (
+    BUILT_ONLY,
+    CLUSTER_PROGRAMS,
     Architecture,
     Program,
     Release,
@@ -43,7 +45,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """A folder that holds every program under its own name."""
+    """A folder that holds each program that was asked for under its own name."""
 
     folder: Path
 
@@ -62,18 +64,22 @@ def cache_root() -> Path:
 
 def ensure_binaries(
     *,
+    programs: frozenset[Program] = CLUSTER_PROGRAMS,
     root: Path | None = None,
     origin: Origin | None = None,
     write: Write = to_stderr,
     releases: ReleaseOf = release_of,
     limits: Limits | None = None,
 ) -> Binaries:
-    """Return the folder with all programs after filling it where needed; raises ClusterError when that fails."""
+    """Return the folder with the programs after filling it where needed; raises ClusterError when that fails.
+
+    `programs` is all that a cluster needs (the default), or what a fleet needs besides: each has its own folder.
+    """
     architecture = this_architecture()
     root = root or cache_root()
-    folder = root / "bin" / version_key(architecture)
+    folder = root / "bin" / version_key(architecture, programs)
     origin = origin or _origin_from_environment()
-    if not _missing(folder):
+    if not _missing(folder, programs):
         return Binaries(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,18 +88,19 @@ def ensure_binaries(
             f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another."
         ) from error
     with _lock(folder.with_name(folder.name + ".lock"), write):
-        missing = _missing(folder)
-        progress = Progress(len(missing), write)
-        if missing and origin is not Origin.BUILD:
+        missing = _missing(folder, programs)
+        published = missing - BUILT_ONLY
+        progress = Progress(len(published), write)
+        if published and origin is not Origin.BUILD:
             _download_all(
-                missing,
+                published,
                 folder,
                 releases=releases,
                 limits=limits or Limits(),
                 architecture=architecture,
                 progress=progress,
             )
-            missing = _missing(folder)
+            missing = _missing(folder, programs)
         if missing and origin is Origin.DOWNLOAD:
             raise ClusterError(
                 f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source."
@@ -113,8 +120,13 @@ def _origin_from_environment() -> Origin:
         raise ClusterError(f"{SOURCE_VARIABLE} is {value!r}; it may be {', '.join(Origin)}.") from None
 
 
-def _missing(folder: Path) -> frozenset[Program]:
-    return frozenset(program for program in Program if not os.access(folder / program, os.X_OK))
+def is_cached(programs: frozenset[Program]) -> bool:
+    """Say whether the programs can be used at once, without network and without building."""
+    return not _missing(cache_root() / "bin" / version_key(this_architecture(), programs), programs)
+
+
+def _missing(folder: Path, programs: frozenset[Program]) -> frozenset[Program]:
+    return frozenset(program for program in programs if not os.access(folder / program, os.X_OK))
 
 
 def _download_all(

@@ -1,7 +1,8 @@
 """Which programs the development cluster needs, in which versions, and where their official releases lie.
 
 Invariants: a version appears here and in the pinned Go modules, and a test holds the two equal; a checksum is either
-written down here or is fetched from the release's own host over verified TLS; never is a program used unchecked.
+written down here or is fetched from the release's own host over verified TLS; never is a program used unchecked, so one
+whose project publishes no checksum is built (Go's own checksums cover its module).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from trainium_devcluster.errors import ClusterError
 KUBERNETES_VERSION = "1.36.3"
 ETCD_VERSION = "3.6.8"
 HELM_VERSION = "4.3.1"
+KWOK_VERSION = "0.8.0"
 
 
 class Program(StrEnum):
@@ -26,6 +28,14 @@ class Program(StrEnum):
     SCHEDULER = "kube-scheduler"
     KUBECTL = "kubectl"
     HELM = "helm"
+    KWOK = "kwok"
+    """Plays the kubelets of a fleet; nothing but a fleet needs it."""
+
+
+FLEET_PROGRAMS = frozenset({Program.KWOK})
+CLUSTER_PROGRAMS = frozenset(Program) - FLEET_PROGRAMS
+BUILT_ONLY = FLEET_PROGRAMS
+"""Published without checksums."""
 
 
 class Architecture(StrEnum):
@@ -70,13 +80,15 @@ def this_architecture() -> Architecture:
     raise ClusterError(f"The development cluster has no binaries for the processor {machine!r}; use amd64 or arm64.")
 
 
-def version_key(architecture: Architecture) -> str:
+def version_key(architecture: Architecture, programs: frozenset[Program] = CLUSTER_PROGRAMS) -> str:
     """Return the name of the cache folder for these versions, so that an upgrade never mixes with what was there."""
+    if programs <= FLEET_PROGRAMS:
+        return f"kwok-{KWOK_VERSION}-{architecture}"
     return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"
 
 
 def release_of(program: Program, architecture: Architecture) -> Release:
-    """Return the official release of a program."""
+    """Return the official release of a program; for none of `BUILT_ONLY`."""
     pinned = _PINNED.get((program, architecture))
     match program:
         case Program.ETCD:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from trainium_devcluster.cluster import Cluster, node_specs
+from trainium_devcluster.cluster import Cluster, node_specs, system_node
 from trainium_devcluster.demo import report
 from trainium_devcluster.demo.story import NAMESPACE, Story
 from trainium_devcluster.demo.view import View
@@ -38,10 +38,10 @@ def demo(
     out.mkdir(parents=True)
     try:
         with View(console) as view:
-            nodes = node_specs(_NODES, cpu="4", memory="8Gi")
+            nodes = [*node_specs(_NODES, cpu="4", memory="8Gi"), system_node()]
             cluster = Cluster.start(name or ("demo" if keep else None), nodes, detached=keep, write=view.say)
             try:
-                view.say(f"{_NODES} nodes are ready")
+                view.say(f"{_NODES} nodes for workers and one for the operator are ready")
                 result = Story(cluster, view, _REPOSITORY, out).tell()
             finally:
                 if not keep:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_devcluster.binaries import Program
+from trainium_devcluster.cluster import system_values
 from trainium_devcluster.demo.metrics import StepLog, every_sample_once
 from trainium_devcluster.demo.report import Fault, Result
 from trainium_devcluster.demo.watch import JobWatch
@@ -67,6 +68,8 @@ class Story:
         started = time.monotonic()
         self.cluster.kubectl("create", "namespace", NAMESPACE)
         chart = str(self.repository / "helm" / "trainium-operator")
+        values = self.out / "operator.yaml"
+        values.write_text(yaml.safe_dump({"statusIntervalSeconds": 1, **system_values()}))
         self.cluster.helm(
             "install",
             RELEASE,
@@ -74,8 +77,8 @@ class Story:
             "--namespace",
             OPERATOR_NAMESPACE,
             "--create-namespace",
-            "--set",
-            "statusIntervalSeconds=1",
+            "-f",
+            str(values),
             "--wait",
             "--timeout",
             "90s",

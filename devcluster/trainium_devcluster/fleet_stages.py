@@ -1,0 +1,105 @@
+"""What kwok is told: which nodes are its own, and what becomes of the pods on them.
+
+Invariants: kwok keeps the leases of a fleet's nodes, and takes back what the controller manager says of a node that it
+did not hear of for a while (Unknown), as a kubelet does; every other condition that somebody sets stays; a pod runs as
+soon as it is bound, has an address of its own, and goes as soon as it is deleted; a pod that was made to fail stays
+failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MANAGED_LABEL = "trainium.dev/fleet"
+"""On the nodes whose kubelet kwok plays; a node without it has a dead kubelet."""
+MANAGED = "kwok"
+POD_ADDRESSES = "10.128.0.0/9"
+
+_RUNNING = """
+{{ $now := Now }}
+phase: Running
+startTime: {{ $now | Quote }}
+podIP: {{ PodIPWith .spec.nodeName false .metadata.uid .metadata.name .metadata.namespace | Quote }}
+conditions:
+{{ range $type := list "PodReadyToStartContainers" "Initialized" "ContainersReady" "Ready" }}
+- type: {{ $type }}
+  status: "True"
+  lastTransitionTime: {{ $now | Quote }}
+{{ end }}
+containerStatuses:
+{{ range .spec.containers }}
+- name: {{ .name | Quote }}
+  image: {{ .image | Quote }}
+  imageID: ""
+  ready: true
+  started: true
+  restartCount: 0
+  state:
+    running:
+      startedAt: {{ $now | Quote }}
+{{ end }}
+"""
+
+_READY = '.status.conditions.[] | select( .type == "Ready" ) | .status'
+_BACK = """
+{{ $now := Now }}
+conditions:
+{{ range $type := list "Ready" "MemoryPressure" "DiskPressure" "PIDPressure" }}
+- type: {{ $type }}
+  status: {{ if eq $type "Ready" }}"True"{{ else }}"False"{{ end }}
+  reason: Fleet
+  message: ""
+  lastTransitionTime: {{ $now | Quote }}
+  lastHeartbeatTime: {{ $now | Quote }}
+{{ end }}
+"""
+
+
+def kwok_configuration(lease_seconds: int) -> str:
+    """The configuration file; the leases run out after `lease_seconds` and are renewed four times as often."""
+    options = {
+        "cidr": POD_ADDRESSES,
+        "enableCRDs": [],
+        "manageAllNodes": False,
+        "manageNodesWithLabelSelector": f"{MANAGED_LABEL}={MANAGED}",
+        "manageNodesWithAnnotationSelector": "",
+        "nodeLeaseDurationSeconds": lease_seconds,
+        "nodeLeaseParallelism": 8,
+        "podPlayStageParallelism": 16,
+        "nodePlayStageParallelism": 4,
+    }
+    alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
+    documents: list[dict[str, Any]] = [
+        {"apiVersion": "config.kwok.x-k8s.io/v1alpha1", "kind": "KwokConfiguration", "options": options},
+        # Without any stage for nodes kwok would not keep their leases either.
+        _stage(
+            "node-is-back",
+            [{"key": _READY, "operator": "In", "values": ["Unknown"]}],
+            {"statusTemplate": _BACK.strip()},
+            kind="Node",
+        ),
+        _stage(
+            "worker-runs",
+            [alive, {"key": ".status.phase", "operator": "In", "values": ["Pending"]}],
+            {"statusTemplate": _RUNNING.strip()},
+        ),
+        _stage("worker-goes", [{**alive, "operator": "Exists"}], {"delete": True}),
+    ]
+    return yaml.safe_dump_all(documents, sort_keys=False)
+
+
+def _stage(
+    name: str, expressions: list[dict[str, Any]], following: dict[str, Any], *, kind: str = "Pod"
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "kwok.x-k8s.io/v1alpha1",
+        "kind": "Stage",
+        "metadata": {"name": name},
+        "spec": {
+            "resourceRef": {"apiGroup": "v1", "kind": kind},
+            "selector": {"matchExpressions": expressions},
+            "next": following,
+        },
+    }
