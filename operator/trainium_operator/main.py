@@ -18,6 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainium_operator.logs import configure_logs
+from trainium_operator.memory import settle, use_little_memory_per_connection
 from trainium_operator.settings import parse_settings, process_identity
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run until told to stop; the exit code is 0 then, and 1 after a failure."""
     settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     configure_logs(settings.log_level, settings.log_format)
+    use_little_memory_per_connection()
     sys.exit(asyncio.run(operate(settings)))
 
 
@@ -97,11 +99,14 @@ class Supervisor:
         for reflector in runtime.caches.reflectors():
             self._spawn(group, reflector.run(), f"watch of {reflector.resource.plural}")
         self._spawn(group, self._first_list(), "first list of trainingjobs")
+        self._spawn(group, runtime.discovery.run(), "discovery")
         self._spawn(group, runtime.recorder.run(), "events")
         self._spawn(group, self._lead(), "lease")
         self._spawn(group, runtime.keeper.run(lambda: runtime.elector.leading), "certificates")
         self._spawn(group, self._serve_agents(host), "coordinator")
+        self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
+        self._spawn(group, runtime.fleet.run(), "fleet")
         for number in range(settings.workers):
             self._spawn(group, self._work(), f"worker {number}")
         self._spawn(group, self._watch_jobs(), "kopf")
@@ -133,8 +138,9 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             group.create_task(runtime.elector.hold())
             runtime.keeper.check_now()
-            await runtime.caches.synced()
+            await runtime.catch_up()
             await runtime.keeper.loaded.wait()
+            await runtime.discovery.known.wait()
             runtime.begin_leading()
 
     async def _serve_agents(self, host: str) -> None:
@@ -159,6 +165,7 @@ class Supervisor:
         # Our own list is enough to begin with; kopf's import must not delay it.
         await runtime.caches.synced()
         handlers = await asyncio.to_thread(importlib.import_module, "trainium_operator.handlers")
+        settle()
         registry = handlers.make_registry(
             observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
             credentials=self._transport.credentials,
@@ -184,17 +191,20 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop.set)
 
     async def _shut_down(self) -> None:
-        """In order: agents elsewhere, plans in hand done, events written, Lease free, kopf, everything else."""
+        """In order: plans in hand done, Lease free, agents elsewhere, events written, kopf, everything else.
+
+        Once no plan is in hand nothing of ours needs the Lease, and every moment more is one without an operator.
+        """
         runtime = self._runtime
         logger.info("stopping")
         runtime.stop_leading()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 await runtime.queue.drained()
-        await runtime.coordinator.stop()
-        await runtime.recorder.flush(2.0)
         await self._end("lease")
         await runtime.elector.release()
+        await runtime.coordinator.stop()
+        await runtime.recorder.flush(2.0)
         self._kopf_stop.set()
         await self._end("kopf", patience=KOPF_STOP_SECONDS)
         await runtime.health.stop()

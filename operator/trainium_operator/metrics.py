@@ -1,11 +1,12 @@
 """Prometheus metrics: base units, few labels, none of them a pod, a node or a rank.
 
-Invariant: every time series is bounded by enums, not by what users name things. Figures of a job are taken from the
-status that a plan wrote, each transition once.
+Invariant: every time series is bounded by enums, not by what users name things. Figures of jobs are in `job_metrics`.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter as Counts
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -17,25 +18,31 @@ from prometheus_client import (
     generate_latest,
 )
 
-from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
+from trainium_operator.agent_metrics import AgentMetrics
+from trainium_operator.job_metrics import JobMetrics
+from trainium_operator.plan.fleet_memory import MachineState
+from trainium_operator.plan.node_signals import Severity, problems_of
 
 if TYPE_CHECKING:
-    from trainium_contract.job import Interruption, TrainingJobStatus
-    from trainium_operator.plan.model import JobView
+    from collections.abc import Callable, Iterable
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.messages import HeartbeatRequest
+    from trainium_operator.plan.fleet_memory import Machine
+    from trainium_operator.plan.model import JobView, NodeView
 
 _PREFIX = "trainingjob_operator_"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-_FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 
 
 class Metrics:
     """All metrics of one process, in a registry of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         # A time series per time series, which nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._jobs_seen: dict[str, Phase] = {}
+        self._told: set[tuple[str, Severity]] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=self.registry)
@@ -43,37 +50,54 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(_PREFIX + name, text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
-
         self.leader = gauge("leader", "1 while this replica acts")
         self.queue_depth = gauge("queue_depth", "Jobs that wait for a worker")
         self.agents = gauge("agents", "Agents that are registered")
         self.events_dropped = gauge("events_dropped", "Events that were not written because there were too many")
-        self._jobs = gauge("jobs", "TrainingJobs by phase", "phase")
-        self._finished = counter("jobs_finished_total", "TrainingJobs that ended", "result")
-        self._interruptions = counter("interruptions_total", "Interruptions of training", "cause")
-        self._restarts = counter("restarts_total", "Interruptions that were answered", "rung", "cause")
-        self._detection = histogram("fault_detection_seconds", "From a failure to its detection", _FAULT_SECONDS)
-        self._recovery = histogram("recovery_seconds", "From a failure to the first new step", _FAULT_SECONDS, "rung")
-        self._lost_steps = counter("lost_steps_total", "Steps that were done twice")
-        self._goodput = gauge("goodput_ratio", "Lowest goodput of the running jobs")
-        self._reconcile = histogram("reconcile_seconds", "Duration of a reconcile", _SECONDS)
+        self._machines = gauge("machines", "Machines that faults were put down to", "state")
+        self._frozen = gauge("node_actions_frozen", "1 while too many nodes look bad at once to act on any")
+        self._reconcile = Histogram(
+            _PREFIX + "reconcile_seconds", "Duration of a reconcile", buckets=_SECONDS, registry=self.registry
+        )
         self._reconcile_errors = counter("reconcile_errors_total", "Reconciles that failed", "error")
         self._requests = counter("api_requests_total", "Requests to the API server", "verb", "code")
+        self._request_seconds = Histogram(
+            _PREFIX + "api_request_seconds", "Until the answer", ("verb",), buckets=_SECONDS, registry=self.registry
+        )
+        self._problems = gauge("node_problems", "What nodes report of themselves", "source", "severity")
         self._messages = counter("agent_messages_total", "Messages from agents", "kind", "code")
-        self._goodputs: dict[str, float] = {}
-        for phase in Phase:
-            self._jobs.labels(phase.value).set(0)
+        self._of_jobs = JobMetrics(self.registry, _PREFIX, wall_clock)
+        self._of_agents = AgentMetrics(self.registry, _PREFIX)
 
-    def request(self, verb: str, status: int) -> None:
-        """One request to the API server was answered (0: it was not)."""
+    def request(self, verb: str, status: int, seconds: float) -> None:
+        """One request to the API server was answered after `seconds` (status 0: it was not)."""
         self._requests.labels(verb, str(status)).inc()
+        self._request_seconds.labels(verb).observe(seconds)
 
     def message(self, kind: str, status: int) -> None:
         """One message of an agent was answered."""
         known = kind if kind in ("register", "heartbeat", "membership") else "other"
         self._messages.labels(known, str(status)).inc()
+
+    def fleet(self, machines: Iterable[Machine], *, frozen: bool) -> None:
+        """What is remembered of machines now, and whether nodes are acted on."""
+        states = Counts(machine.state for machine in machines)
+        for state in MachineState:
+            self._machines.labels(state.value).set(states[state])
+        self._frozen.set(frozen)
+
+    def nodes(self, nodes: Iterable[NodeView]) -> None:
+        """What all nodes say of themselves now, by kind of source (condition, taint, ...), not by its name."""
+        found = Counts(
+            (problem.source.partition(" ")[0], problem.severity) for node in nodes for problem in problems_of(node)
+        )
+        self._told |= found.keys()
+        for source, severity in self._told:
+            self._problems.labels(source, severity.name.capitalize()).set(found[source, severity])
+
+    def said(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
+        """An agent said something new."""
+        self._of_agents.said(before, now)
 
     def reconciled(self, seconds: float, error: str) -> None:
         """One reconcile ended; `error` is empty, or the class of the error."""
@@ -83,54 +107,13 @@ class Metrics:
 
     def planned(self, job: JobView, status: TrainingJobStatus) -> None:
         """A plan for `job`, whose observed status is the old one, was carried out."""
-        self._phase(job.uid, status)
-        before = {(each.generation, each.attempt, each.time): each for each in job.status.history}
-        for each in status.history:
-            self._interruption(before.get((each.generation, each.attempt, each.time)), each)
-        for kind in (ConditionType.COMPLETE, ConditionType.FAILED):
-            if _holds(status, kind) and not _holds(job.status, kind):
-                self._finished.labels(kind.value).inc()
+        self._of_jobs.planned(job, status)
 
     def forget(self, job_uid: str) -> None:
         """The job is gone."""
-        phase = self._jobs_seen.pop(job_uid, None)
-        if phase is not None:
-            self._jobs.labels(phase.value).dec()
-        self._goodputs.pop(job_uid, None)
+        self._of_jobs.forget(job_uid)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        self._goodput.set(min(self._goodputs.values(), default=1.0))
+        self._of_jobs.refresh()
         return generate_latest(self.registry)
-
-    def _phase(self, uid: str, status: TrainingJobStatus) -> None:
-        old = self._jobs_seen.get(uid)
-        if old is not status.phase:
-            if old is not None:
-                self._jobs.labels(old.value).dec()
-            self._jobs.labels(status.phase.value).inc()
-            self._jobs_seen[uid] = status.phase
-        if status.phase is Phase.RUNNING and status.goodput.wall_seconds > 0:
-            self._goodputs[uid] = status.goodput.ratio
-        else:
-            self._goodputs.pop(uid, None)
-
-    def _interruption(self, old: Interruption | None, new: Interruption) -> None:
-        if old is None:
-            self._interruptions.labels(new.cause.value).inc()
-        if _answered(new) and not (old is not None and _answered(old)):
-            # Not before: until then the ladder may still choose another rung.
-            self._restarts.labels(new.rung.value, new.cause.value).inc()
-        if new.detected_seconds is not None and (old is None or old.detected_seconds is None):
-            self._detection.observe(new.detected_seconds)
-        if new.recovered_seconds is not None and (old is None or old.recovered_seconds is None):
-            self._recovery.labels(new.rung.value).observe(new.recovered_seconds)
-            self._lost_steps.inc(max(0, new.steps_lost or 0))
-
-
-def _answered(interruption: Interruption) -> bool:
-    return interruption.recovered_seconds is not None or interruption.rung is Rung.STOP
-
-
-def _holds(status: TrainingJobStatus, kind: ConditionType) -> bool:
-    return any(each.type is kind and each.status is ConditionStatus.TRUE for each in status.conditions)

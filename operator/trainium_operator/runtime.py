@@ -1,31 +1,40 @@
 """The operator's parts, wired together; `main` runs them.
 
-Invariant: nothing here touches the network. Everything that decides or writes is gated by `leading`.
+Invariant: everything that decides or writes is gated by `leading`, and each write by the Lease itself (`acting`).
+Decisions go by a clock that does not jump; certificates, tokens and the Lease show the machine's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster.api import Api
+from trainium_operator.cluster.discovery import Discovery
+from trainium_operator.cluster.errors import ApiError
 from trainium_operator.cluster.events import EventRecorder
 from trainium_operator.cluster.executor import Executor
+from trainium_operator.cluster.fleet import Fleet, FleetMeter
 from trainium_operator.cluster.lease import LeaseElector
 from trainium_operator.cluster.observe import Caches, Observer, enqueue_on_change
+from trainium_operator.cluster.pace import Pace
 from trainium_operator.cluster.ports import KubernetesSecret, TokenReviewer, WorkerPods
 from trainium_operator.cluster.reconciler import Reconciler
 from trainium_operator.cluster.reflector import Lister, Reflector
-from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, SERVICES
+from trainium_operator.cluster.refusals import Refusals
+from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS, SERVICES
 from trainium_operator.cluster.store import Store
 from trainium_operator.cluster.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.work_queue import WorkQueue
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
 from trainium_operator.coordinator.certificates import server_names
+from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.health import HealthServer
@@ -39,12 +48,16 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.store import Entry, Key
     from trainium_operator.cluster.transport import Transport
     from trainium_operator.cluster.views import JobRecord
-    from trainium_operator.plan.model import PodView
+    from trainium_operator.plan.model import Observed, Plan, PodView
     from trainium_operator.settings import Settings
 
 DEAF_SECONDS = 180.0
 """A watch that is silent this long although the API server answers is broken (bookmarks come each minute)."""
 STUCK_SECONDS = 900.0
+CATCH_UP_SECONDS = 1.0
+"""Between two tries to list what the last leader left."""
+
+logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -65,10 +78,13 @@ class Runtime:
         self.api_heard = 0.0
         self.api = Api(transport, on_request=self._on_request)
         self.queue: WorkQueue[Key] = WorkQueue()
+        self.pace = Pace(self.queue)
         self.caches = make_caches(self.api, settings)
-        self.state = CoordinatorState(wall_clock)
+        clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
+        self.state = CoordinatorState(clock)
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
         self.elector = LeaseElector(self.api, namespace, settings.lease_name, identity, wall_clock=wall_clock)
+        self.acting = Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
         self.keeper = CertificateKeeper(
             KubernetesSecret(self.api, namespace, settings.secret_name),
             server_names(settings.coordinator_service, namespace),
@@ -77,25 +93,63 @@ class Runtime:
         )
         self.coordinator = CoordinatorServer(
             self.state,
-            Authenticator(TokenReviewer(self.api).review, WorkerPods(self.caches.pods.store), wall_clock=wall_clock),
+            Authenticator(TokenReviewer(self.api).review, WorkerPods(self.caches.pods.store), wall_clock=clock),
             is_serving=self.leading.is_set,
             notify=self._notify,
             on_message=self.metrics.message,
+            on_news=self.metrics.said,
         )
+        self.prober = Prober(self.state, is_serving=self.leading.is_set, notify=self._notify)
         self.health = HealthServer(live=self.live_problem, ready=self.ready_problem, metrics=self._exposition)
-        observer = Observer(self.caches, self.state, ca_bundle=lambda: self.keeper.ca_bundle, wall_clock=wall_clock)
+        self.plan_settings = plan_settings(settings, namespace)
+        nodes = self.caches.nodes.store if self.caches.nodes is not None else None
+        self.discovery = Discovery(self.api, nodes, on_change=self._discovered)
+        self.fleet = Fleet(
+            self.acting,
+            self.caches,
+            self.leading,
+            namespace=namespace,
+            name=settings.memory_name,
+            taints_nodes=settings.taint_nodes,
+            wall_clock=clock,
+            on_change=self.enqueue_all,
+        )
+        refusals = Refusals(clock)
+        observer = Observer(
+            self.caches,
+            self.state,
+            ca_bundle=lambda: self.keeper.ca_bundle,
+            creations_from=refusals.until,
+            wall_clock=clock,
+            fleet=lambda: self.fleet.view,
+        )
         self.reconciler = Reconciler(
             queue=self.queue,
             caches=self.caches,
             observer=observer,
-            plan=partial(plan, settings=plan_settings(settings, namespace)),
-            executor=Executor(self.api, self.caches, self.recorder, self.state),
+            plan=self._plan,
+            executor=Executor(self.acting, self.caches, self.recorder, self.state, refusals),
             recorder=self.recorder,
-            meter=self.metrics,
+            meter=FleetMeter(self.metrics, self.fleet),
+            pace=self.pace,
         )
-        enqueue_on_change(self.caches, self.queue)
+        enqueue_on_change(self.caches, self.queue, self.pace)
         self.caches.jobs.store.listen(self._forget_job)
         self.caches.pods.store.listen(self._forget_pod)
+
+    async def catch_up(self) -> None:
+        """See everything that the last leader wrote, whatever our watches have missed; call with the Lease in hand."""
+        since = asyncio.get_running_loop().time()
+        await self.caches.synced()
+        while True:
+            try:
+                await self.caches.catch_up(since)
+                await self.fleet.prime()
+            except ApiError as error:
+                logger.warning("listing what the last leader left: %s", error)
+                await asyncio.sleep(CATCH_UP_SECONDS)
+            else:
+                return
 
     def begin_leading(self) -> None:
         """The Lease is ours and the caches are in sync: serve what is recorded, and plan every job."""
@@ -139,14 +193,27 @@ class Runtime:
         missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
         return f"not listed yet: {', '.join(missing)}" if missing else ""
 
-    def _on_request(self, verb: str, status: int) -> None:
+    def _plan(self, observed: Observed) -> Plan:
+        return plan(observed, self.plan_settings)
+
+    def _discovered(self) -> None:
+        """The cluster offers something else than before: every plan may depend on it."""
+        found = self.discovery
+        changed = found.gang_apis != self.plan_settings.gang_apis
+        self.plan_settings = replace(
+            self.plan_settings, gang_apis=found.gang_apis, topology_layers=found.topology_layers
+        )
+        if changed:
+            self.enqueue_all()
+
+    def _on_request(self, verb: str, status: int, seconds: float) -> None:
         if 0 < status < 500:
             self.api_heard = asyncio.get_running_loop().time()
-        self.metrics.request(verb, status)
+        self.metrics.request(verb, status, seconds)
 
     def _notify(self, namespace: str, job: str, at_once: bool) -> None:
         if at_once:
-            self.queue.put((namespace, job))
+            self.pace.put((namespace, job))
         else:
             self.queue.put_after((namespace, job), self.settings.status_interval)
 
@@ -163,6 +230,9 @@ class Runtime:
         self.metrics.queue_depth.set(len(self.queue))
         self.metrics.agents.set(self.state.agent_count())
         self.metrics.events_dropped.set(self.recorder.dropped)
+        self.metrics.fleet(self.fleet.machines, frozen=bool(self.fleet.view.frozen))
+        if self.caches.nodes is not None:
+            self.metrics.nodes(entry.view for entry in self.caches.nodes.store.snapshot().values())
         return self.metrics.exposition()
 
 
@@ -176,6 +246,9 @@ def make_caches(api: Api, settings: Settings) -> Caches:
         config_maps=children,
         services=Reflector(api, SERVICES, Store(), child_record, namespace=watched, labels=LABEL_JOB),
         nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
+        disruption_budgets=Reflector(
+            api, DISRUPTION_BUDGETS, Store(), child_record, namespace=watched, labels=LABEL_JOB
+        ),
     )
 
 

@@ -31,7 +31,9 @@ class Settings:
     """See the help texts; times in seconds."""
 
     namespace: str = _setting(
-        "", "namespace of the operator itself (Lease, Secret); default: the pod's", variable="POD_NAMESPACE"
+        "",
+        "namespace of the operator itself (Lease, Secret, memory of bad machines); default: the pod's",
+        variable="POD_NAMESPACE",
     )
     watch_namespace: str = _setting("", "serve the jobs of this namespace only; empty: of all")
     watch_nodes: bool = _setting(True, "read nodes, to see deleted and unready ones")
@@ -51,6 +53,10 @@ class Settings:
     tls_secret_name: str = _setting(
         "", "Secret with the coordinator's certificates; default: <coordinator service>-tls"
     )
+    quarantine_name: str = _setting(
+        "", "ConfigMap in the operator's namespace that remembers bad machines; default: <lease name>-quarantine"
+    )
+    taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
     workers: int = _setting(4, "jobs that are reconciled at the same time")
@@ -63,6 +69,11 @@ class Settings:
     def secret_name(self) -> str:
         """Name of the Secret with the certificates."""
         return self.tls_secret_name or f"{self.coordinator_service}-tls"
+
+    @property
+    def memory_name(self) -> str:
+        """Name of the ConfigMap that remembers bad machines."""
+        return self.quarantine_name or f"{self.lease_name}-quarantine"
 
     def problems(self) -> list[str]:
         """What is wrong, one sentence each."""

@@ -4,17 +4,21 @@ Retried: 429 and 503 (after `Retry-After`), other 5xx, and connection errors, wi
 is retried too, because every name that we create is deterministic: the second attempt then says AlreadyExistsError,
 and callers look who owns the object. What is not retried is raised at once (see `errors`).
 Objects and status are written by server-side apply with one field manager.
+Before each attempt of a write `may_write` is asked: an operator that has lost its Lease sends nothing any more, not
+even the repetition of what it began while it led.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from trainium_contract.worker_env import FIELD_MANAGER
-from trainium_operator.cluster.errors import ApiError, UnavailableError, error_of
+from trainium_operator.cluster.errors import ApiError, FencedError, UnavailableError, error_of
 from trainium_operator.cluster.transport import ConnectionFailedError
 
 if TYPE_CHECKING:
@@ -36,8 +40,12 @@ MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
-def _ignore(_verb: str, _status: int) -> None:
+def _ignore(_verb: str, _status: int, _seconds: float) -> None:
     return
+
+
+def _always() -> bool:
+    return True
 
 
 class Api:
@@ -47,16 +55,25 @@ class Api:
         self,
         transport: Transport,
         *,
-        on_request: Callable[[str, int], None] = _ignore,
+        on_request: Callable[[str, int, float], None] = _ignore,
+        may_write: Callable[[], bool] = _always,
         jitter: Callable[[], float] = random.random,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_request(verb, status, seconds)` sees every answer; status 0 stands for none. `now` in seconds."""
         self._transport = transport
         self._on_request = on_request
+        self._may_write = may_write
         self._jitter = jitter
+        self._now = now
 
     async def get(self, resource: Resource, namespace: str, name: str, *, attempts: int = ATTEMPTS) -> Json:
         """One object. Raises NotFoundError."""
         return await self._call("GET", resource.path(namespace, name), attempts=attempts)
+
+    async def read(self, path: str) -> Json:
+        """A document of the API server itself, for instance of its discovery. Raises NotFoundError."""
+        return await self._call("GET", path)
 
     async def list_page(
         self, resource: Resource, namespace: str = "", *, labels: str = "", continue_token: str = "", limit: int = PAGE
@@ -98,15 +115,25 @@ class Api:
         return await self._call("PATCH", path, query=query, body=body, content_type=MERGE_PATCH)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str = "",
+        resource_version: str = "",
+        grace_seconds: int | None = None,
     ) -> Json:
-        """Delete in the background; with `uid`, only that incarnation. Raises NotFoundError and ConflictError.
+        """Delete in the background; with `uid`, only that incarnation, with `resource_version` only that state of it.
+
+        Raises NotFoundError and ConflictError.
 
         Answers the object when it stays for its grace period, else a Status.
         """
         options: Json = {"propagationPolicy": "Background"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
+        preconditions = {"uid": uid, "resourceVersion": resource_version}
+        if any(preconditions.values()):
+            options["preconditions"] = {key: value for key, value in preconditions.items() if value}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         return await self._call("DELETE", resource.path(namespace, name), body=options)
@@ -135,21 +162,22 @@ class Api:
         if labels:
             query["labelSelector"] = labels
         path = resource.path(namespace)
+        began = self._now()
         try:
             async with self._transport.stream(path, query=query, silence=silence) as stream:
-                self._on_request("WATCH", stream.status)
+                self._on_request("WATCH", stream.status, self._now() - began)
                 if stream.status >= 400:
                     raise error_of(stream.status, "", f"watch {path}: HTTP {stream.status}")
                 async for line in stream.lines:
                     if not line.strip():
                         continue
-                    event = json.loads(line)
+                    event = from_json(line, cache_strings="keys")
                     if event["type"] == "ERROR":
                         status = event["object"]
                         raise error_of(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
                     yield event
         except ConnectionFailedError as error:
-            self._on_request("WATCH", 0)
+            self._on_request("WATCH", 0, self._now() - began)
             raise UnavailableError(str(error)) from error
 
     async def _call(
@@ -164,16 +192,19 @@ class Api:
     ) -> Json:
         for attempt in range(1, attempts + 1):
             pause = self._backoff(attempt)
+            if method != "GET" and not self._may_write():
+                raise FencedError(f"{method} {path} was not sent: another operator may lead by now")
             error: ApiError
+            began = self._now()
             try:
                 answer = await self._transport.request(
                     method, path, query=query or {}, body=body, content_type=content_type, timeout=REQUEST_SECONDS
                 )
             except ConnectionFailedError as failed:
-                self._on_request(method, 0)
+                self._on_request(method, 0, self._now() - began)
                 error = UnavailableError(str(failed))
             else:
-                self._on_request(method, answer.status)
+                self._on_request(method, answer.status, self._now() - began)
                 if answer.status < 400:
                     return _decode(answer.body)
                 error = _error(method, path, answer)
@@ -191,7 +222,7 @@ class Api:
 
 
 def _decode(body: bytes) -> Json:
-    value: Json = json.loads(body) if body else {}
+    value: Json = from_json(body, cache_strings="keys") if body else {}
     return value
 
 
@@ -204,7 +235,7 @@ def _retry_after(answer: Answer) -> float:
 
 def _error(method: str, path: str, answer: Answer) -> ApiError:
     try:
-        status = json.loads(answer.body)
+        status = from_json(answer.body)
     except ValueError:
         status = {}
     if not isinstance(status, dict):

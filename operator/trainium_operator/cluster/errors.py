@@ -40,6 +40,10 @@ class UnauthorizedError(ApiError):
     """401: our own credentials are not valid."""
 
 
+class FencedError(UnavailableError):
+    """Not sent: this process may not write (any more)."""
+
+
 class InvalidError(ApiError):
     """400 or 422: the object itself is wrong; repeating does not help."""
 

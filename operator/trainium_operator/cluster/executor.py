@@ -3,31 +3,44 @@
 Invariants: every write may be repeated (deterministic names, preconditions), so a crash between any two of them is
 harmless; what a write returned is put into the caches at once, so that the next plan does not ask for it again; after
 a failed write nothing further of that plan is done, and the job is planned anew.
-Neighbouring creations (and neighbouring deletions) of pods run in parallel, at most `IN_FLIGHT` at a time; creations
-start slowly (1, 2, 4, ...), so that a quota that is used up costs one refusal and not a thousand.
+Neighbouring applies, creations and deletions run in parallel, at most `IN_FLIGHT` pods at a time; creations start with
+one, and each success lets `MORE_IN_FLIGHT` more begin, so that a quota that is used up costs one refusal and not a
+thousand, and nobody waits for the slowest of a batch.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_operator.cluster.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
+from trainium_operator.cluster.errors import (
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+)
 from trainium_operator.cluster.events import Note
-from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SERVICES
+from trainium_operator.cluster.refusals import Refusals
+from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, SERVICES, resource_of
 from trainium_operator.cluster.views import membership_of
 from trainium_operator.plan.model import (
+    ApplyGroup,
     ApplyObject,
     CreatePod,
+    DeleteJob,
     DeletePod,
     EventKind,
     EventType,
     PublishMembership,
 )
+from trainium_operator.plan.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from trainium_contract.messages import Membership
     from trainium_operator.cluster.api import Api, Json
@@ -36,6 +49,10 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model import Action, EventIntent, JobView, Plan
 
 IN_FLIGHT = 64
+TELL_FROM_PAUSE = 2.0
+"""Pause in seconds from which on refused creations show as an event."""
+MORE_IN_FLIGHT = 3
+_APPLIED = (SERVICES, CONFIG_MAPS, DISRUPTION_BUDGETS)
 
 
 class Publisher(Protocol):
@@ -49,7 +66,15 @@ class Publisher(Protocol):
 class Executor:
     """One per process; `execute` may run for several jobs at once, never twice for the same."""
 
-    def __init__(self, api: Api, caches: Caches, recorder: EventRecorder, publisher: Publisher) -> None:
+    def __init__(
+        self,
+        api: Api,
+        caches: Caches,
+        recorder: EventRecorder,
+        publisher: Publisher,
+        refusals: Refusals | None = None,
+    ) -> None:
+        self._refusals = refusals or Refusals(lambda: 0.0)
         self._api = api
         self._caches = caches
         self._recorder = recorder
@@ -65,12 +90,27 @@ class Executor:
         for kind, group in groupby(plan.actions, type):
             actions: Sequence[Any] = tuple(group)
             if kind is CreatePod:
-                await self._create_pods(job, actions)
+                await self._creating(job, self._create_pods(job, actions))
             elif kind is DeletePod:
                 await _all(self._delete_pod(job, action) for action in actions)
+            elif kind is ApplyObject:
+                await self._creating(job, _all(self._single(job, action) for action in actions))
             else:
                 for action in actions:
-                    await self._single(job, action)
+                    await self._creating(job, self._single(job, action))
+
+    async def _creating(self, job: JobView, work: Awaitable[None]) -> None:
+        """Remember whether creations are refused: they are not tried again at every event then."""
+        try:
+            await work
+        except (ForbiddenError, InvalidError) as error:
+            if self._refusals.refused(job.uid) >= TELL_FROM_PAUSE:
+                regarding = reference_to(job.namespace, job.name, job.uid)
+                self._recorder.record(
+                    Note(job.namespace, regarding, Reason.WRITE_FAILED.value, text=str(error), warning=True)
+                )
+            raise
+        self._refusals.accepted(job.uid)
 
     async def _write_status(self, job: JobView, plan: Plan) -> None:
         body = {"metadata": {"resourceVersion": job.resource_version}, "status": plan.status.to_wire()}
@@ -93,15 +133,34 @@ class Executor:
             await self._publish(job, action)
         elif isinstance(action, ApplyObject):
             await self._apply(job, action.manifest)
+        elif isinstance(action, ApplyGroup):
+            manifest = action.manifest
+            await self._api.apply(resource_of(manifest), job.namespace, manifest["metadata"]["name"], manifest)
+        elif isinstance(action, DeleteJob):
+            await self._delete_job(job, action)
 
     async def _apply(self, job: JobView, manifest: Json) -> None:
-        resource, lister = (
-            (SERVICES, self._caches.services)
-            if manifest["kind"] == SERVICES.kind
-            else (CONFIG_MAPS, self._caches.config_maps)
-        )
+        kind = manifest["kind"]
+        resource = next(each for each in _APPLIED if each.kind == kind)
+        lister = {
+            SERVICES.kind: self._caches.services,
+            CONFIG_MAPS.kind: self._caches.config_maps,
+            DISRUPTION_BUDGETS.kind: self._caches.disruption_budgets,
+        }[kind]
         raw = await self._api.apply(resource, job.namespace, manifest["metadata"]["name"], manifest)
         lister.write_through(raw)
+
+    async def _delete_job(self, job: JobView, action: DeleteJob) -> None:
+        """Delete the job as it was seen: one that was made anew, or changed since, is not meant."""
+        try:
+            await self._api.delete(
+                JOBS, job.namespace, job.name, uid=action.uid, resource_version=action.resource_version
+            )
+        except NotFoundError:
+            pass
+        except ConflictError:
+            await self._refresh(job)
+            raise
 
     async def _publish(self, job: JobView, action: PublishMembership) -> None:
         """Compare and swap the record of the membership, then serve it; see PublishMembership."""
@@ -139,10 +198,7 @@ class Executor:
         return await self._api.apply(CONFIG_MAPS, job.namespace, name, {**action.manifest, "metadata": metadata})
 
     async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
-        start, size = 0, 1
-        while start < len(actions):
-            await _all(self._create_pod(job, action) for action in actions[start : start + size])
-            start, size = start + size, size * 2
+        await _growing(partial(self._create_pod, job, action) for action in actions)
 
     async def _create_pod(self, job: JobView, action: CreatePod) -> None:
         name = action.manifest["metadata"]["name"]
@@ -163,12 +219,24 @@ class Executor:
                 raw = await self._api.delete(
                     PODS, job.namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
                 )
-            except (NotFoundError, ConflictError):  # it is gone, or another incarnation has its name
+            except NotFoundError:
+                raw = {}
+            except ConflictError:
+                if await self._exists(job, action):
+                    raise
                 raw = {}
         if raw.get("kind") == PODS.kind and "deletionTimestamp" in raw["metadata"]:
             self._caches.pods.write_through(raw)
         else:
             self._caches.pods.store.forget((job.namespace, action.name), action.uid)
+
+    async def _exists(self, job: JobView, action: DeletePod) -> bool:
+        """Whether the pod itself is still there, and not another incarnation of its name."""
+        try:
+            raw = await self._api.get(PODS, job.namespace, action.name)
+        except NotFoundError:
+            return False
+        return bool(raw["metadata"]["uid"] == action.uid)
 
 
 def note_of(job: JobView, intent: EventIntent) -> Note:
@@ -198,6 +266,30 @@ async def _all(calls: Iterable[Awaitable[None]]) -> None:
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     # An error that is not the API server's is a defect, which must not hide behind one that is.
+    for error in sorted(errors, key=lambda each: isinstance(each, ApiError)):
+        raise error
+
+
+async def _growing(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Run calls, more and more of them at a time while they succeed; after an error none begins, and it is raised."""
+    waiting, errors, size = iter(calls), list[BaseException](), 1
+
+    async def work(group: asyncio.TaskGroup) -> None:
+        nonlocal size
+        for call in waiting:
+            try:
+                await call()
+            except Exception as error:  # noqa: BLE001 - raised below, when all that was begun has ended
+                errors.append(error)
+            if errors:
+                return
+            more = min(MORE_IN_FLIGHT, IN_FLIGHT - size)
+            size += more
+            for _ in range(more):
+                group.create_task(work(group))
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(work(group))
     for error in sorted(errors, key=lambda each: isinstance(each, ApiError)):
         raise error
 

@@ -2,7 +2,8 @@
 
 Invariants: whether another holder's time is over is judged by our own monotonic clock, from when we saw its last
 renewal, never by comparing clocks of two machines; every write carries the resourceVersion that was read; a holder that
-could not renew for `renew_deadline` seconds stops acting, which is before others may take over (`duration`).
+could not renew for `renew_deadline` seconds stops acting, which is before others may take over (`duration`). That holds
+too for a process that was frozen meanwhile: `may_act` is asked before each write, not only by the task that renews.
 A holder with our own identity is an earlier process of this same container, which is certainly dead: we take over at
 once.
 """
@@ -38,6 +39,9 @@ class LeaseTimes:
     duration: float = 15.0
     renew_deadline: float = 10.0
     retry: float = 2.0
+    """Between two renewals."""
+    look: float = 1.0
+    """Between two looks of one who stands by: a Lease that was released is taken within about this time."""
 
 
 class LeaseElector:
@@ -81,7 +85,11 @@ class LeaseElector:
             if holder != waiting_for:
                 waiting_for = holder
                 logger.info("standing by: %s leads", holder or "nobody")
-            await asyncio.sleep(self._times.retry * (0.75 + 0.5 * self._jitter()))
+            await asyncio.sleep(self._times.look * (0.75 + 0.5 * self._jitter()))
+
+    def may_act(self) -> bool:
+        """Whether the Lease is certainly ours at this moment."""
+        return self.leading and asyncio.get_running_loop().time() < self._renewed_at + self._times.renew_deadline
 
     async def hold(self) -> None:
         """Renew for ever. Raises LeaseLostError."""

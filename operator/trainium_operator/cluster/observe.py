@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.plan import names
-from trainium_operator.plan.model import NodeView, Observed
+from trainium_operator.plan.model import FleetView, NodeView, Observed
+from trainium_operator.plan.summary import only_progress_differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainium_operator.cluster.pace import Pace
     from trainium_operator.cluster.reflector import Lister, Reflector
     from trainium_operator.cluster.store import Entry, Key
     from trainium_operator.cluster.views import ChildRecord, JobRecord
@@ -27,10 +30,11 @@ class Caches:
     config_maps: Reflector[ChildRecord]
     services: Reflector[ChildRecord]
     nodes: Reflector[NodeView] | None
+    disruption_budgets: Reflector[ChildRecord]
 
     def reflectors(self) -> tuple[Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView], ...]:
         """All that have a `run`."""
-        always = (self.pods, self.config_maps, self.services)
+        always = (self.pods, self.config_maps, self.services, self.disruption_budgets)
         return (*always, self.nodes) if self.nodes is not None else always
 
     async def synced(self) -> None:
@@ -42,6 +46,14 @@ class Caches:
     def is_synced(self) -> bool:
         """Whether each has been listed once."""
         return self.jobs.synced.is_set() and all(reflector.synced.is_set() for reflector in self.reflectors())
+
+    async def catch_up(self, since: float) -> None:
+        """Have lists that are younger than `since` (loop time): watches may lag behind what the last leader wrote.
+
+        Raises ApiError.
+        """
+        listers = (self.jobs, *self.reflectors())
+        await asyncio.gather(*(lister.refresh() for lister in listers if lister.listed < since))
 
     def membership_of(self, job: JobView) -> ChildRecord | None:
         """The membership ConfigMap of this incarnation of the job."""
@@ -74,19 +86,30 @@ class Observer:
         *,
         ca_bundle: Callable[[], str],
         wall_clock: Callable[[], float],
+        creations_from: Callable[[str], float] = lambda _uid: 0.0,
+        fleet: Callable[[], FleetView] = FleetView,
     ) -> None:
+        self._creations_from = creations_from
         self._caches = caches
         self._agents = agents
         self._ca_bundle = ca_bundle
         self._wall_clock = wall_clock
+        self._fleet = fleet
 
-    def observe(self, job: JobView) -> Observed:
-        """One job as it is known now; children and pods of an earlier job of the same name are left out."""
+    def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
+        """One job as it is known now; children and pods of an earlier job of the same name are left out.
+
+        `status_written` is when this process last wrote the job's status; 0 when it has not.
+        """
         caches = self._caches
         pods = tuple(sorted(caches.pods.store.owned_by(job.uid).values(), key=lambda pod: pod.ordinal))
         children = {
             f"{kind}/{name}": record.content_hash
-            for kind, lister in (("ConfigMap", caches.config_maps), ("Service", caches.services))
+            for kind, lister in (
+                ("ConfigMap", caches.config_maps),
+                ("Service", caches.services),
+                ("PodDisruptionBudget", caches.disruption_budgets),
+            )
             for (_, name), record in lister.store.owned_by(job.uid).items()
         }
         membership = caches.membership_of(job)
@@ -101,6 +124,9 @@ class Observer:
             ca_bundle=self._ca_bundle(),
             coordinator_since=self._agents.since,
             now=self._wall_clock(),
+            creations_from=self._creations_from(job.uid),
+            fleet=self._fleet(),
+            status_written=status_written,
         )
 
     def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
@@ -112,11 +138,11 @@ class Observer:
         return {name: view for name, view in found if view is not None}
 
 
-def enqueue_on_change(caches: Caches, queue: WorkQueue[Key]) -> None:
+def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None:
     """Have a job reconciled whenever something that its plan can see has changed."""
 
     def job_changed(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
-        if old is None or new is None or old.view != new.view:
+        if old is None or new is None or not _says_the_same(old.view, new.view):
             queue.put(key)
 
     def child_changed(
@@ -125,18 +151,40 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key]) -> None:
         entry = new or old
         if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
             return
-        queue.put((entry.owner.namespace, entry.owner.name))
+        pace.put((entry.owner.namespace, entry.owner.name))
+
+    on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
+
+    def pod_moved(key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        if old is not None and (new is None or new.view.node != old.view.node):
+            pods = on_node.get(old.view.node, {})
+            pods.pop(key, None)
+            if not pods:
+                on_node.pop(old.view.node, None)
+        if new is not None and new.view.node and new.owner is not None:
+            on_node.setdefault(new.view.node, {})[key] = (new.owner.namespace, new.owner.name)
 
     def node_changed(key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if old is not None and new is not None and old.view == new.view:
             return
-        for entry in caches.pods.store.snapshot().values():
-            if entry.owner is not None and entry.view.node == key[1]:
-                queue.put((entry.owner.namespace, entry.owner.name))
+        for job in on_node.get(key[1], {}).values():
+            pace.put(job)
 
     caches.jobs.store.listen(job_changed)
+    caches.pods.store.listen(pod_moved)
     caches.pods.store.listen(child_changed)
     caches.config_maps.store.listen(child_changed)
     caches.services.store.listen(child_changed)
+    caches.disruption_budgets.store.listen(child_changed)
     if caches.nodes is not None:
         caches.nodes.store.listen(node_changed)
+
+
+def _says_the_same(old: JobRecord, new: JobRecord) -> bool:
+    """Whether a plan would find nothing new: progress is written by plans, which know it from the agents."""
+    if old == new:
+        return True
+    if old.view is None or new.view is None:
+        return False
+    moved = replace(old.view, status=new.view.status, resource_version=new.view.resource_version)
+    return moved == new.view and only_progress_differs(old.view.status, new.view.status)

@@ -19,6 +19,8 @@ class Scope(StrEnum):
     """Resources without a namespace: always a ClusterRole."""
     OWN = "Own"
     """In the operator's own namespace only: a Role."""
+    TAINTS = "Taints"
+    """Resources without a namespace, only where `--taint-nodes` is on: a ClusterRole of its own."""
 
 
 class NamedAfter(StrEnum):
@@ -29,6 +31,8 @@ class NamedAfter(StrEnum):
     """`settings.lease_name`; the chart's full name by default."""
     TLS_SECRET = "tls-secret-name"  # noqa: S105 - the name of a setting
     """`settings.tls_secret_name`; `<coordinator service>-tls` by default."""
+    MEMORY = "quarantine-name"
+    """`settings.memory_name`; `<lease name>-quarantine` by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,12 @@ class Right:
 
 
 RIGHTS: tuple[Right, ...] = (
-    Right("trainium.dev", "trainingjobs", ("get", "list", "watch"), "the jobs to serve"),
+    Right(
+        "trainium.dev",
+        "trainingjobs",
+        ("get", "list", "watch", "delete"),
+        "the jobs to serve; those that ask for it (ttlSecondsAfterFinished) are deleted when they have ended",
+    ),
     Right("trainium.dev", "trainingjobs/status", ("patch",), "status, by server-side apply"),
     Right(
         "trainium.dev",
@@ -60,8 +69,18 @@ RIGHTS: tuple[Right, ...] = (
         "trainer configuration and membership, by server-side apply; deleted with the job by its ownerReference",
     ),
     Right("", "services", ("get", "list", "watch", "create", "patch"), "one headless Service per job"),
+    Right(
+        "policy",
+        "poddisruptionbudgets",
+        ("get", "list", "watch", "create", "patch"),
+        "one per job, so that no drain costs more work than the job allows",
+    ),
+    Right("scheduling.k8s.io", "podgroups", ("create", "patch"), "gangs, where the cluster serves them"),
+    Right("scheduling.k8s.io", "workloads", ("create", "patch"), "gangs of Kubernetes 1.35"),
+    Right("scheduling.x-k8s.io", "podgroups", ("create", "patch"), "gangs of the coscheduling plugin"),
     Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
-    Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes; nodes are never changed", Scope.CLUSTER),
+    Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes", Scope.CLUSTER),
+    Right("", "nodes", ("patch",), "the taint of nodes in quarantine, where that is switched on", Scope.TAINTS),
     Right(
         "authentication.k8s.io", "tokenreviews", ("create",), "who an agent is, from its projected token", Scope.CLUSTER
     ),
@@ -81,4 +100,6 @@ RIGHTS: tuple[Right, ...] = (
         Scope.OWN,
         NamedAfter.TLS_SECRET,
     ),
+    Right("", "configmaps", ("create",), "the memory of bad machines (create cannot be limited by name)", Scope.OWN),
+    Right("", "configmaps", ("get", "update"), "the memory of bad machines", Scope.OWN, NamedAfter.MEMORY),
 )

@@ -16,6 +16,7 @@ from trainium_operator.cluster.errors import ApiError, UnavailableError
 from trainium_operator.cluster.events import Note
 from trainium_operator.cluster.executor import reference_to
 from trainium_operator.cluster.work_queue import ClosedError
+from trainium_operator.plan.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.events import EventRecorder
     from trainium_operator.cluster.executor import Executor
     from trainium_operator.cluster.observe import Caches, Observer
+    from trainium_operator.cluster.pace import Pace
     from trainium_operator.cluster.store import Key
     from trainium_operator.cluster.views import JobRecord
     from trainium_operator.cluster.work_queue import WorkQueue
@@ -61,6 +63,7 @@ class Reconciler:
         executor: Executor,
         recorder: EventRecorder,
         meter: Meter,
+        pace: Pace,
     ) -> None:
         self._queue = queue
         self._caches = caches
@@ -69,6 +72,9 @@ class Reconciler:
         self._executor = executor
         self._recorder = recorder
         self._meter = meter
+        self._pace = pace
+        self._written: dict[Key, float] = {}
+        """When this process last wrote a job's status, by the clock of plans."""
         self._started: dict[Key, float] = {}
 
     async def work(self) -> None:
@@ -114,12 +120,19 @@ class Reconciler:
         record = self._caches.jobs.store.get(key)
         if record is None:  # deleted; what it owned is the garbage collector's
             self._queue.forget(key)
+            self._pace.forget(key)
+            self._written.pop(key, None)
             return
         if record.view is None:
             self._unreadable(key, record)
             return
-        observed = self._observer.observe(record.view)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        observed = self._observer.observe(record.view, status_written=self._written.get(key, 0.0))
         plan = self._plan(observed)
+        self._pace.planned(key, began, loop.time())
+        if plan.status != record.view.status:
+            self._written[key] = observed.now
         await self._executor.execute(record.view, plan)
         self._queue.forget(key)
         self._meter.planned(record.view, plan.status)
@@ -135,20 +148,20 @@ class Reconciler:
         record = self._caches.jobs.store.get(key)
         if record is None or delay < TELL_FROM_DELAY or isinstance(error, UnavailableError):
             return
-        self._tell(record, "WriteFailed", str(error))
+        self._tell(record, Reason.WRITE_FAILED, str(error))
 
     def _unreadable(self, key: Key, record: JobRecord) -> None:
         sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
         logger.warning("%s/%s: %s", *key, sentence, extra={"namespace": key[0], "job": key[1]})
-        self._tell(record, "Unreadable", sentence)
+        self._tell(record, Reason.UNREADABLE, sentence)
         self._queue.put_after(key, UNREADABLE_SECONDS)
 
-    def _tell(self, record: JobRecord, reason: str, text: str) -> None:
+    def _tell(self, record: JobRecord, reason: Reason, text: str) -> None:
         self._recorder.record(
             Note(
                 namespace=record.namespace,
                 regarding=reference_to(record.namespace, record.name, record.uid),
-                reason=reason,
+                reason=reason.value,
                 text=text,
                 warning=True,
             )

@@ -51,6 +51,8 @@ class Lister(Generic[V]):
         self.synced = asyncio.Event()
         self.heard = 0.0
         """Loop time of the last sign of life from the server; 0 before the first."""
+        self.listed = 0.0
+        """Loop time at which the newest complete list was begun; 0 before the first."""
         self.resource = resource
         self.store = store
         self._api = api
@@ -61,6 +63,7 @@ class Lister(Generic[V]):
     async def refresh(self) -> str:
         """Make the store equal to the server; returns the list's resource version. Raises ApiError."""
         entries: dict[Key, Entry[V]] = {}
+        began = asyncio.get_running_loop().time()
         token = ""
         while True:
             page = await self._api.list_page(self.resource, self._namespace, labels=self._labels, continue_token=token)
@@ -74,6 +77,7 @@ class Lister(Generic[V]):
                 break
         version: str = page["metadata"]["resourceVersion"]
         self.store.replace(entries, int(version))
+        self.listed = began
         self.synced.set()
         return version
 
@@ -82,6 +86,8 @@ class Lister(Generic[V]):
         if deleted:
             self.store.remove(_key(raw), int(raw["metadata"]["resourceVersion"]))
             return
+        if self.store.knows(_key(raw), int(raw["metadata"]["resourceVersion"])):
+            return  # mostly what a write of our own brought already
         entry = self._entry(raw)
         if entry is not None:
             self.store.put(_key(raw), entry)

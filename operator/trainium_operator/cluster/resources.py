@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.worker_env import GROUP, KIND, PLURAL, VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,27 @@ class Resource:
         return "/".join(parts)
 
 
+GANGS = frozenset(
+    {("scheduling.k8s.io", "podgroups"), ("scheduling.k8s.io", "workloads"), ("scheduling.x-k8s.io", "podgroups")}
+)
+"""Group and plural of the objects of gang APIs; which versions there are is found by discovery."""
+
+
+def resource_of(manifest: Mapping[str, Any]) -> Resource:
+    """The namespaced kind of a manifest whose plural follows the rule."""
+    group, _, version = manifest["apiVersion"].rpartition("/")
+    return Resource(group, version, f"{manifest['kind'].lower()}s", manifest["kind"])
+
+
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 PODS = Resource("", "v1", "pods", "Pod")
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 SERVICES = Resource("", "v1", "services", "Service")
 SECRETS = Resource("", "v1", "secrets", "Secret")
+DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
 
-ALL = (JOBS, PODS, NODES, CONFIG_MAPS, SERVICES, SECRETS, EVENTS, LEASES, TOKEN_REVIEWS)
+ALL = (JOBS, PODS, NODES, CONFIG_MAPS, SERVICES, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, TOKEN_REVIEWS)

@@ -71,6 +71,14 @@ class Store(Generic[V]):
         """Views of the objects whose controller has this uid: an earlier job of the same name has another."""
         return {key: entry.view for key, entry in self._owned.get(uid, {}).items()}
 
+    def knows(self, key: Key, version: int) -> bool:
+        """Whether the watch brings nothing new with this version of an object; it counts as seen then."""
+        old = self._entries.get(key)
+        if old is None or old.version < version:
+            return False
+        self._seen = max(self._seen, version)
+        return True
+
     def put(self, key: Key, entry: Entry[V]) -> bool:
         """Take an object from the watch; False when we know a newer version."""
         self._seen = max(self._seen, entry.version)

@@ -7,12 +7,15 @@ Invariants: TLS is always verified; nothing here retries; credentials never reac
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10.0
 CONNECTIONS = 128
 """Above the executor's 64 in flight, the watches and the elector: nobody waits for a connection."""
+APPLY = "application/apply-patch+yaml"
+_AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
+"""What is escaped: line breaks, controls and marks that YAML reads in its own way, and halves of surrogate pairs."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -84,6 +90,19 @@ class Credentials:
     default_namespace: str
 
 
+def as_yaml(body: Any) -> bytes:
+    """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
+
+    An emoji in a pod's last words would otherwise have the server refuse a job's status for ever.
+    """
+    return _AWKWARD.sub(_escaped, json.dumps(body, ensure_ascii=False)).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
+
+
 class KubernetesTransport:
     """Transport on aiohttp through `kubernetes.aio`; made by `connect`."""
 
@@ -92,6 +111,9 @@ class KubernetesTransport:
         from kubernetes.aio.client.rest import RESTClientObject  # noqa: PLC0415
 
         self._configuration = configuration
+        if not _proxied(configuration.host):
+            # Else each request would look for a proxy in the environment again, in a thread.
+            configuration.client_session_kwargs = {"trust_env": False}
         self._client: Any = RESTClientObject(configuration)
         self.namespace = namespace
 
@@ -117,6 +139,9 @@ class KubernetesTransport:
         timeout: float,
     ) -> Answer:
         """See Transport."""
+        if body is not None and content_type == APPLY:
+            # With the addition the client library sends what it is given; the server cuts it off.
+            body, content_type = as_yaml(body), f"{APPLY}; charset=utf-8"
         try:
             raw = await self._client.request(
                 method,
@@ -169,6 +194,12 @@ class KubernetesTransport:
             key_path=configuration.key_file,
             default_namespace=self.namespace,
         )
+
+
+def _proxied(server: str) -> bool:
+    """Whether the environment names a proxy for the API server."""
+    parts = urlsplit(server)
+    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
 
 
 async def connect(kubeconfig: str | None) -> KubernetesTransport:

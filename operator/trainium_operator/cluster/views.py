@@ -5,22 +5,35 @@ Invariant: nobody else knows the shape of that JSON.
 
 from __future__ import annotations
 
-import json
+import base64
+import gzip
+import logging
+import zlib
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
+from sys import intern
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.job import TrainingJobSpec
 from trainium_contract.messages import Membership
-from trainium_contract.worker_env import ANNOTATION_TEMPLATE_HASH, LABEL_JOB
+from trainium_contract.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
+from trainium_operator.cluster.lenient import readable_status
 from trainium_operator.plan import names
-from trainium_operator.plan.model import JobView, NodeReadiness, NodeView, PodPhase, PodView
+from trainium_operator.plan.gang_apis import ANNOTATION_GROUP
+from trainium_operator.plan.model import JobView, NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
+from trainium_operator.plan.node_signals import LABELS_READ, RESOURCES_READ, bad_status
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.api import Json
 
+logger = logging.getLogger(__name__)
+
+LONGEST_REASON, LONGEST_MESSAGE = 64, 256
+left_out: Counter[str] = Counter()
+"""How often a part of a node's object was malformed, by the kind of part."""
 _PHASES = {phase.value: phase for phase in PodPhase}
 _READINESS = {readiness.value: readiness for readiness in NodeReadiness}
 
@@ -45,7 +58,7 @@ class ChildRecord:
 
 
 def job_record(raw: Json) -> JobRecord:
-    """A TrainingJob; a spec or status that does not parse becomes `error`."""
+    """A TrainingJob; a spec that does not parse becomes `error`."""
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
     try:
@@ -56,7 +69,7 @@ def job_record(raw: Json) -> JobRecord:
             generation=metadata.get("generation", 0),
             deleting="deletionTimestamp" in metadata,
             spec=TrainingJobSpec.model_validate(raw.get("spec") or {}),
-            status=TrainingJobStatus.model_validate(raw.get("status") or {}),
+            status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
             created=seconds(metadata.get("creationTimestamp")) or 0.0,
             resource_version=metadata["resourceVersion"],
         )
@@ -76,6 +89,7 @@ def pod_view(raw: Json) -> PodView:
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+    annotations = metadata.get("annotations") or {}
     terminated, waiting = _worker_states(raw.get("spec") or {}, status)
     reason, message = _most_telling(status, terminated, waiting)
     return PodView(
@@ -95,22 +109,96 @@ def pod_view(raw: Json) -> PodView:
         scheduled=scheduled.get("status") == "True" or bool((raw.get("spec") or {}).get("nodeName")),
         unschedulable_message=scheduled.get("message", "") if unschedulable else "",
         finished=seconds(terminated.get("finishedAt")),
-        template_hash=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE_HASH, ""),
+        template_hash=annotations.get(ANNOTATION_TEMPLATE_HASH, ""),
+        kept_from=frozenset(filter(None, str(annotations.get(ANNOTATION_KEPT_FROM, "")).split(","))),
+        gang=annotations.get(ANNOTATION_GROUP, ""),
+        gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
     )
 
 
 def node_view(raw: Json) -> NodeView:
-    """A node."""
-    spec, status = raw.get("spec") or {}, raw.get("status") or {}
-    condition: Json = next((each for each in status.get("conditions") or () if each["type"] == "Ready"), {})
-    ready = _READINESS.get(condition.get("status", ""), NodeReadiness.UNKNOWN)
+    """A node, as small as plans need it; what is malformed is left out.
+
+    Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
+    """
+    metadata, spec, status = _mapping(raw["metadata"]), _mapping(raw.get("spec")), _mapping(raw.get("status"))
+    conditions = [each for each in _items(status.get("conditions"), "condition") if _text(each.get("type"))]
+    ready_condition: Json = next((each for each in conditions if each["type"] == "Ready"), {})
+    ready = _READINESS.get(_text(ready_condition.get("status")), NodeReadiness.UNKNOWN)
+    labels = _mapping(metadata.get("labels"))
     return NodeView(
         name=raw["metadata"]["name"],
         ready=ready,
-        schedulable=not spec.get("unschedulable", False),
-        taints=tuple(taint["key"] for taint in spec.get("taints") or ()),
-        unready_since=None if ready is NodeReadiness.TRUE else seconds(condition.get("lastTransitionTime")),
+        schedulable=spec.get("unschedulable") is not True,
+        taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if _text(each.get("key"))),
+        unready_since=None if ready is NodeReadiness.TRUE else _seconds_or_none(ready_condition),
+        conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
+        deleting="deletionTimestamp" in metadata,
+        provider_id=_text(spec.get("providerID")),
+        labels={key: intern(labels[key]) for key in LABELS_READ if isinstance(labels.get(key), str)},
+        capacity=_capacity(_mapping(status.get("allocatable"))),
     )
+
+
+def _is_bad(condition: Json) -> bool:
+    """Only bad conditions are kept: a good one says as little as a missing one, and all good nodes look alike."""
+    return condition["type"] != "Ready" and condition.get("status") == bad_status(condition["type"]).value
+
+
+def _condition(raw: Json) -> NodeCondition:
+    return NodeCondition(
+        type=intern(raw["type"]),
+        status=_READINESS[raw["status"]],
+        reason=_text(raw.get("reason"))[:LONGEST_REASON],
+        message=_text(raw.get("message"))[:LONGEST_MESSAGE],
+        since=_seconds_or_none(raw),
+    )
+
+
+def _taint(raw: Json) -> Taint:
+    return Taint(intern(raw["key"]), intern(_text(raw.get("value"))), intern(_text(raw.get("effect"))))
+
+
+def _capacity(allocatable: Json) -> dict[str, int]:
+    """Extended resources that plans read; a device plugin counts them in whole numbers."""
+    found = {}
+    for name in RESOURCES_READ & allocatable.keys():
+        text = str(allocatable[name])
+        if text.isascii() and text.isdecimal() and len(text) < 10:
+            found[name] = int(text)
+        else:
+            _leave_out("quantity", f"{name}: {text}")
+    return found
+
+
+def _seconds_or_none(condition: Json) -> float | None:
+    try:
+        return seconds(condition.get("lastTransitionTime"))
+    except (ValueError, TypeError, OverflowError):
+        _leave_out("time stamp", condition.get("lastTransitionTime"))
+        return None
+
+
+def _mapping(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any, what: str) -> list[Json]:
+    found = value if isinstance(value, list) else []
+    if any(not isinstance(each, dict) for each in found):
+        _leave_out(what, next(each for each in found if not isinstance(each, dict)))
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _leave_out(what: str, value: Any) -> None:
+    """Count what a node's object holds that cannot be read, and say so the first time for each kind of thing."""
+    left_out[what] += 1
+    if left_out[what] == 1:
+        logger.warning("a node has a malformed %s (%.100r); it is left out, as will be others like it", what, value)
 
 
 def child_record(raw: Json) -> ChildRecord:
@@ -122,13 +210,20 @@ def child_record(raw: Json) -> ChildRecord:
 
 def membership_of(raw: Json) -> Membership | None:
     """The membership in a ConfigMap; None when it holds none, or none that can be read."""
-    text = (raw.get("data") or {}).get(names.MEMBERSHIP_KEY) if isinstance(raw.get("data"), dict) else None
-    if text is None:
-        return None
     try:
-        return Membership.model_validate(json.loads(text))
-    except ValueError:
+        text = _membership_text(raw)
+        return None if text is None else Membership.model_validate_json(text)
+    except (ValueError, EOFError, zlib.error, OSError):
         return None
+
+
+def _membership_text(raw: Json) -> str | bytes | None:
+    data, packed = raw.get("data"), raw.get("binaryData")
+    if isinstance(data, dict) and names.MEMBERSHIP_KEY in data:
+        return str(data[names.MEMBERSHIP_KEY])
+    if isinstance(packed, dict) and names.MEMBERSHIP_PACKED_KEY in packed:
+        return gzip.decompress(base64.b64decode(str(packed[names.MEMBERSHIP_PACKED_KEY])))
+    return None
 
 
 def seconds(timestamp: Any) -> float | None:

@@ -5,7 +5,8 @@ Guarantees, each with a test:
 2. A key is never given to two workers at the same time.
 3. A key that is put while a worker has it is given out again after `done`: no change is missed.
 4. Keys are given out in the order in which they first came.
-5. `put_after` puts the key once its delay is over; of several delays the earliest wins.
+5. `put_after` puts the key once its delay is over; of several delays the earliest wins. A key that is given out loses
+   its delay: whoever reconciles it sees everything, and says when to look again.
 6. `retry` puts the key after an exponential delay of its own; `forget` starts that delay anew.
 7. After `close`, `get` raises ClosedError at once, delays are dropped, and `drained` returns when the last worker is
    done.
@@ -106,6 +107,9 @@ class WorkQueue(Generic[K]):
         self._waiting.discard(key)
         self._active.add(key)
         self._idle.clear()
+        pending = self._delayed.pop(key, None)
+        if pending is not None:
+            pending.cancel()
         return key
 
     def done(self, key: K) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 CACHE_SECONDS = 60.0
+_RENEW_AFTER = tuple(CACHE_SECONDS * (0.5 + 0.4 * part / 16) for part in range(16))
+"""Age from which on an answer is renewed while it is still used."""
 REFUSAL_SECONDS = 5.0
 STALE_SECONDS = 600.0
 REMEMBERED = 20_000
@@ -103,6 +105,10 @@ class Authenticator:
             raise RefusedError(f"pod {caller.pod_name} works for job {owner[0]}, not for {job}")
         return owner[1]
 
+    async def identify(self, authorization: str) -> Caller:
+        """The pod that the token was issued to. Raises UnauthenticatedError and ReviewUnavailableError."""
+        return await self._caller(authorization)
+
     async def _caller(self, authorization: str) -> Caller:
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
@@ -115,6 +121,9 @@ class Authenticator:
             caller = await self._reviewed(digest, token, known)
         else:
             caller = known.caller
+            if caller is not None and now >= known.reviewed + _RENEW_AFTER[digest[0] % len(_RENEW_AFTER)]:
+                # Nobody waits for an answer that is only renewed; agents that came together are asked about apart.
+                self._begin_review(digest, token)
         if caller is None:
             raise UnauthenticatedError(f"the token is not valid (any more) for audience {TOKEN_AUDIENCE}")
         return caller
@@ -126,11 +135,7 @@ class Authenticator:
 
     async def _reviewed(self, digest: bytes, token: str, known: _Remembered | None) -> Caller | None:
         """Ask once, however many messages with this token wait for the answer."""
-        under_way = self._under_way.get(digest)
-        if under_way is None:
-            under_way = asyncio.ensure_future(self._ask(digest, token))
-            self._under_way[digest] = under_way
-            under_way.add_done_callback(lambda done: self._answered(digest, done))
+        under_way = self._begin_review(digest, token)
         try:
             return await asyncio.shield(under_way)
         except ReviewUnavailableError:
@@ -141,6 +146,14 @@ class Authenticator:
                 return known.caller
             raise
 
+    def _begin_review(self, digest: bytes, token: str) -> asyncio.Future[Caller | None]:
+        under_way = self._under_way.get(digest)
+        if under_way is None:
+            under_way = asyncio.ensure_future(self._ask(digest, token))
+            self._under_way[digest] = under_way
+            under_way.add_done_callback(lambda done: self._answered(digest, done))
+        return under_way
+
     def _answered(self, digest: bytes, done: asyncio.Future[Caller | None]) -> None:
         del self._under_way[digest]
         if not done.cancelled():
@@ -149,7 +162,10 @@ class Authenticator:
     async def _ask(self, digest: bytes, token: str) -> Caller | None:
         status = await self._review({"spec": {"token": token, "audiences": [TOKEN_AUDIENCE]}})
         caller = _caller_of(status)
-        self._known[digest] = _Remembered(caller, self._wall_clock(), _expiry(token))
+        now, expires = self._wall_clock(), _expiry(token)
+        if caller is not None and expires is not None and expires <= now:
+            expires = None  # the API server has just accepted it: it is our clock that is wrong
+        self._known[digest] = _Remembered(caller, now, expires)
         self._known.move_to_end(digest)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)

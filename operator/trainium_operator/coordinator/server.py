@@ -1,14 +1,15 @@
 """The HTTPS server that agents call: register, long poll for membership, heartbeat.
 
 Invariants: nothing is answered but 503 unless this process leads and its caches are in sync; every message is
-authenticated before it is believed; bodies and waits are bounded; every refusal is one sentence (`ErrorResponse`).
+authenticated before it is believed, and its sender's token before its body is read; bodies and waits are bounded;
+every refusal is one sentence (`ErrorResponse`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -31,7 +32,8 @@ from trainium_operator.coordinator.authentication import (
     ReviewUnavailableError,
     UnauthenticatedError,
 )
-from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
+from trainium_operator.coordinator.spoken import Phrasebook
+from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
 
 if TYPE_CHECKING:
     import ssl
@@ -44,10 +46,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 64 * 1024
+LARGEST_BODY = 640 * 1024
+"""Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 LONGEST_POLL = 60.0
 SHUTDOWN_SECONDS = 2.0
+LARGEST_WELCOME = 64
+"""Members of a membership that the answer to a registration carries."""
 RETRY_AFTER = {"Retry-After": "1"}
+_JSON = "application/json"
 
 
 class CoordinatorServer:
@@ -62,6 +68,7 @@ class CoordinatorServer:
         notify: Callable[[str, str, bool], None],
         heartbeat_seconds: float = 1.0,
         on_message: Callable[[str, int], None] = lambda _kind, _status: None,
+        on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None] = lambda _before, _now: None,
     ) -> None:
         """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while."""
         self._state = state
@@ -70,6 +77,8 @@ class CoordinatorServer:
         self._notify = notify
         self._heartbeat_seconds = heartbeat_seconds
         self._on_message = on_message
+        self._on_news = on_news
+        self._phrasebook = Phrasebook()
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
@@ -93,8 +102,13 @@ class CoordinatorServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def _body(self, request: web.Request) -> bytes:
+        """The body, of a caller whose token is valid."""
+        await self._authenticator.identify(request.headers.get("Authorization", ""))
+        return await request.read()
+
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        message = RegisterRequest.model_validate_json(await request.read())
+        message = RegisterRequest.model_validate_json(await self._body(request))
         job_uid = await self._authenticator.admit(
             request.headers.get("Authorization", ""),
             namespace=message.namespace,
@@ -105,15 +119,17 @@ class CoordinatorServer:
         if self._state.register(job_uid, message):
             logger.info("%s registered", message.pod_name, extra={"namespace": message.namespace, "job": message.job})
             self._notify(message.namespace, message.job, True)
+        membership = self._state.membership(job_uid)
         answer = RegisterResponse(
             protocol=message.protocol,
             heartbeat_seconds=self._heartbeat_seconds,
-            membership=_spoken(self._state.membership(job_uid), message.protocol),
+            membership=_spoken(membership, message.protocol) if _is_small(membership) else None,
+            time=time.time(),
         )
         return _json(200, answer)
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
-        message = HeartbeatRequest.model_validate_json(await request.read())
+        message = HeartbeatRequest.model_validate_json(await self._body(request))
         job_uid = await self._authenticator.admit(
             request.headers.get("Authorization", ""),
             namespace=message.namespace,
@@ -122,6 +138,8 @@ class CoordinatorServer:
             pod_uid=message.pod_uid,
         )
         taken = self._state.heartbeat(job_uid, message)
+        if taken.matters and taken.before is not None:
+            self._on_news(taken.before, message)
         if taken.matters or taken.progressed:
             self._notify(message.namespace, message.job, taken.matters)
         return _json(200, HeartbeatResponse(protocol=message.protocol, generation=self._state.published(job_uid)))
@@ -141,8 +159,12 @@ class CoordinatorServer:
         membership = await self._state.newer_membership(job_uid, after, seconds)
         if self._state.closed or not self._is_serving():
             return _refusal(503, "the coordinator is shutting down; try the next address", headers=RETRY_AFTER)
-        spoken = _spoken(membership, protocol)
-        return web.Response(status=204) if spoken is None else _json(200, spoken)
+        if membership is None:
+            return web.Response(status=204)
+        spoken = self._phrasebook.say(job_uid, membership, protocol)
+        if spoken.packed is not None and "gzip" in request.headers.get("Accept-Encoding", ""):
+            return web.Response(body=spoken.packed, content_type=_JSON, headers={"Content-Encoding": "gzip"})
+        return web.Response(body=spoken.plain, content_type=_JSON)
 
     @web.middleware
     async def _answer_errors(
@@ -168,6 +190,9 @@ class CoordinatorServer:
             return _refusal(403, str(error))
         except NotRegisteredError:
             return _refusal(404, "this agent has not registered with this coordinator; register first")
+        except FutureGenerationError as error:
+            logger.warning("refused %s: %s", request.path, error)
+            return _refusal(400, str(error))
         except OldGenerationError as error:
             return _refusal(409, str(error), generation=error.current)
         except ReviewUnavailableError:
@@ -190,6 +215,11 @@ def _spoken(membership: Membership | None, protocol: int) -> Membership | None:
     return membership.model_copy(update={"protocol": protocol}) if membership is not None else None
 
 
+def _is_small(membership: Membership | None) -> bool:
+    """Whether it is worth sending with each registration; the long poll that follows at once brings a large one."""
+    return membership is None or len(membership.members) <= LARGEST_WELCOME
+
+
 def _number(query: Mapping[str, str], key: str, default: int) -> int:
     text = query.get(key, str(default))
     if not text.isascii() or not text.isdigit() or len(text) > 9:
@@ -208,7 +238,8 @@ def _sentence(error: Exception) -> str:
 
 
 def _json(status: int, message: MessageModel) -> web.Response:
-    return web.Response(status=status, body=json.dumps(message.to_wire()).encode(), content_type="application/json")
+    body = message.model_dump_json(by_alias=True, exclude_none=True).encode()
+    return web.Response(status=status, body=body, content_type=_JSON)
 
 
 def _refusal(

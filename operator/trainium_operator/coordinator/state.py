@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model import AgentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from trainium_contract.messages import HeartbeatRequest, Membership, RegisterRequest
+    from trainium_contract.messages import Membership, RegisterRequest
 
+_telling = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
+"""What a plan should see at once when it changes; a thousand times a second, so not spelt out in Python."""
 _OUTSIDE = (WorkerPhase.PREFLIGHT, WorkerPhase.STANDBY)
+_SILENT_SECONDS = 2.0
+"""Two heartbeats: from then on a member's port is asked."""
+_ASK_AGAIN_SECONDS = 30.0
+"""Until a port that has never answered is asked again."""
+
+
+FARTHEST_AHEAD = 1_000
+"""An agent may know a later generation than the one that is served (a record may be lost), but not by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +39,19 @@ class Accepted:
 
     matters: bool
     progressed: bool
+    before: HeartbeatRequest | None = None
+    """The agent's last heartbeat before this one."""
 
 
 class NotRegisteredError(Exception):
     """The pod's agent has not registered since this coordinator started."""
+
+
+class FutureGenerationError(Exception):
+    """The message belongs to a generation that is far from being served: its sender is not to be believed."""
+
+    def __init__(self, generation: int, current: int) -> None:
+        super().__init__(f"generation {generation} cannot be: generation {current} is current")
 
 
 class OldGenerationError(Exception):
@@ -42,9 +62,28 @@ class OldGenerationError(Exception):
         self.current = current
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One agent whose port should be asked whether it is there."""
+
+    job_uid: str
+    pod_uid: str
+    namespace: str
+    job: str
+    pod: str
+    host: str
+    port: int
+    heard: float
+    """When it was last heard; an answer that comes after a newer message says nothing."""
+
+
 @dataclass(slots=True)
 class _Agent:
     view: AgentView
+    reachable: bool = False
+    """Its port has answered this process."""
+    asked_at: float = -_ASK_AGAIN_SECONDS
+    """When its port was last asked in vain."""
     stepped: tuple[int, int] = (-1, -1)
     """Generation and attempt of the last heartbeat that brought a higher step."""
 
@@ -52,15 +91,16 @@ class _Agent:
 class _Job:
     def __init__(self) -> None:
         self.membership: Membership | None = None
+        self.members: frozenset[str] = frozenset()
+        """Pod uids of the membership."""
         self.agents: dict[str, _Agent] = {}
         self.gone: set[str] = set()
         self.changed = asyncio.Event()
 
     def drop_gone(self) -> None:
-        for pod_uid in tuple(self.gone):
-            if self.membership is None or self.membership.rank_of(pod_uid) is None:
-                self.gone.discard(pod_uid)
-                self.agents.pop(pod_uid, None)
+        for pod_uid in self.gone - self.members:
+            self.gone.discard(pod_uid)
+            self.agents.pop(pod_uid, None)
 
     @property
     def generation(self) -> int:
@@ -91,6 +131,7 @@ class CoordinatorState:
         job = self._job(job_uid)
         if membership.generation >= job.generation:
             job.membership = membership
+            job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_gone()
             # Waiters hold the old event; those who come later wait for the next change.
             job.changed.set()
@@ -138,8 +179,64 @@ class CoordinatorState:
             job.agents[request.pod_uid] = _Agent(view)
             return True
         changed = known.view.registration != request
-        known.view = replace(known.view, registration=request, heard=now)
+        known.view = replace(known.view, registration=request, heard=now, refused=None)
         return changed
+
+    def doubts(self) -> list[Doubt]:
+        """Members whose port is to be asked: once while they are heard, and whenever they are silent."""
+        now = self._wall_clock()
+        found = []
+        for job_uid, job in self._jobs.items():
+            for member in job.membership.members if job.membership is not None else ():
+                agent = job.agents.get(member.pod_uid)
+                if agent is None or agent.view.refused is not None or member.pod_uid in job.gone:
+                    continue
+                silent = now - agent.view.heard >= _SILENT_SECONDS
+                unknown = not agent.reachable and not silent and now >= agent.asked_at + _ASK_AGAIN_SECONDS
+                if unknown or (silent and agent.reachable):
+                    request = agent.view.registration
+                    found.append(
+                        Doubt(
+                            job_uid=job_uid,
+                            pod_uid=member.pod_uid,
+                            namespace=request.namespace,
+                            job=request.job,
+                            pod=request.pod_name,
+                            host=request.pod_ip,
+                            port=request.rendezvous_port,
+                            heard=agent.view.heard,
+                        )
+                    )
+        return found
+
+    def port_answered(self, doubt: Doubt) -> None:
+        """Somebody listens on the agent's port."""
+        agent = self._agent_in(doubt)
+        if agent is not None:
+            agent.reachable = True
+
+    def port_unanswered(self, doubt: Doubt) -> None:
+        """Nobody knows."""
+        agent = self._agent_in(doubt)
+        if agent is not None:
+            agent.asked_at = self._wall_clock()
+
+    def port_refused(self, doubt: Doubt) -> bool:
+        """Nobody listens on the agent's port; whether that says anything new."""
+        agent = self._agent_in(doubt)
+        if agent is None:
+            return False
+        if not agent.reachable:
+            agent.asked_at = self._wall_clock()
+            return False
+        if agent.view.heard != doubt.heard or agent.view.refused is not None:
+            return False
+        agent.view = replace(agent.view, refused=self._wall_clock())
+        return True
+
+    def _agent_in(self, doubt: Doubt) -> _Agent | None:
+        job = self._jobs.get(doubt.job_uid)
+        return job.agents.get(doubt.pod_uid) if job is not None else None
 
     def heard(self, job_uid: str, pod_uid: str) -> AgentView:
         """The pod gave a sign of life. Raises NotRegisteredError."""
@@ -147,24 +244,31 @@ class CoordinatorState:
         agent = job.agents.get(pod_uid) if job else None
         if agent is None:
             raise NotRegisteredError
-        agent.view = replace(agent.view, heard=self._wall_clock())
+        agent.view = replace(agent.view, heard=self._wall_clock(), refused=None)
         return agent.view
 
     def heartbeat(self, job_uid: str, request: HeartbeatRequest) -> Accepted:
-        """Take a heartbeat. Raises NotRegisteredError, and OldGenerationError for one that is refused."""
+        """Take a heartbeat; one that was overtaken by a later one is only a sign of life.
+
+        Raises NotRegisteredError, and OldGenerationError or FutureGenerationError for one that is refused.
+        """
         self.heard(job_uid, request.pod_uid)
         job = self._jobs[job_uid]
         current = job.generation
+        if current and request.generation > current + FARTHEST_AHEAD:
+            raise FutureGenerationError(request.generation, current)
         if 0 < request.generation < current and not self._is_outsider(job, request):
             raise OldGenerationError(request.generation, current)
         agent = job.agents[request.pod_uid]
         old = agent.view.heartbeat
+        if old is not None and old.generation == request.generation and request.attempt < old.attempt:
+            return Accepted(matters=False, progressed=False)
         stepped = _step(request) > _step(old)
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
         if stepped:
             agent.stepped = (request.generation, request.attempt)
         agent.view = _advanced(agent.view, request, stepped=stepped)
-        return Accepted(matters=old is None or first_step or _differs(old, request), progressed=stepped)
+        return Accepted(matters=old is None or first_step or _differs(old, request), progressed=stepped, before=old)
 
     async def newer_membership(self, job_uid: str, after: int, seconds: float) -> Membership | None:
         """The membership once its generation is above `after`; None when that takes longer, or we are closing."""
@@ -193,8 +297,7 @@ class CoordinatorState:
 
     def _is_outsider(self, job: _Job, request: HeartbeatRequest) -> bool:
         """A spare lives in no generation, so its number does not matter."""
-        outside = job.membership is None or job.membership.rank_of(request.pod_uid) is None
-        return outside and request.phase in _OUTSIDE
+        return request.pod_uid not in job.members and request.phase in _OUTSIDE
 
     def _job(self, uid: str) -> _Job:
         return self._jobs.setdefault(uid, _Job())
@@ -206,15 +309,23 @@ def _step(heartbeat: HeartbeatRequest | None) -> int:
 
 def _advanced(view: AgentView, request: HeartbeatRequest, *, stepped: bool) -> AgentView:
     """The view after this heartbeat; `view.heard` is now."""
+    joining = _joining_since(view, request)
     if not stepped:
-        return replace(view, heartbeat=request)
+        return replace(view, heartbeat=request, joining_since=joining)
     step_seconds = view.step_seconds
     if view.progressed is not None:
         step_seconds = (view.heard - view.progressed) / (_step(request) - _step(view.heartbeat))
-    return replace(view, heartbeat=request, progressed=view.heard, step_seconds=step_seconds)
+    return replace(view, heartbeat=request, progressed=view.heard, step_seconds=step_seconds, joining_since=joining)
+
+
+def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:
+    if request.phase is not WorkerPhase.JOINING:
+        return None
+    old = view.heartbeat
+    same = old is not None and (old.generation, old.attempt) == (request.generation, request.attempt)
+    return view.joining_since if same and view.joining_since is not None else view.heard
 
 
 def _differs(old: HeartbeatRequest, new: HeartbeatRequest) -> bool:
-    """Whether anything but progress has changed."""
-    silent = {"progress": None, "protocol": new.protocol}
-    return old.model_copy(update=silent) != new.model_copy(update=silent)
+    """Whether anything but progress and step times has changed."""
+    return bool(_telling(old) != _telling(new))

@@ -62,6 +62,7 @@ def _ended(old: TrainingJobStatus, draft: Draft, entry: Interruption) -> None:
 def _transitions(old: TrainingJobStatus, draft: Draft) -> None:
     new = draft.status
     for kind, reason, warning in (
+        (ConditionType.ADMITTED, Reason.ADMITTED, False),
         (ConditionType.COMPLETE, Reason.COMPLETED, False),
         (ConditionType.FAILED, None, True),
         (ConditionType.SUSPENDED, Reason.SUSPENDED, False),
@@ -78,8 +79,11 @@ def _transitions(old: TrainingJobStatus, draft: Draft) -> None:
         draft.note(Reason.CHECKPOINT_COMMITTED, f"The first durable checkpoint is step {new.checkpoint.durable_step}.")
     if new.checkpoint.notice and new.checkpoint.notice != old.checkpoint.notice:
         draft.note(Reason.CHECKPOINT_NOTICE, new.checkpoint.notice, warning=True)
+    for alert in new.alerts:
+        if alert not in old.alerts:
+            draft.note(Reason(alert.kind), alert.message, warning=True)
     unhealthy = find_condition(new, ConditionType.CHECKPOINT_HEALTHY)
-    if unhealthy is not None and unhealthy.reason == Reason.STORAGE_UNAVAILABLE.value:
+    if unhealthy is not None and unhealthy.reason in (Reason.STORAGE_UNAVAILABLE, Reason.CHECKPOINT_OVERDUE):
         seen = find_condition(old, ConditionType.CHECKPOINT_HEALTHY)
         if seen is None or seen.reason != unhealthy.reason:
-            draft.note(Reason.STORAGE_UNAVAILABLE, unhealthy.message, warning=True)
+            draft.note(Reason(unhealthy.reason), unhealthy.message, warning=True)

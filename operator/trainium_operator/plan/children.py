@@ -5,24 +5,34 @@ Invariant: each object carries a digest of its own content, so it is applied onc
 
 from __future__ import annotations
 
+import base64
+import gzip
 import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.worker_env import CHECKPOINT_MOUNT, GROUP, KIND, VERSION
+from trainium_contract.worker_env import CHECKPOINT_MOUNT, GROUP, KIND, RULES_NAME, VERSION
 from trainium_operator.plan import names
 from trainium_operator.plan.model import ApplyObject
 
 if TYPE_CHECKING:
     from trainium_contract.messages import Membership
+    from trainium_contract.trainer_neuron import NeuronConfig
     from trainium_operator.plan.facts import Draft, Facts
     from trainium_operator.plan.model import JobView
 
 Json = dict[str, Any]
 
+_COMPILED = "compiled"
+_LARGEST_PLAIN = 128 * 1024
+"""Bytes of membership that a person can still read in a ConfigMap."""
+
 
 def converge_children(facts: Facts, draft: Draft) -> None:
     """Apply the Service and the configuration where they are missing or stale."""
+    if facts.now < facts.observed.creations_from:
+        draft.deadlines.append(facts.observed.creations_from)
+        return
     manifests = [service(facts.job)]
     if facts.size.shape is not None:
         manifests.append(config_map(facts.job, facts.observed.ca_bundle))
@@ -52,38 +62,58 @@ def service(job: JobView) -> Json:
         "publishNotReadyAddresses": True,
         "selector": names.selector_labels(job.name),
     }
-    return _object(job, "Service", names.service_name(job.name), {"spec": spec}, "network")
+    return owned_object(job, "v1", "Service", names.service_name(job.name), {"spec": spec}, "network")
 
 
 def config_map(job: JobView, ca_bundle: str) -> Json:
-    """The trainer's configuration (JSON, which is YAML too) and the coordinator's certificate authority."""
+    """The trainer's configuration (JSON, which is YAML too), the job's rules and the coordinator's authority."""
     data = {names.TRAINER_KEY: trainer_configuration(job), names.CA_KEY: ca_bundle}
-    return _object(job, "ConfigMap", names.config_name(job.name), {"data": data}, "configuration")
+    rules = job.spec.recovery.rules
+    if rules:
+        data[RULES_NAME] = json.dumps([rule.to_wire() for rule in rules], indent=2, sort_keys=True) + "\n"
+    return owned_object(job, "v1", "ConfigMap", names.config_name(job.name), {"data": data}, "configuration")
 
 
 def membership_map(job: JobView, membership: Membership) -> Json:
-    """The durable record of a membership; never mounted into a pod."""
-    data = {names.MEMBERSHIP_KEY: json.dumps(membership.to_wire(), sort_keys=True)}
-    return _object(job, "ConfigMap", names.membership_name(job.name), {"data": data}, "membership")
+    """The durable record of a membership; never mounted into a pod. A large one is packed: a ConfigMap holds 1 MiB."""
+    text = json.dumps(membership.to_wire(), sort_keys=True)
+    content: Json = {"data": {names.MEMBERSHIP_KEY: text}}
+    if len(text) > _LARGEST_PLAIN:
+        packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=4, mtime=0)).decode()
+        content = {"binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}
+    return owned_object(job, "v1", "ConfigMap", names.membership_name(job.name), content, "membership")
 
 
 def trainer_configuration(job: JobView) -> str:
     """The text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
     config = job.spec.training_config()
-    checkpoint = config.checkpoint.model_copy(update={"path": checkpoint_path(job)})
-    wire = config.model_copy(update={"checkpoint": checkpoint}).to_wire()
+    path = checkpoint_path(job)
+    # What is appended to (metrics) needs a folder: the mount, which is the pod's own then.
+    records = {"records_path": CHECKPOINT_MOUNT} if job.spec.checkpoint.storage.s3 is not None else {}
+    checkpoint = config.checkpoint.model_copy(update={"path": path, **records})
+    wire = config.model_copy(update={"checkpoint": checkpoint, "neuron": _neuron(job)}).to_wire()
     return json.dumps(wire, indent=2, sort_keys=True) + "\n"
 
 
+def _neuron(job: JobView) -> NeuronConfig:
+    """The job's settings; what is compiled ahead is kept on the checkpoints' volume unless they say where."""
+    neuron, storage = job.spec.trainer.neuron, job.spec.checkpoint.storage
+    mounted = storage.kept and storage.s3 is None
+    if not job.spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
+        return neuron
+    return neuron.model_copy(update={"shared_cache_directory": f"{CHECKPOINT_MOUNT}/{_COMPILED}"})
+
+
 def checkpoint_path(job: JobView) -> str:
-    """Where this job's checkpoints are: below the mount point, unless the volume is the pod's own.
+    """Where this job's checkpoints are: below the mount point or the bucket's prefix; the pod's own volume as it is.
 
     The trainer makes the folder itself, with its own user; a subPath mount would leave it to root.
     """
     storage = job.spec.checkpoint.storage
-    if storage.host_path is None and storage.persistent_volume_claim is None:
+    if not storage.kept:
         return CHECKPOINT_MOUNT
-    return f"{CHECKPOINT_MOUNT}/{storage.sub_path or f'{job.namespace}/{job.name}'}"
+    root = CHECKPOINT_MOUNT if storage.s3 is None else storage.s3.path
+    return f"{root}/{storage.sub_path or f'{job.namespace}/{job.name}'}"
 
 
 def content_hash(content: Any) -> str:
@@ -91,14 +121,15 @@ def content_hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _object(job: JobView, kind: str, name: str, content: Json, component: str) -> Json:
+def owned_object(job: JobView, api_version: str, kind: str, name: str, content: Json, component: str) -> Json:
+    """A complete manifest that carries the digest of its own content."""
     metadata = {
         "name": name,
         "namespace": job.namespace,
         "labels": names.object_labels(job.name, component),
         "ownerReferences": [owner_reference(job)],
     }
-    manifest = {"apiVersion": "v1", "kind": kind, "metadata": metadata, **content}
+    manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
     return {
         **manifest,
         "metadata": {**metadata, "annotations": {names.ANNOTATION_CONTENT_HASH: content_hash(manifest)}},

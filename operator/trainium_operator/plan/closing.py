@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.job import Interruption, Rung
 from trainium_contract.messages import WorkerPhase
-from trainium_operator.plan.goodput import add_loss
-from trainium_operator.plan.history import replace_entry
+from trainium_operator.plan.generation import is_settled
+from trainium_operator.plan.history import last_step, replace_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,21 +30,31 @@ class _Resumption:
 
 def close_recovered(facts: Facts, draft: Draft) -> None:
     """Fill in when, from where and at what price training went on, for each open interruption that is over."""
-    longest: tuple[float, Interruption] | None = None
     for index, entry in enumerate(draft.status.history):
         if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
             continue
         resumed = _recorded(facts, entry) or _observed(facts, entry)
         if resumed is None:
             continue
-        closed = _closed(entry, resumed, facts.now)
-        replace_entry(draft, index, closed)
-        seconds = closed.recovered_seconds or 0.0
-        if longest is None or seconds > longest[0]:
-            longest = (seconds, closed)
-    if longest is not None:
-        # Interruptions that end together overlapped: their time was lost once.
-        draft.update(goodput=add_loss(draft.status.goodput, longest[1].cause, longest[0]))
+        replace_entry(draft, index, _closed(entry, resumed, facts.now))
+
+
+def close_lapsed(facts: Facts, draft: Draft) -> None:
+    """End what is open on the generation in force although that was never left; call when nothing is lost any more.
+
+    A silent worker spoke again, a notice was withdrawn, a hand wrote the entry: no later generation will close it.
+    """
+    current = facts.current
+    if current is None or draft.status.membership.generation != current.generation or not is_settled(facts):
+        return
+    attempt = max(beat.attempt for _, beat in facts.beats)
+    for index, entry in enumerate(draft.status.history):
+        if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
+            continue
+        in_force = (entry.generation, entry.attempt) >= (current.generation, attempt)
+        if in_force and last_step(facts) > entry.step_before:
+            resumed = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
+            replace_entry(draft, index, _closed(entry, resumed, facts.now))
 
 
 def close_abandoned(facts: Facts, draft: Draft) -> None:
@@ -53,7 +63,6 @@ def close_abandoned(facts: Facts, draft: Draft) -> None:
         if entry.recovered_seconds is None and entry.rung is not Rung.STOP:
             seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
             replace_entry(draft, index, entry.model_copy(update={"recovered_seconds": seconds}))
-            draft.update(goodput=add_loss(draft.status.goodput, entry.cause, seconds))
 
 
 def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:

@@ -1,14 +1,15 @@
 """Policy: the two ends of a job, complete and failed. Both are sticky and release what the job no longer needs.
 
 Invariants: a job is complete only when every member finished; a terminal condition never changes back; nothing that may
-still write is killed when a job completes, and the pods that tell what happened are kept for their logs.
+still write is killed when a job completes, and the pods that tell what happened are kept for their logs unless the job
+says otherwise.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType, Interruption, Phase, Rung
+from trainium_contract.job import CleanPodPolicy, ConditionType, Interruption, Phase, Rung
 from trainium_operator.plan.conditions import is_true
 from trainium_operator.plan.history import HISTORY_LENGTH, last_step
 from trainium_operator.plan.pods import delete
@@ -55,12 +56,15 @@ def stop(facts: Facts, draft: Draft, verdict: StopVerdict) -> None:
 
 
 def clean_up(facts: Facts, draft: Draft) -> None:
-    """Release what an ended job does not need; pods that have ended stay, with their logs, until the job is deleted."""
+    """Release what an ended job does not need, as `cleanPodPolicy` says; the members of a completed job end first."""
+    policy = facts.job.spec.clean_pod_policy
+    if policy is CleanPodPolicy.NONE:
+        return
     completed = is_true(draft.status, ConditionType.COMPLETE)
     for uid, worker in facts.workers.items():
-        if worker.ended or (completed and uid in facts.member_uids and not worker.node_bad):
-            continue
-        delete(draft, worker, force=worker.node_bad)
+        ending = completed and uid in facts.member_uids and not worker.node_bad
+        if policy is CleanPodPolicy.ALL if worker.ended else not ending:
+            delete(draft, worker, force=worker.node_bad)
 
 
 def _close(facts: Facts, draft: Draft, reason: Reason) -> None:

@@ -1,20 +1,23 @@
 """Policy: when silence means loss. A silent member is lost only when something else says so too.
 
 The witnesses are the members that still report: they wait for the silent one, they lost a peer, or they have made no
-step for longer than their steps take. Its node may also say so, by not being ready. When every member is silent at
-once, the fault is more likely on this side, and only the nodes are believed.
+step for longer than their steps take. Its node may also say so, by not being ready, and its agent's port, by refusing
+connections (see `coordinator.probe`), which is certain enough not to wait for the time-out. When every member is silent
+at once, the fault is more likely on this side, and only nodes and ports are believed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults import status_row
 from trainium_contract.messages import WorkerPhase
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import HeartbeatRequest, Member
+    from trainium_contract.messages import HeartbeatRequest, Member, ProcessFailure
     from trainium_operator.plan.facts import Facts
     from trainium_operator.plan.workers import Worker
 
@@ -50,6 +53,8 @@ def take_testimony(facts: Facts) -> Testimony:
 
 def evidence_of_loss(testimony: Testimony, member: Member, worker: Worker, now: float) -> str | None:
     """Why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
+    if worker.refuses:
+        return "nobody listens on its agent's port any more"
     if worker.node_bad:
         return f"its node {worker.pod.node} is not ready"
     if not testimony.witnesses:
@@ -65,11 +70,17 @@ def evidence_of_loss(testimony: Testimony, member: Member, worker: Worker, now: 
 
 def _lost_a_peer(beat: HeartbeatRequest) -> bool:
     return beat.phase is not WorkerPhase.TRAINING and any(
-        failure.exit_code == ExitCode.PEER_LOST
+        _stood_in_a_collective(failure)
         and failure.generation == beat.generation
         and failure.attempt >= beat.attempt - 1
         for failure in beat.failures
     )
+
+
+def _stood_in_a_collective(failure: ProcessFailure) -> bool:
+    """By its code, or by the runtime's word: it waited for others that did not come."""
+    status = status_row(failure.runtime_status)
+    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.verdict.hearsay)
 
 
 def _stalls_at(facts: Facts) -> float | None:
@@ -85,5 +96,6 @@ def _stalls_at(facts: Facts) -> float | None:
     if not known:
         return None
     timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
-    slowest = max(seconds for _, seconds in known)
-    return max(at for at, _ in known) + max(_STALL_FRACTION * timeout, _STALL_STEPS * slowest)
+    # All step together; seen through heartbeats a step of theirs may look twice as long to some.
+    typical = median(seconds for _, seconds in known)
+    return max(at for at, _ in known) + max(_STALL_FRACTION * timeout, _STALL_STEPS * typical)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_operator.plan.conditions import with_condition
 from trainium_operator.plan.model import EventIntent, EventKind, EventType
 from trainium_operator.plan.sentences import sentence
+from trainium_operator.plan.troubles import is_unfit, troubles_of
 from trainium_operator.plan.workers import Worker, workers_of
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import ConditionType, TrainingJobStatus
     from trainium_contract.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.model import Action, JobView, Observed, PlanSettings
+    from trainium_operator.plan.node_signals import NodeProblem
     from trainium_operator.plan.reasons import Reason
     from trainium_operator.plan.size import SizeDecision
 
@@ -41,6 +43,10 @@ class Facts:
     """Workers that are not in the generation in force, by ordinal."""
     beats: tuple[tuple[Member, HeartbeatRequest], ...]
     """The newest heartbeats of the members that are in the generation in force by their own account."""
+    troubles: Mapping[str, NodeProblem]
+    """The worst problem of the node of each worker, by pod uid; see `troubles`."""
+    counts_from: tuple[float, ...] = ()
+    """When problems of nodes that are too young to count will count (Unix seconds)."""
 
     @property
     def job(self) -> JobView:
@@ -59,8 +65,8 @@ class Facts:
 
     @property
     def candidates(self) -> tuple[Worker, ...]:
-        """Outsiders that can join at once, by ordinal."""
-        return tuple(worker for worker in self.outsiders if worker.warm)
+        """Outsiders on good nodes that can join at once, by ordinal."""
+        return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
 
 
 def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -> Facts:
@@ -69,6 +75,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
     workers = workers_of(observed, settings)
     listed = current.members if current is not None else ()
     uids = {member.pod_uid for member in listed}
+    troubles = troubles_of(observed, workers)
     return Facts(
         observed=observed,
         settings=settings,
@@ -78,6 +85,8 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         members=tuple((member, workers.get(member.pod_uid)) for member in listed),
         outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
         beats=() if current is None else _beats(observed, current),
+        troubles=troubles.by_pod,
+        counts_from=troubles.counts_from,
     )
 
 

@@ -1,4 +1,8 @@
-"""Policy: the first generation, also after a suspension, begins when enough workers are registered and warm."""
+"""Policy: the first generation, also after a suspension, begins when enough workers are registered and warm.
+
+An elastic job that lacks some begins smaller after `rescaleAfterSeconds`. The other limit, `gangTimeoutSeconds`
+(`gang`), runs only while the workers that hold nodes do not suffice for any legal size: there is nothing to begin with.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import Transition
 from trainium_operator.plan.generation import NewGeneration
-from trainium_operator.plan.ranks import first_order, member_of
+from trainium_operator.plan.ranks import first_order, member_of, surroundings_of
 
 if TYPE_CHECKING:
     from trainium_operator.plan.facts import Draft, Facts
@@ -23,7 +27,7 @@ def form_first_generation(facts: Facts, draft: Draft) -> NewGeneration | None:
         size = _smaller(facts, draft, len(ready))
     if size == 0:
         return None
-    ordered = first_order(ready, size)
+    ordered = first_order(ready, size, surroundings_of(facts))
     members = tuple(member_of(worker, rank) for rank, worker in enumerate(ordered))
     return NewGeneration(members=members, transition=Transition.IMMEDIATE, cause=Cause.RESIZE)
 

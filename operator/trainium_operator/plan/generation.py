@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import MembershipStatus
 from trainium_contract.messages import Membership, Transition, WorkerPhase
 from trainium_operator.plan.children import membership_map
+from trainium_operator.plan.history import open_membership_entry, replace_entry
 from trainium_operator.plan.model import PublishMembership
 from trainium_operator.plan.reasons import Reason
+from trainium_operator.plan.troubles import is_second_choice
 
 if TYPE_CHECKING:
     from trainium_contract.exit_codes import Cause
     from trainium_contract.messages import Member
     from trainium_operator.plan.facts import Draft, Facts
     from trainium_operator.plan.workers import Worker
+
+
+_FARTHEST_AHEAD = 1_000
+"""A number that an agent claims to be in counts up to this distance: one faulty agent must not use them all up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +63,20 @@ def begin_generation(facts: Facts, draft: Draft, new: NewGeneration) -> None:
             replaces=recorded.generation if recorded else 0,
         )
     )
-    draft.note(
-        Reason.GENERATION_STARTED,
-        f"Generation {number} begins on {size} nodes ({new.cause.value}, {new.transition.value}).",
-    )
+    if number > facts.job.status.membership.generation:
+        # Decided anew after a crash it has been told already.
+        draft.note(
+            Reason.GENERATION_STARTED,
+            f"Generation {number} begins on {size} nodes ({new.cause.value}, {new.transition.value}).",
+        )
+    _date_decision(facts, draft)
+
+
+def _date_decision(facts: Facts, draft: Draft) -> None:
+    """Tell the interruption that this generation answers when it was decided on."""
+    index = None if facts.current is None else open_membership_entry(draft.status, facts.current.generation)
+    if index is not None and draft.status.history[index].decided_at is None:
+        replace_entry(draft, index, draft.status.history[index].model_copy(update={"decided_at": facts.now}))
 
 
 def keep_published(facts: Facts, draft: Draft) -> None:
@@ -89,8 +105,9 @@ def adopt_recorded(facts: Facts, draft: Draft) -> None:
 def next_generation(facts: Facts) -> int:
     """The number of the next generation; a number that was decided on but never recorded is taken again."""
     recorded = facts.observed.membership.generation if facts.observed.membership else 0
+    known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
     seen = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]
-    newest = max([recorded, facts.observed.published, *seen])
+    newest = max([recorded, facts.observed.published, *(each for each in seen if each <= known + _FARTHEST_AHEAD)])
     return max(facts.job.status.membership.generation, newest + 1)
 
 
@@ -104,5 +121,4 @@ def is_settled(facts: Facts) -> bool:
 
 def newcomers_of(facts: Facts) -> tuple[Worker, ...]:
     """Workers that can join at once, those on suspected nodes last."""
-    avoided = facts.job.status.avoided_nodes
-    return tuple(sorted(facts.candidates, key=lambda worker: (worker.pod.node in avoided, worker.pod.ordinal)))
+    return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Interruption, Rung, TrainingJobStatus
-from trainium_operator.plan.budgets import record_failure
-from trainium_operator.plan.causes import budget_of
+from trainium_operator.plan.budgets import is_recorded, record_failure
 from trainium_operator.plan.sentences import sentence
 from trainium_operator.plan.times import rfc3339
 
 if TYPE_CHECKING:
+    from trainium_contract.exit_codes import Cause
     from trainium_operator.plan.facts import Draft, Facts
+    from trainium_operator.plan.loss import Loss
 
 HISTORY_LENGTH = 10
+MOST_SUSPECTS = 16
+"""Workers lost at once whose nodes are remembered: enough for a rack's power, and the record stays small."""
 
 
 def open_interruption(
@@ -57,13 +59,35 @@ def open_interruption(
         total, by_cause = status.restarts.total + 1, dict(status.restarts.by_cause)
         by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
         draft.update(restarts=status.restarts.model_copy(update={"total": total, "by_cause": by_cause}))
-    if budget_of(cause) is not None or cause is Cause.STORAGE:
-        recovery = facts.job.spec.recovery
+    recovery = facts.job.spec.recovery
+    if is_recorded(cause, recovery):
         draft.update(
             failures=record_failure(
                 status.failures, at=facts.now, cause=cause, pod=pod, node=suspect, recovery=recovery
             )
         )
+
+
+def record_suspects(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> None:
+    """Remember the suspected nodes of all workers that were lost together, each once, as one moment for the budgets."""
+    recovery, recorded = facts.job.spec.recovery, {record.pod for record in draft.status.failures if record.node}
+    for loss in losses[:MOST_SUSPECTS]:
+        pod = loss.member.pod_name
+        if loss.suspect and pod not in recorded and is_recorded(loss.cause, recovery):
+            moments = [record.at for record in draft.status.failures if record.node and record.pod in _names(losses)]
+            failures = record_failure(
+                draft.status.failures,
+                at=min(moments, default=facts.now),
+                cause=loss.cause,
+                pod=pod,
+                node=loss.suspect,
+                recovery=recovery,
+            )
+            draft.update(failures=failures)
+
+
+def _names(losses: tuple[Loss, ...]) -> frozenset[str]:
+    return frozenset(loss.member.pod_name for loss in losses)
 
 
 def open_membership_entry(status: TrainingJobStatus, generation: int) -> int | None:

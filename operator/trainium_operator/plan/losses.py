@@ -6,59 +6,51 @@ restarts its processes in place is not lost; nothing is put down to the node of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, Response, verdict_of
-from trainium_operator.plan.causes import cause_of_failed_pod, severity, suspects_node
+from trainium_contract.exit_codes import Cause, Response
+from trainium_operator.plan.absent import absent, deadlines_of_absent
+from trainium_operator.plan.causes import meaning_of_pod, severity
 from trainium_operator.plan.evidence import evidence_of_loss, take_testimony
+from trainium_operator.plan.loss import Loss
 from trainium_operator.plan.model import PodPhase
+from trainium_operator.plan.node_health import hand_overs, unhealthy
+from trainium_operator.plan.reported import accused, given_up_with, reported
+from trainium_operator.plan.stragglers import evicted
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import Member, ProcessFailure
+    from trainium_contract.messages import Member
     from trainium_operator.plan.evidence import Testimony
     from trainium_operator.plan.facts import Draft, Facts
     from trainium_operator.plan.workers import Worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """One member that cannot go on."""
-
-    member: Member
-    worker: Worker | None
-    """None when its pod is gone."""
-    cause: Cause
-    failed_at: float
-    """Unix seconds, as well as it is known; for a silent worker an upper bound of its life: when it was last heard."""
-    message: str
-    force: bool = False
-    """Its node cannot confirm a deletion."""
-    saves: bool = False
-    """It is leaving on request and still answers: all ranks may save before they leave."""
-
-    @property
-    def suspect(self) -> str:
-        """The node to keep away from; empty when none is suspected."""
-        return self.member.node_name if suspects_node(self.cause) else ""
+__all__ = ["Loss", "find_losses"]
 
 
 def find_losses(facts: Facts, draft: Draft) -> tuple[Loss, ...]:
     """The lost members, the most telling cause first; sets the time of the next look for those in doubt."""
-    found = []
+    found: list[Loss] = []
     testimony = take_testimony(facts)
+    awaited = deadlines_of_absent(facts)
     for member, worker in facts.members:
-        loss = _loss_of(facts, testimony, member, worker)
+        join_by = awaited.get(member.node_rank)
+        loss = _loss_of(facts, testimony, member, worker, join_by)
         if loss is not None:
             found.append(loss)
         elif worker is not None and not worker.finished:
             draft.deadlines.append(_next_look(facts, testimony, worker))
+            if join_by is not None:
+                draft.deadlines.append(join_by)
+    found = hand_overs(facts, testimony, accused(facts, found)) or evicted(facts)
     if found and len(found) < len(facts.members):
         found += _finished_companions(facts, {loss.member.pod_uid for loss in found})
     return tuple(sorted(found, key=lambda loss: (severity(loss.cause), loss.member.node_rank)))
 
 
-def _loss_of(facts: Facts, testimony: Testimony, member: Member, worker: Worker | None) -> Loss | None:
+def _loss_of(
+    facts: Facts, testimony: Testimony, member: Member, worker: Worker | None, join_by: float | None
+) -> Loss | None:
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
         since = agent.heard if agent is not None else facts.now
@@ -69,9 +61,11 @@ def _loss_of(facts: Facts, testimony: Testimony, member: Member, worker: Worker 
     return (
         _ended(facts, member, worker)
         or _without_node(facts, member, worker)
-        or _gave_up(facts, member, worker)
+        or reported(facts, member, worker)
         or _leaving(facts, member, worker)
+        or unhealthy(facts, testimony, member, worker)
         or _silent(facts, testimony, member, worker)
+        or absent(facts, member, worker, join_by)
     )
 
 
@@ -79,16 +73,17 @@ def _ended(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     pod = worker.pod
     if pod.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED):
         return None
-    failure = _verdict(worker)
-    cause = verdict_of(failure.exit_code).cause if failure else cause_of_failed_pod(pod)
-    if pod.deleting and failure is None and not (pod.exit_code and verdict_of(pod.exit_code).cause is Cause.DEVICE):
-        cause = Cause.PREEMPTED
+    given_up = given_up_with(facts, worker)
+    meaning = given_up[1] if given_up else meaning_of_pod(pod, facts.job.spec.recovery.rules)
+    asked = pod.deleting and given_up is None and meaning.cause is not Cause.DEVICE
+    blames = meaning.response is Response.REPLACE_NODE if given_up is None and not asked else None
     code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"
     why = ", ".join(part for part in (pod.reason, code, pod.message) if part)
     return Loss(
         member=member,
         worker=worker,
-        cause=cause,
+        cause=Cause.PREEMPTED if asked else meaning.cause,
+        blames_node=blames,
         failed_at=pod.finished or facts.now,
         message=f"pod {pod.name} on node {pod.node} ended ({why or 'no reason given'})",
         force=worker.node_bad,
@@ -98,27 +93,14 @@ def _ended(facts: Facts, member: Member, worker: Worker) -> Loss | None:
 def _without_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if not worker.node_gone:
         return None
-    message = f"node {worker.pod.node} of pod {worker.pod.name} no longer exists"
+    state = "no longer exists" if worker.node is None else "was declared out of service"
+    message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
     failed_at = facts.now - worker.silent_seconds
     return Loss(member=member, worker=worker, cause=Cause.NODE_LOST, failed_at=failed_at, message=message, force=True)
 
 
-def _gave_up(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """The agent stopped restarting in place, or a process reported a fault that only another node can cure."""
-    failure = _verdict(worker) or _device_fault(facts, worker)
-    if failure is None:
-        return None
-    verdict = verdict_of(failure.exit_code)
-    cause = Cause.CRASH if verdict.cause is Cause.PEER_LOST else verdict.cause
-    message = (
-        f"rank {failure.rank} of pod {worker.pod.name} on node {worker.pod.node}: {verdict.sentence} "
-        f"(exit code {failure.exit_code}) {failure.message}"
-    )
-    return Loss(member=member, worker=worker, cause=cause, failed_at=_seen(facts, worker), message=message)
-
-
 def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    if not worker.pod.deleting:
+    if not worker.pod.deleting and not worker.pod.disrupted:
         return None
     answers = not worker.silent and not worker.node_bad and worker.agent is not None
     return Loss(
@@ -133,11 +115,13 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
 
 
 def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) -> Loss | None:
-    if not worker.silent:
+    if not worker.silent and not worker.refuses:
         return None
     evidence = evidence_of_loss(testimony, member, worker, facts.now)
     if evidence is None:
         return None
+    # Whoever refuses a connection has power: the agent is gone, its machine is not.
+    host_answers = worker.refuses and not worker.node_bad
     message = (
         f"no word from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
         f"{evidence}; the time of the failure is when it was last heard"
@@ -145,34 +129,11 @@ def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) 
     return Loss(
         member=member,
         worker=worker,
-        cause=Cause.NODE_LOST,
+        cause=Cause.POD_LOST if host_answers else Cause.NODE_LOST,
         failed_at=facts.now - worker.silent_seconds,
         message=message,
-        force=True,
+        force=not host_answers,
     )
-
-
-def _verdict(worker: Worker) -> ProcessFailure | None:
-    return worker.heartbeat.verdict if worker.gave_up and worker.heartbeat is not None else None
-
-
-def _device_fault(facts: Facts, worker: Worker) -> ProcessFailure | None:
-    beat = worker.heartbeat
-    if beat is None or facts.current is None:
-        return None
-    return next(
-        (
-            failure
-            for failure in beat.failures
-            if failure.generation == facts.current.generation
-            and verdict_of(failure.exit_code).response is Response.REPLACE_NODE
-        ),
-        None,
-    )
-
-
-def _seen(facts: Facts, worker: Worker) -> float:
-    return worker.agent.heard if worker.agent is not None else facts.now
 
 
 def _finished_companions(facts: Facts, lost: set[str]) -> list[Loss]:

@@ -83,6 +83,12 @@ class PodView:
     """When the worker container terminated."""
     template_hash: str = ""
     """Value of the annotation `worker_env.ANNOTATION_TEMPLATE_HASH`."""
+    kept_from: frozenset[str] = frozenset()
+    """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_KEPT_FROM`)."""
+    gang: str = ""
+    """Value of the annotation `gang_apis.ANNOTATION_GROUP`: the group that it was made for."""
+    gated: bool = False
+    """A scheduling gate holds it back."""
 
 
 class NodeReadiness(StrEnum):
@@ -93,6 +99,27 @@ class NodeReadiness(StrEnum):
     UNKNOWN = "Unknown"
 
 
+@dataclass(frozen=True, slots=True)
+class NodeCondition:
+    """One condition of a node besides Ready, as the API server gives it (polarity differs by type)."""
+
+    type: str
+    status: NodeReadiness
+    reason: str = ""
+    message: str = ""
+    since: float | None = None
+    """Last transition; None when it is missing or malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taint:
+    """One taint of a node."""
+
+    key: str
+    value: str = ""
+    effect: str = "NoSchedule"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """One node that exists; the mapping must hold every node that a pod of the job is bound to."""
@@ -101,10 +128,20 @@ class NodeView:
     ready: NodeReadiness = NodeReadiness.TRUE
     schedulable: bool = True
     """Not cordoned."""
-    taints: tuple[str, ...] = ()
-    """Keys of its taints."""
+    taints: tuple[Taint, ...] = ()
     unready_since: float | None = None
     """Last transition of Ready, when it is not True."""
+    conditions: tuple[NodeCondition, ...] = ()
+    """All but Ready."""
+    deleting: bool = False
+    """It has a deletion time stamp."""
+    provider_id: str = ""
+    """`spec.providerID`: the machine, whatever the node is called; empty when unknown."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that plans read: instance type, network topology, HyperPod health."""
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    """Allocatable extended resources (`aws.amazon.com/neuron`, `vpc.amazonaws.com/efa`); what is malformed is left
+    out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +158,34 @@ class AgentView:
     """When a heartbeat last brought a higher step than the one before it; None while none has."""
     step_seconds: float | None = None
     """Seconds per step as the last two such heartbeats show it: (time - previous) / (step - previous)."""
+    joining_since: float | None = None
+    """When it was first heard to wait for others in its present generation and attempt; None while it does not."""
+    refused: float | None = None
+    """When its port, which had answered before, refused a connection while it was silent; None since it was heard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """What the operator knows about nodes across jobs (`plan/fleet.py` decides it, one job's plan reads it)."""
+
+    quarantined: frozenset[str] = frozenset()
+    """Names of nodes that no new worker should be put on."""
+    frozen: str = ""
+    """Why nothing may be done to nodes now: too many are bad at once; empty while nodes may be acted on."""
+
+
+class GangApi(StrEnum):
+    """Gang scheduling that the cluster serves, found at start-up."""
+
+    NONE = "None"
+    WORKLOAD_REF = "WorkloadRef"
+    """scheduling.k8s.io with `pod.spec.workloadRef` (Kubernetes 1.35)."""
+    SCHEDULING_GROUP = "SchedulingGroup"
+    """scheduling.k8s.io with `pod.spec.schedulingGroup` (Kubernetes 1.36 and later)."""
+    COSCHEDULING = "Coscheduling"
+    """scheduling.x-k8s.io PodGroup."""
+    KUEUE = "Kueue"
+    """Pod groups of Kueue; only for jobs that name a queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +198,8 @@ class PlanSettings:
     """`host:port` that workers reach the coordinator at."""
     status_interval_seconds: float = 15.0
     """Shortest time between two status writes that only bring progress."""
+    count_interval_seconds: float = 2.0
+    """Shortest time between two status writes that only count how many workers are there or train."""
     heartbeat_seconds: float = 1.0
     reconnect_seconds: float = 10.0
     """How long agents may take to find a coordinator that has just started; silence counts only after it."""
@@ -142,6 +209,10 @@ class PlanSettings:
     image_pull_secrets: tuple[str, ...] = ()
     worker_user: int = 1000
     """uid, gid and fsGroup of worker processes."""
+    gang_apis: Mapping[GangApi, str] = field(default_factory=dict)
+    """Gang scheduling that the cluster serves, each with its `apiVersion`."""
+    topology_layers: frozenset[str] = frozenset()
+    """Labels of network layers that nodes of the cluster carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +229,32 @@ class Observed:
     published: int
     """Generation that the coordinator serves for this job now; 0 for none (for instance after a restart)."""
     children: Mapping[str, str]
-    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each Service and ConfigMap that exists."""
+    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each Service, ConfigMap and PodDisruptionBudget."""
     ca_bundle: str
     """PEM of the certificate authorities that agents must trust."""
     coordinator_since: float
     """When this operator process began to answer agents as the leader."""
     now: float
+    creations_from: float = 0.0
+    """Nothing may be created before: the API server refused the last creation (Unix seconds)."""
+    fleet: FleetView = FleetView()
+    status_written: float = 0.0
+    """When this process last wrote the job's status; 0 when it has not."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyObject:
-    """Server-side apply of a complete manifest (Service or ConfigMap)."""
+    """Server-side apply of a complete manifest (Service, ConfigMap or PodDisruptionBudget)."""
+
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyGroup:
+    """Server-side apply of the object of a gang, of which no copy is kept: it is asked for with the pods, before them.
+
+    Its name follows from its content, so one that exists is the same.
+    """
 
     manifest: dict[str, Any]
 
@@ -205,7 +291,15 @@ class DeletePod:
     """None: the pod's own; 0: at once, without waiting for its node."""
 
 
-Action = ApplyObject | PublishMembership | CreatePod | DeletePod
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Delete the TrainingJob itself, in the background; only this incarnation, and only as it was observed."""
+
+    uid: str
+    resource_version: str
+
+
+Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DeleteJob
 
 
 class EventType(StrEnum):

@@ -11,9 +11,13 @@ from trainium_contract.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
 """On the Service and the configuration ConfigMap: digest of what the plan wanted when it was applied."""
 MEMBERSHIP_KEY = "membership.json"
+MEMBERSHIP_PACKED_KEY = "membership.json.gz"
+"""In `binaryData`, of a membership so large that its text might not fit into a ConfigMap."""
 """Key within the membership ConfigMap."""
 TRAINER_KEY = "trainer.yaml"
 CA_KEY = "ca.crt"
+LAST_ORDINAL = 999_999
+"""Ordinals have at most six digits, or the longest job name would give host names that are too long."""
 
 
 def pod_name(job: str, ordinal: int) -> str:

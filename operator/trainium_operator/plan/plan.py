@@ -12,26 +12,36 @@ from trainium_contract.job import ConditionType
 from trainium_operator.plan.announce import announce
 from trainium_operator.plan.budgets import avoided_nodes
 from trainium_operator.plan.children import converge_children
-from trainium_operator.plan.closing import close_abandoned, close_recovered
+from trainium_operator.plan.closing import close_abandoned, close_lapsed, close_recovered
 from trainium_operator.plan.conditions import is_terminal
+from trainium_operator.plan.decided import finish_decided
+from trainium_operator.plan.disruption import limit_disruptions
+from trainium_operator.plan.drift import note_drift
 from trainium_operator.plan.ending import all_finished, clean_up, complete, stop
+from trainium_operator.plan.expiry import expire
 from trainium_operator.plan.facts import Draft, sort_facts
 from trainium_operator.plan.formation import form_first_generation
+from trainium_operator.plan.future import in_the_present
+from trainium_operator.plan.gang import withholds_pods
 from trainium_operator.plan.generation import adopt_recorded, begin_generation, keep_published
 from trainium_operator.plan.in_place import take_restarts
 from trainium_operator.plan.losses import find_losses
 from trainium_operator.plan.model import Plan
+from trainium_operator.plan.node_health import note_nodes
+from trainium_operator.plan.notices import heed_notices
 from trainium_operator.plan.pods import converge_pods
 from trainium_operator.plan.reasons import Reason
 from trainium_operator.plan.recovery import note_losses, replace_lost, restart_stopped
 from trainium_operator.plan.resize import note_request, resize
 from trainium_operator.plan.size import decide_size
-from trainium_operator.plan.summary import only_progress_differs, summarise
+from trainium_operator.plan.stragglers import note_stragglers
+from trainium_operator.plan.summary import only_counts_differ, only_progress_differs, summarise
 from trainium_operator.plan.suspension import stay_active, suspend
 from trainium_operator.plan.times import parse_rfc3339
 from trainium_operator.plan.verdicts import budget_verdict, reach_verdict
 
 if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.facts import Facts
     from trainium_operator.plan.generation import NewGeneration
     from trainium_operator.plan.losses import Loss
@@ -46,13 +56,15 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if job.deleting:
         # Owner references delete the children; agents save on SIGTERM.
         return Plan(status=job.status)
+    observed = in_the_present(observed)
+    job = observed.job
     facts = sort_facts(observed, settings, decide_size(job.spec))
     draft = Draft(status=job.status, now=observed.now)
     if is_terminal(job.status):
         clean_up(facts, draft)
         return _sealed(facts, draft)
     _begin(facts, draft)
-    losses = find_losses(facts, draft)
+    losses = heed_notices(facts, draft, find_losses(facts, draft))
     if all_finished(facts):
         # The last heartbeats may tell of restarts while nobody listened.
         take_restarts(facts, draft, member_lost=False)
@@ -78,14 +90,29 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         suspend(facts, draft)
     else:
         stay_active(draft)
+        note_stragglers(facts, draft)
         new = _decide_generation(facts, draft, losses)
         if new is not None:
             begin_generation(facts, draft, new)
         else:
             keep_published(facts, draft)
-        converge_pods(facts, draft, losses)
-    summarise(facts, draft)
+            if not losses:
+                close_lapsed(facts, draft)
+        if not withholds_pods(facts, draft):
+            converge_pods(facts, draft, losses)
+    note_drift(facts, draft)
+    if not _knows_less(facts):
+        summarise(facts, draft)
     return _sealed(facts, draft)
+
+
+def _knows_less(facts: Facts) -> bool:
+    """Whether the status tells of a newer generation than the record that this process has seen.
+
+    Either that record is about to be written, and the next plan counts; or another operator wrote it, and counts from
+    here would overwrite its counts, time after time.
+    """
+    return facts.current is not None and facts.current.generation < facts.job.status.membership.generation
 
 
 def _begin(facts: Facts, draft: Draft) -> None:
@@ -98,6 +125,7 @@ def _begin(facts: Facts, draft: Draft) -> None:
     desired = size.desired or draft.status.desired
     note_request(facts, draft, desired)
     avoid = facts.settings.avoid_node_seconds
+    note_nodes(facts, draft)
     draft.update(desired=desired, avoided_nodes=avoided_nodes(draft.status.failures, facts.now, avoid))
 
 
@@ -107,28 +135,47 @@ def _decide_generation(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> 
         return form_first_generation(facts, draft)
     if losses:
         return replace_lost(facts, draft, losses)
-    return restart_stopped(facts, draft) or resize(facts, draft)
+    return restart_stopped(facts, draft) or resize(facts, draft) or finish_decided(facts, draft)
+
+
+def _write_due(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
+    """When the status may be written: one that only brings progress or counts waits a while after the last one."""
+    if status == old:
+        return 0.0
+    if only_progress_differs(old, status):
+        written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
+        return written + facts.settings.status_interval_seconds
+    if only_counts_differ(old, status):
+        return facts.observed.status_written + facts.settings.count_interval_seconds
+    return 0.0
+
+
+def _is_open(status: TrainingJobStatus) -> bool:
+    """Whether an interruption is open: some policies wait until none is."""
+    return any(entry.recovered_seconds is None for entry in status.history)
 
 
 def _sealed(facts: Facts, draft: Draft) -> Plan:
-    """The finished plan; a status that only brings progress waits until the last one is old enough."""
+    """The finished plan, with the status as it is to be written now."""
+    limit_disruptions(facts, draft)
+    if is_terminal(draft.status):
+        expire(facts, draft)
     old, status = facts.job.status, draft.status
     announce(old, draft)
     deadlines = list(draft.deadlines)
-    acted = bool(draft.actions) or status.membership.size != old.membership.size
+    acted = bool(draft.actions) or status.membership.size != old.membership.size or _is_open(old) != _is_open(status)
     if acted and not is_terminal(status):
         # What is derived from the outcome (counts, conditions) is written by the next plan.
         deadlines.append(facts.now)
-    if status != old and only_progress_differs(old, status):
-        written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
-        due = written + facts.settings.status_interval_seconds
-        if facts.now < due:
-            deadlines.append(due)
-            status = old
+    due = _write_due(facts, old, status)
+    if facts.now < due:
+        deadlines.append(due)
+        status = old
     soonest = min(deadlines, default=None)
     return Plan(
         status=status,
         actions=tuple(draft.actions),
-        events=tuple(draft.events),
+        # What happened shows in the status: without a write of it there is nothing new to tell, or not yet.
+        events=() if status == old else tuple(draft.events),
         requeue_after=None if soonest is None else max(_SHORTEST_REQUEUE_SECONDS, soonest - facts.now),
     )

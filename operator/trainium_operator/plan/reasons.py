@@ -39,6 +39,10 @@ class Reason(StrEnum):
     CHECKPOINT_COMMITTED = "CheckpointCommitted"
     CHECKPOINT_SKIPPED = "CheckpointSkipped"
     CHECKPOINT_NOTICE = "CheckpointNotice"
+    # The trainer's monitors
+    LOSS_SPIKE = "LossSpike"
+    LOSS_ALARM = "LossAlarm"
+    STEP_SKIPPED = "StepSkipped"
     # Suspension
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
@@ -51,3 +55,29 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     WORKERS_DO_NOT_START = "WorkersDoNotStart"
     BUDGET_EXHAUSTED = "BudgetExhausted"
+    ACCELERATOR_RUNTIME = "AcceleratorRuntimeError"
+    STOPPED_BY_RULE = "StoppedByRule"
+    # Interruptions that were announced, and those that may be refused
+    INTERRUPTION_NOTICE = "InterruptionNotice"
+    DISRUPTION_ALLOWED = "DisruptionAllowed"
+    DISRUPTION_REFUSED = "DisruptionRefused"
+    # Templates
+    TEMPLATE_CHANGED = "TemplateChanged"
+    # Nodes
+    NODES_HEALTHY = "NodesHealthy"
+    NODE_UNHEALTHY = "NodeUnhealthy"
+    NODE_ACTIONS_FROZEN = "NodeActionsFrozen"
+    # Scheduling
+    ADMITTED = "Admitted"
+    WAITING_FOR_GANG = "WaitingForGang"
+    WAITING_FOR_QUEUE = "WaitingForQueue"
+    GANG_TIMED_OUT = "GangTimedOut"
+    GANG_API_MISSING = "GangApiMissing"
+    # Slow nodes
+    STRAGGLER_DETECTED = "StragglerDetected"
+    STRAGGLER_GONE = "StragglerGone"
+    # Checkpoints that do not come
+    CHECKPOINT_OVERDUE = "CheckpointOverdue"
+    # Said by the operator about itself
+    WRITE_FAILED = "WriteFailed"
+    UNREADABLE = "Unreadable"

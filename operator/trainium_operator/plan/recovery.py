@@ -12,8 +12,9 @@ from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Rung
 from trainium_contract.messages import Transition, WorkerPhase
 from trainium_operator.plan.generation import NewGeneration, newcomers_of
-from trainium_operator.plan.history import open_interruption, open_membership_entry, replace_entry
-from trainium_operator.plan.ranks import assign_ranks
+from trainium_operator.plan.history import open_interruption, open_membership_entry, record_suspects, replace_entry
+from trainium_operator.plan.ranks import assign_ranks, surroundings_of
+from trainium_operator.plan.reported import cause_of_standstill
 from trainium_operator.plan.sentences import listed
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def note_losses(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> None:
     assert facts.current is not None
     generation = facts.current.generation
     if open_membership_entry(draft.status, generation) is not None:
+        record_suspects(facts, draft, losses)
         return
     if draft.status.membership.generation != generation:
         return
@@ -48,6 +50,7 @@ def note_losses(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> None:
         suspect=first.suspect,
         message=first.message + others,
     )
+    record_suspects(facts, draft, losses)
     draft.update(waiting_since=facts.now)
 
 
@@ -57,10 +60,11 @@ def replace_lost(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> NewGen
     lost = {loss.member.pod_uid for loss in losses}
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
     newcomers = newcomers_of(facts)
-    size = _target(facts, draft, len(survivors) + len(newcomers))
+    waited = all(loss.stays for loss in losses)
+    size = _target(facts, draft, len(survivors) + len(newcomers), waited=waited)
     if size == 0:
         return None
-    members = assign_ranks(survivors, newcomers, size)
+    members = assign_ranks(survivors, newcomers, size, surroundings_of(facts))
     used = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in used)
     _name_rung(facts, draft, size, joined)
@@ -78,20 +82,21 @@ def restart_stopped(facts: Facts, draft: Draft) -> NewGeneration | None:
     beats = facts.beats
     if len(beats) < len(facts.current.members) or any(beat.phase is not WorkerPhase.FAILED for _, beat in beats):
         return None
+    cause = cause_of_standstill(facts)
     open_interruption(
         facts,
         draft,
-        cause=Cause.CRASH,
+        cause=cause,
         rung=Rung.REPLACE,
         failed_at=facts.now,
         attempt=draft.status.membership.attempt,
         message="all workers stopped, and none reported a failure of its own; they start again",
     )
-    return NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=Cause.CRASH)
+    return NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
 
 
-def _target(facts: Facts, draft: Draft, available: int) -> int:
-    """The size of the next generation; 0: wait."""
+def _target(facts: Facts, draft: Draft, available: int, *, waited: bool) -> int:
+    """The size of the next generation; 0: wait, unless there was a wait already."""
     assert facts.current is not None
     desired, present = draft.status.desired, len(facts.current.members)
     if available >= desired:
@@ -99,7 +104,7 @@ def _target(facts: Facts, draft: Draft, available: int) -> int:
     if available >= present:
         return facts.size.legal_at_most(present)
     deadline = (draft.status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
-    if facts.now < deadline:
+    if facts.now < deadline and not waited:
         draft.deadlines.append(deadline)
         return 0
     return facts.size.legal_at_most(available)
@@ -111,7 +116,8 @@ def _name_rung(facts: Facts, draft: Draft, size: int, joined: tuple[Worker, ...]
     if index is None:
         return
     entry = draft.status.history[index]
-    failed_at = entry.failed_at or facts.now
+    # A pod that was made because of a notice is no spare, although it was there before the rank was handed over.
+    failed_at = min(entry.failed_at or facts.now, facts.job.status.leaving_since or facts.now)
     if size < len(facts.current.members):
         rung = Rung.SHRINK
     elif joined and all(worker.pod.created + _CREATION_ROUNDING <= failed_at for worker in joined):

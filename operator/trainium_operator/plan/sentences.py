@@ -1,6 +1,8 @@
-"""Bounded text for status, conditions and events."""
+"""Bounded text for status, conditions and events, without secrets."""
 
 from __future__ import annotations
+
+from trainium_contract.redaction import without_secrets
 
 SENTENCE_LIMIT = 1000
 """Longest sentence: status fields hold 1,024 characters, an event note must stay below that."""
@@ -8,7 +10,7 @@ SENTENCE_LIMIT = 1000
 
 def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     """The text on one line, cut in the middle when it is longer than `limit`: cause and advice stand at its ends."""
-    line = " ".join(text.split())
+    line = without_secrets(" ".join(text.split()))
     if len(line) <= limit:
         return line
     tail = limit // 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
 from trainium_contract.job import (
+    AlertStatus,
     CheckpointStatus,
     ConditionType,
     Interruption,
@@ -14,9 +14,11 @@ from trainium_contract.job import (
     Rung,
     TrainingJobStatus,
 )
-from trainium_contract.messages import Progress, WorkerPhase
+from trainium_contract.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan import names
-from trainium_operator.plan.conditions import find_condition, is_true
+from trainium_operator.plan.checkpoint_health import judge_checkpoints
+from trainium_operator.plan.conditions import is_true
+from trainium_operator.plan.gang import note_admission
 from trainium_operator.plan.generation import is_settled
 from trainium_operator.plan.goodput import account
 from trainium_operator.plan.model import PodPhase
@@ -27,6 +29,8 @@ from trainium_operator.plan.times import rfc3339
 if TYPE_CHECKING:
     from trainium_operator.plan.facts import Draft, Facts
 
+_ALERTS = frozenset(AlertKind)
+
 
 def summarise(facts: Facts, draft: Draft) -> None:
     """Fill in everything that is derived; call after the policies."""
@@ -35,17 +39,34 @@ def summarise(facts: Facts, draft: Draft) -> None:
     _counts(facts, draft)
     _progress(facts, draft)
     _pods_ready(facts, draft)
+    note_admission(facts, draft)
     _running(facts, draft)
     _recovering(draft)
     _resizing(facts, draft)
-    _checkpoints(facts, draft)
+    judge_checkpoints(facts, draft)
     draft.update(phase=_phase(facts, draft))
+
+
+def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
+    """Whether nothing but counts of workers, with the sentences that tell them, and progress has changed."""
+    before = {condition.type: condition for condition in old.conditions}
+    told = tuple(
+        condition.model_copy(update={"message": before[condition.type].message})
+        if condition.type in before
+        else condition
+        for condition in new.conditions
+    )
+    counts = {"ready_replicas": old.ready_replicas, "spares": old.spares, "conditions": told}
+    return only_progress_differs(old, new.model_copy(update=counts))
 
 
 def only_progress_differs(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Whether a status write could wait: nothing but progress, checkpoints and goodput has changed."""
     moving = {"progress": old.progress, "goodput": old.goodput, "checkpoint": old.checkpoint}
-    return new.model_copy(update=moving) == old
+    same = len(old.history) == len(new.history)
+    history = zip(old.history, new.history, strict=True) if same else ()
+    charged = tuple(now.model_copy(update={"stages": before.stages}) for before, now in history)
+    return new.model_copy(update={**moving, "history": charged if same else new.history}) == old
 
 
 def _hears_again(facts: Facts) -> bool:
@@ -80,11 +101,22 @@ def _progress(facts: Facts, draft: Draft) -> None:
                 tokens_per_second=_rounded(newest.tokens_per_second, 1),
                 updated=rfc3339(facts.now) if moved else status.progress.updated,
             ),
+            alerts=_newest_alerts(status.alerts, newest),
             checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
         )
     if not status.start_time and any(report.step > 0 for report in reports):
         draft.update(start_time=rfc3339(facts.now))
-    account(facts, draft, started=bool(draft.status.start_time) and facts.current is not None)
+    account(facts, draft)
+
+
+def _newest_alerts(old: tuple[AlertStatus, ...], newest: Progress) -> tuple[AlertStatus, ...]:
+    """Of each kind the newest; a run that is resumed and comes to the same step again has nothing new to tell."""
+    known = {alert.kind: alert for alert in old}
+    for alert in newest.alerts:
+        before = known.get(alert.kind)
+        if alert.kind in _ALERTS and (before is None or before.step != alert.step):
+            known[alert.kind] = AlertStatus(kind=alert.kind, step=alert.step, message=alert.message)
+    return tuple(known.values())
 
 
 def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progress]) -> CheckpointStatus:
@@ -165,19 +197,6 @@ def _resizing(facts: Facts, draft: Draft) -> None:
     elif not requested and present < desired:
         message = f"training on {present} of {desired} nodes until more workers are there"
         draft.condition(ConditionType.RESIZING, False, Reason.CAPACITY_MISSING, message)
-
-
-def _checkpoints(facts: Facts, draft: Draft) -> None:
-    troubled = [entry for entry in draft.status.history if entry.cause is Cause.STORAGE]
-    if troubled and troubled[-1].recovered_seconds is None:
-        message = f"checkpoint storage is unavailable: {troubled[-1].message}"
-        draft.condition(ConditionType.CHECKPOINT_HEALTHY, False, Reason.STORAGE_UNAVAILABLE, message)
-    elif draft.status.checkpoint.durable_step >= 0:
-        draft.condition(ConditionType.CHECKPOINT_HEALTHY, True, Reason.COMMITTED, "durable checkpoints are committed")
-    elif find_condition(draft.status, ConditionType.CHECKPOINT_HEALTHY) is None or facts.current is None:
-        draft.condition(
-            ConditionType.CHECKPOINT_HEALTHY, None, Reason.NOTHING_COMMITTED, "no durable checkpoint is known yet"
-        )
 
 
 def _phase(facts: Facts, draft: Draft) -> Phase:

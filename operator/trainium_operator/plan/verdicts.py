@@ -9,39 +9,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, ExitCode, Response, verdict_of
+from trainium_contract.exit_codes import Cause, Response, verdict_of
+from trainium_contract.faults import kernel_row, lines_near, rule_verdict
 from trainium_operator.plan.budgets import exhausted_budget
-from trainium_operator.plan.causes import died_by_itself
+from trainium_operator.plan.causes import died_by_itself, meaning_of_failure, row_of
+from trainium_operator.plan.culprits import signs_of
 from trainium_operator.plan.model import PodPhase
+from trainium_operator.plan.node_rules import stopping_sign
 from trainium_operator.plan.reasons import Reason
 from trainium_operator.plan.sentences import sentence
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import ProcessFailure
+    from collections.abc import Iterator
+
+    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.messages import HeartbeatRequest, ProcessFailure
     from trainium_operator.plan.facts import Draft, Facts
     from trainium_operator.plan.workers import Worker
 
 START_ATTEMPTS = 2
 """Worker pods that may fail before any step before the job is taken to be at fault."""
 
-_REASONS: dict[int, Reason] = {
-    ExitCode.USER_ERROR: Reason.USER_ERROR,
-    ExitCode.NUMERICAL: Reason.NUMERICAL,
-    ExitCode.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
+_REASONS: dict[Cause, Reason] = {
+    Cause.USER_CODE: Reason.USER_ERROR,
+    Cause.NUMERICAL: Reason.NUMERICAL,
+    Cause.MEMORY: Reason.OUT_OF_MEMORY,
+    Cause.RUNTIME: Reason.ACCELERATOR_RUNTIME,
 }
+"""Any other cause only stops a job because a rule of the job says so."""
 _ADVICE: dict[Reason, str] = {
-    Reason.USER_ERROR: "Correct the configuration, the data or the image and create the job again; it resumes from "
-    "its newest checkpoint.",
-    Reason.NUMERICAL: "Lower the learning rate, look at the data of that step, or raise "
-    "spec.trainer.nonFiniteTolerance; a new job of the same name resumes from the newest checkpoint.",
-    Reason.OUT_OF_MEMORY: "Lower spec.trainer.batch.microSize or the sequence length, raise tensor parallelism or "
-    "shard the state (spec.trainer.dataParallel: FullySharded).",
     Reason.WORKERS_DO_NOT_START: "Look at the pod's log (kubectl logs); correct the image, the command or the "
     "template.",
     Reason.BUDGET_EXHAUSTED: "See status.history for what failed; correct it or raise the budget, and create the job "
     "again; it resumes from its newest checkpoint.",
-    Reason.NO_LEGAL_SIZE: "",
-    Reason.INVALID_SPEC: "",
 }
 
 
@@ -63,6 +63,7 @@ def reach_verdict(facts: Facts) -> StopVerdict | None:
         or _reported_by_a_process(facts)
         or _reported_by_an_outsider(facts)
         or _reported_by_a_pod(facts)
+        or _seen_on_a_node(facts)
         or _crashes_before_any_step(facts)
         or _workers_do_not_start(facts)
     )
@@ -81,9 +82,12 @@ def has_progress(facts: Facts) -> bool:
     return reported or facts.job.status.progress.step > 0
 
 
-def _verdict(reason: Reason, cause: Cause, message: str, pod: str = "", node: str = "") -> StopVerdict:
-    text = sentence(f"{message.rstrip('. ')}. {_ADVICE[reason]}".strip())
-    return StopVerdict(reason=reason, cause=cause, message=text, pod=pod, node=node)
+def _verdict(
+    reason: Reason, cause: Cause, message: str, *, advice: str = "", pod: str = "", node: str = ""
+) -> StopVerdict:
+    """A verdict whose message begins with what happened and ends with what to do, whatever is cut between them."""
+    told = f"{message.rstrip('. ')}. {advice or _ADVICE.get(reason, '')}".strip()
+    return StopVerdict(reason=reason, cause=cause, message=sentence(told[0].upper() + told[1:]), pod=pod, node=node)
 
 
 def _impossible_size(facts: Facts) -> StopVerdict | None:
@@ -95,44 +99,82 @@ def _impossible_size(facts: Facts) -> StopVerdict | None:
 
 def _reported_by_a_process(facts: Facts) -> StopVerdict | None:
     """The first failure, by its own clock, that asks to stop; of the generation in force."""
-    found: list[tuple[float, ProcessFailure, str, str]] = []
-    for member, beat in facts.beats:
-        failures = (*beat.failures, *((beat.verdict,) if beat.verdict else ()))
-        found += [
-            (failure.at, failure, member.pod_name, member.node_name)
-            for failure in failures
-            if failure.generation == beat.generation and verdict_of(failure.exit_code).response is Response.STOP
-        ]
+    found = [
+        (failure.at, failure.rank, (meaning, beat, failure, member.pod_name, member.node_name))
+        for member, beat in facts.beats
+        for failure, meaning in _stopping(facts, beat)
+    ]
     if not found:
         return None
-    _, failure, pod, node = min(found, key=lambda item: (item[0], item[1].rank))
-    return _of_failure(failure, pod, node)
+    return _of_failure(*min(found, key=lambda item: item[:2])[2])
 
 
 def _reported_by_an_outsider(facts: Facts) -> StopVerdict | None:
     """A worker whose preflight found what no other node can mend: a configuration that cannot be read."""
     for worker in facts.outsiders:
-        failure = worker.heartbeat.verdict if worker.gave_up and worker.heartbeat is not None else None
-        if failure is not None and verdict_of(failure.exit_code).response is Response.STOP:
-            return _of_failure(failure, worker.pod.name, worker.pod.node)
+        beat = worker.heartbeat
+        if beat is None or beat.verdict is None or not worker.gave_up:
+            continue
+        meaning = meaning_of_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+        if meaning.response is Response.STOP:
+            return _of_failure(meaning, beat, beat.verdict, worker.pod.name, worker.pod.node)
     return None
 
 
-def _of_failure(failure: ProcessFailure, pod: str, node: str) -> StopVerdict:
-    verdict = verdict_of(failure.exit_code)
-    where = f"rank {failure.rank} of pod {pod} on node {node}"
+def _stopping(facts: Facts, beat: HeartbeatRequest) -> Iterator[tuple[ProcessFailure, Verdict]]:
+    """Failures of its generation that ask to stop; what an agent gave up with was not helped by the first response."""
+    rules = facts.job.spec.recovery.rules
+    for failure in beat.failures:
+        if failure.generation == beat.generation:
+            meaning = meaning_of_failure(beat, failure, rules)
+            if meaning.response is Response.STOP:
+                yield failure, meaning
+    if beat.verdict is not None and beat.verdict.generation == beat.generation:
+        meaning = meaning_of_failure(beat, beat.verdict, rules)
+        if meaning.again is Response.STOP:
+            yield beat.verdict, meaning
+
+
+def _of_failure(meaning: Verdict, beat: HeartbeatRequest, failure: ProcessFailure, pod: str, node: str) -> StopVerdict:
     after = f" after step {failure.step}" if failure.step > 0 else ""
-    message = f"{verdict.sentence}: {where}{after}, exit code {failure.exit_code}: {failure.message or 'no output'}"
-    return _verdict(_REASONS[failure.exit_code], verdict.cause, message[0].upper() + message[1:], pod, node)
+    lines = [line for line in lines_near(beat.kernel, failure.at) if kernel_row(line) is not None]
+    kernel = f"; the node's kernel said: {lines[0]}" if lines else ""
+    message = (
+        f"{meaning.sentence}: rank {failure.rank} of pod {pod} on node {node}{after}, {signs_of(failure)}: "
+        f"{failure.message or 'no output'}{kernel}"
+    )
+    return _stop(meaning, message, pod, node)
+
+
+def _stop(meaning: Verdict, message: str, pod: str, node: str) -> StopVerdict:
+    reason = _REASONS.get(meaning.cause, Reason.STOPPED_BY_RULE)
+    return _verdict(reason, meaning.cause, message, advice=row_of(meaning.cause).advice, pod=pod, node=node)
 
 
 def _reported_by_a_pod(facts: Facts) -> StopVerdict | None:
+    rules = facts.job.spec.recovery.rules
     for worker in facts.workers.values():
-        code = worker.pod.exit_code
-        if _failed(worker) and code is not None and verdict_of(code).response is Response.STOP:
-            pod, verdict = worker.pod, verdict_of(code)
-            message = f"{verdict.sentence}: pod {pod.name} on node {pod.node} ended with code {code}: {pod.message}"
-            return _verdict(_REASONS[code], verdict.cause, message[0].upper() + message[1:], pod.name, pod.node)
+        pod = worker.pod
+        if not _failed(worker):
+            continue
+        ruled = rule_verdict(rules, code=pod.exit_code, reason=pod.reason, texts=(pod.message,))
+        meaning = ruled or (None if pod.exit_code is None else verdict_of(pod.exit_code))
+        if meaning is not None and meaning.response is Response.STOP:
+            code = "" if pod.exit_code is None else f" with code {pod.exit_code}"
+            why = ": ".join(part for part in (pod.reason, pod.message) if part) or "no message"
+            message = f"{meaning.sentence}: pod {pod.name} on node {pod.node} ended{code}: {why}"
+            return _stop(meaning, message, pod.name, pod.node)
+    return None
+
+
+def _seen_on_a_node(facts: Facts) -> StopVerdict | None:
+    """Only a rule of the job makes a node's condition or taint a reason to stop."""
+    rules = facts.job.spec.recovery.rules
+    for member, worker in facts.members if rules else ():
+        found = stopping_sign(worker.node, rules) if worker is not None and worker.node is not None else None
+        if found is not None:
+            message = f"{found[0].sentence}: node {member.node_name} of pod {member.pod_name} has {found[1]}"
+            return _stop(found[0], message, member.pod_name, member.node_name)
     return None
 
 
@@ -144,14 +186,17 @@ def _crashes_before_any_step(facts: Facts) -> StopVerdict | None:
         failure = beat.verdict
         if failure is None or failure.step > 0:
             continue
-        if verdict_of(failure.exit_code).cause is not Cause.CRASH:
+        if meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).cause is not Cause.CRASH:
             continue
         message = (
             f"The training process crashed before its first step and again after a restart: rank {failure.rank} of "
-            f"pod {member.pod_name} on node {member.node_name}, exit code {failure.exit_code}: "
+            f"pod {member.pod_name} on node {member.node_name}, {signs_of(failure)}: "
             f"{failure.message or 'no output'}"
         )
-        return _verdict(Reason.USER_ERROR, Cause.USER_CODE, message, member.pod_name, member.node_name)
+        advice = row_of(Cause.USER_CODE).advice
+        return _verdict(
+            Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
+        )
     return None
 
 
@@ -164,7 +209,7 @@ def _workers_do_not_start(facts: Facts) -> StopVerdict | None:
         f"{len(failed)} worker pods ended before they could train, the last {pod.name} on node {pod.node} with exit "
         f"code {pod.exit_code} ({pod.reason or 'Error'}): {pod.message or 'no message'}"
     )
-    return _verdict(Reason.WORKERS_DO_NOT_START, Cause.USER_CODE, message, pod.name, pod.node)
+    return _verdict(Reason.WORKERS_DO_NOT_START, Cause.USER_CODE, message, pod=pod.name, node=pod.node)
 
 
 def budget_verdict(facts: Facts, draft: Draft) -> StopVerdict | None:
@@ -173,7 +218,9 @@ def budget_verdict(facts: Facts, draft: Draft) -> StopVerdict | None:
     if message is None:
         return None
     last = draft.status.failures[-1]
-    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, message, last.pod)
+    seen = next((entry.message for entry in reversed(draft.status.history) if entry.message), "")
+    told = f"{message}. Last seen: {seen}" if seen else message
+    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod)
 
 
 def _failed(worker: Worker) -> bool:

@@ -7,21 +7,28 @@ limits; the user's template cannot change what identifies the pod.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract import worker_env as env
-from trainium_contract.job import Device
+from trainium_contract.job_workers import Device
+from trainium_contract.recovery import HangSpec
 from trainium_operator.plan import names
 from trainium_operator.plan.children import content_hash, owner_reference
 from trainium_operator.plan.template import merge_template
 
 if TYPE_CHECKING:
-    from trainium_contract.job import AcceleratorSpec, StorageSpec, TrainingJobSpec
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.job_storage import StorageSpec
+    from trainium_contract.job_workers import AcceleratorSpec
+    from trainium_contract.trainer_neuron import NeuronConfig
     from trainium_operator.plan.model import JobView, PlanSettings
 
 Json = dict[str, Any]
 
 WORKER_CONTAINER = "worker"
+PRECOMPILE_CONTAINER = "precompile"
+_OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 _TOKEN_SECONDS = 3600
 _UNREACHABLE_SECONDS = 30
 """How long a pod stays on a node that the control plane lost sight of; the plan acts earlier, this is the net below."""
@@ -30,8 +37,18 @@ _EXIT_MARGIN_SECONDS = 10
 _CACHE_DIRECTORY = "/var/cache/trainium"
 
 
-def worker_pods(job: JobView, settings: PlanSettings, ordinals: range, avoided: tuple[str, ...]) -> list[Json]:
-    """Complete manifests of the pods with these ordinals; `avoided` nodes are used only when no other is left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Avoided:
+    """Nodes that new pods keep away from, by their label kubernetes.io/hostname."""
+
+    required: tuple[str, ...] = ()
+    """In any case."""
+    preferred: tuple[str, ...] = ()
+    """Unless no other is left."""
+
+
+def worker_pods(job: JobView, settings: PlanSettings, ordinals: range, avoided: Avoided) -> list[Json]:
+    """Complete manifests of the pods with these ordinals, kept away from the avoided nodes.
 
     They share what they have in common, so nobody may change them.
     """
@@ -39,7 +56,7 @@ def worker_pods(job: JobView, settings: PlanSettings, ordinals: range, avoided: 
     return [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals]
 
 
-def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: tuple[str, ...]) -> Json:
+def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Json:
     name = names.pod_name(job.name, ordinal)
     metadata = {
         **body["metadata"],
@@ -48,15 +65,23 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: tuple[str, ...]
         "ownerReferences": [owner_reference(job)],
     }
     spec = {**body["spec"], "hostname": name, "subdomain": names.service_name(job.name)}
-    if avoided:
+    if avoided.required or avoided.preferred:
         spec["affinity"] = _keeping_away(spec.get("affinity") or {}, avoided)
+    if avoided.required:
+        kept_from = {env.ANNOTATION_KEPT_FROM: ",".join(avoided.required)}
+        metadata["annotations"] = {**metadata["annotations"], **kept_from}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def pod_template(job: JobView, settings: PlanSettings) -> Json:
     """What all workers of a job have in common, the user's template merged in; carries its own digest."""
     ours = {
-        "metadata": {"annotations": {"karpenter.sh/do-not-disrupt": "true"}},
+        "metadata": {
+            "annotations": {
+                "karpenter.sh/do-not-disrupt": "true",
+                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            }
+        },
         "spec": _pod_spec(job, settings),
     }
     merged = merge_template(ours, _named(job.spec.workers.template))
@@ -66,6 +91,10 @@ def pod_template(job: JobView, settings: PlanSettings) -> Json:
         **names.object_labels(job.name, "worker"),
         **names.selector_labels(job.name),
     }
+    if not _fills_its_node(job.spec.workers.accelerator):
+        spec = {**spec, "affinity": _one_per_node(job.name, spec.get("affinity") or {})}
+    if job.spec.precompile.enabled:
+        spec = {**spec, "initContainers": [*(spec.get("initContainers") or []), *_precompiling(job, spec)]}
     body: Json = {
         "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
         "spec": {**spec, "restartPolicy": "Never"},
@@ -109,10 +138,10 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
     }
     if accelerator.instance_type:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
+    if job.spec.scheduling.priority_class_name:
+        body["priorityClassName"] = job.spec.scheduling.priority_class_name
     if settings.image_pull_secrets:
         body["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    if not _fills_its_node(accelerator):
-        body["affinity"] = {"podAntiAffinity": _one_per_node(job.name)}
     return body
 
 
@@ -139,6 +168,28 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
     return container
 
 
+def _precompiling(job: JobView, spec: Json) -> list[Json]:
+    """The worker's container once more, with another program: it compiles, or fetches what another one compiled."""
+    try:
+        nodes = job.spec.sizes_to_compile()
+    except ValueError:  # the spec contradicts itself, which is told elsewhere
+        return []
+    worker = next((each for each in spec["containers"] if each.get("name") == WORKER_CONTAINER), None)
+    if worker is None or not nodes:
+        return []
+    kept = {key: value for key, value in worker.items() if key not in _OF_A_RUNNING_WORKER}
+    sizes = ["--sizes", ",".join(map(str, nodes)), "--cores-per-node", str(job.spec.workers.accelerator.cores())]
+    command = ["trainium-trainer", "precompile", "--config", env.CONFIG_PATH, *sizes]
+    return [{**kept, "name": PRECOMPILE_CONTAINER, "command": command}]
+
+
+def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
+    try:
+        return job.spec.sizes_for_spares()
+    except ValueError:  # the spec contradicts itself, which is told elsewhere
+        return ()
+
+
 def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
     """Devices that a worker asks for: all of its node, as the instance type has them, or what the spec says."""
     if accelerator.resources:
@@ -157,22 +208,43 @@ def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
     return accelerator.instance() is not None and not accelerator.resources
 
 
-def _one_per_node(job: str) -> Json:
+def _one_per_node(job: str, affinity: Json) -> Json:
+    """The affinity with the workers of one job kept apart, beside what the user's template asks for."""
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
     term = {
         "labelSelector": {"matchLabels": names.selector_labels(job)},
         "topologyKey": "kubernetes.io/hostname",
     }
-    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    apart = affinity.get("podAntiAffinity") or {}
+    return {**affinity, "podAntiAffinity": {**apart, key: [*(apart.get(key) or []), term]}}
 
 
-def _keeping_away(affinity: Json, avoided: tuple[str, ...]) -> Json:
-    """The affinity with a strong preference against these nodes: a suspect node is better than no node."""
+def _keeping_away(affinity: Json, avoided: Avoided) -> Json:
+    """The affinity with these nodes left out, beside what the user's template asks for."""
     node_affinity = dict(affinity.get("nodeAffinity") or {})
-    key = "preferredDuringSchedulingIgnoredDuringExecution"
-    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoided)}
-    preference = {"weight": 100, "preference": {"matchExpressions": [expression]}}
-    node_affinity[key] = [*(node_affinity.get(key) or []), preference]
+    if avoided.required:
+        key = "requiredDuringSchedulingIgnoredDuringExecution"
+        # Of several terms one must hold, so each must leave the nodes out.
+        terms = (node_affinity.get(key) or {}).get("nodeSelectorTerms") or [{}]
+        node_affinity[key] = {"nodeSelectorTerms": [_with_expression(term, avoided.required) for term in terms]}
+    if avoided.preferred:
+        key = "preferredDuringSchedulingIgnoredDuringExecution"
+        preference = {"weight": 100, "preference": _with_expression({}, avoided.preferred)}
+        node_affinity[key] = [*(node_affinity.get(key) or []), preference]
     return {**affinity, "nodeAffinity": node_affinity}
+
+
+def _with_expression(term: Json, nodes: tuple[str, ...]) -> Json:
+    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
+    return {**term, "matchExpressions": [*(term.get("matchExpressions") or []), expression]}
+
+
+def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
+    """Tolerations of the worker pods, as far as the user's are readable."""
+    pod = spec.workers.template.get("spec")
+    theirs = pod.get("tolerations") if isinstance(pod, dict) else None
+    given = theirs if isinstance(theirs, list) else []
+    return (*_tolerations(spec.workers.accelerator), *(each for each in given if isinstance(each, dict)))
 
 
 def _tolerations(accelerator: AcceleratorSpec) -> list[Json]:
@@ -225,28 +297,38 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
         env.ENV_PROCESSES_PER_NODE: str(accelerator.cores()),
         env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
         env.ENV_GRACE_SECONDS: str(recovery.graceful_seconds),
+        env.ENV_PREFLIGHT: ",".join(job.spec.health.preflight.checks),
+        env.ENV_PREFLIGHT_SECONDS: str(job.spec.health.preflight.budget_seconds),
         env.ENV_CONFIG: env.CONFIG_PATH,
         env.ENV_MEMORY_DIRECTORY: env.MEMORY_DIRECTORY,
         env.ENV_TOKEN_PATH: env.TOKEN_PATH,
         env.ENV_CA_PATH: env.CA_PATH,
         # The image's user need not have a home; the cache is the pod's own, never shared between nodes.
         "XDG_CACHE_HOME": _CACHE_DIRECTORY,
-        **_device_environment(accelerator),
+        **_device_environment(accelerator, job.spec.trainer.neuron),
     }
+    if job.spec.precompile.enabled:
+        values[env.ENV_IMAGE] = job.spec.image or settings.image
+        if later := _sizes_for_spares(job):
+            values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))
+    if recovery.hang != HangSpec():
+        values[env.ENV_HANG_LIMITS] = recovery.hang.model_dump_json(by_alias=True)
     references = [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()]
     return references + [{"name": key, "value": value} for key, value in values.items()]
 
 
-def _device_environment(accelerator: AcceleratorSpec) -> dict[str, str]:
+def _device_environment(accelerator: AcceleratorSpec, neuron: NeuronConfig) -> dict[str, str]:
     if accelerator.device is Device.CPU:
         return {"OMP_NUM_THREADS": "1"}
     if accelerator.device is not Device.NEURON:
         return {}
-    found = {
-        # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted.
-        "NEURON_CC_FLAGS": "--retry_failed_compilation",
-        "NEURON_COMPILE_CACHE_URL": f"{_CACHE_DIRECTORY}/neuron",
-    }
+    found = {}
+    # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted. Where the
+    # job says otherwise, the trainer sets its own, and refuses a variable that contradicts it.
+    if neuron.retry_failed_compilation:
+        found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
+    if neuron.cache_directory is None:
+        found["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
     devices = extended_resources(accelerator).get("aws.amazon.com/neuron")
     if devices is not None:
         found[env.ENV_NEURON_DEVICES] = devices

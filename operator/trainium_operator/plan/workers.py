@@ -7,10 +7,12 @@ for agents to find it; a worker whose pod is being deleted, has ended or has los
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainium_contract.messages import WorkerPhase
 from trainium_operator.plan.model import NodeReadiness, PodPhase
+from trainium_operator.plan.written_off import written_off
 
 if TYPE_CHECKING:
     from trainium_contract.messages import HeartbeatRequest
@@ -26,9 +28,9 @@ _JOINABLE = (
 _SPARE_SILENCE_FACTOR = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One worker pod that exists in the API."""
+    """One worker pod that exists in the API; without slots, because what is asked of each again and again is kept."""
 
     pod: PodView
     agent: AgentView | None
@@ -44,10 +46,10 @@ class Worker:
         """The agent's newest heartbeat."""
         return self.agent.heartbeat if self.agent else None
 
-    @property
+    @cached_property
     def node_gone(self) -> bool:
-        """The pod is bound to a node that no longer exists."""
-        return bool(self.pod.node) and self.node is None
+        """The pod is bound to a node that no longer exists, or that somebody who knows has declared dead."""
+        return bool(self.pod.node) and (self.node is None or (bool(self.node.taints) and written_off(self.node)))
 
     @property
     def node_bad(self) -> bool:
@@ -60,17 +62,28 @@ class Worker:
         return self.silent_seconds >= self.timeout
 
     @property
+    def refuses(self) -> bool:
+        """Nobody listens on its agent's port any more."""
+        return self.agent is not None and self.agent.refused is not None
+
+    @property
     def ended(self) -> bool:
         """The pod has terminated."""
         return self.pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
     @property
+    def never_ran(self) -> bool:
+        """Its agent was never heard of, and not merely since the operator started a moment ago."""
+        return self.agent is None and (self.silent or self.pod.phase is PodPhase.PENDING)
+
+    @cached_property
     def alive(self) -> bool:
         """It is, or may become, a working worker."""
         if self.pod.deleting or self.ended or self.node_gone:
             return False
         if self.agent is None:
-            return not self.node_bad
+            # Not heard yet is not the same as gone: after an outage of the API server no node is ready.
+            return not (self.node_bad and self.silent)
         stale = self.silent and (self.node_bad or self.silent_seconds >= self.stale_after)
         return not stale and not self.gave_up
 
@@ -79,7 +92,7 @@ class Worker:
         """Silence after which a worker outside the membership is given up although its node looks well."""
         return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
 
-    @property
+    @cached_property
     def gave_up(self) -> bool:
         """Its agent does not restart its processes any more, and it is the one that failed.
 
@@ -88,7 +101,7 @@ class Worker:
         beat = self.heartbeat
         return beat is not None and beat.phase is WorkerPhase.FAILED and beat.verdict is not None
 
-    @property
+    @cached_property
     def warm(self) -> bool:
         """It can join a generation right now."""
         beat = self.heartbeat
@@ -96,7 +109,7 @@ class Worker:
             return False
         return beat.phase in _JOINABLE or (beat.phase is WorkerPhase.STANDBY and beat.ready)
 
-    @property
+    @cached_property
     def finished(self) -> bool:
         """All its ranks ended with code 0."""
         if self.heartbeat is not None and self.heartbeat.phase is WorkerPhase.FINISHED:

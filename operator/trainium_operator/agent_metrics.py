@@ -1,0 +1,48 @@
+"""Prometheus metrics of what agents report: preflight checks and ranks that stand still.
+
+Invariants: each check and each standstill counts once, when a heartbeat brings it; the first heartbeat that this
+process hears of an agent counts nothing, so a change of the leader moves no counter twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Histogram
+
+from trainium_contract.messages import TrainerPhase
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from trainium_contract.messages import HeartbeatRequest
+
+_CHECK_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+class AgentMetrics:
+    """What the heartbeats of all agents add up to."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._checks = Histogram(
+            f"{prefix}preflight_seconds", "A worker's checks", ("check",), buckets=_CHECK_SECONDS, registry=registry
+        )
+        self._refused = Counter(f"{prefix}preflight_failed_total", "Checks that failed", ("check",), registry=registry)
+        self._hangs = Counter(
+            f"{prefix}hangs_total", "Ranks that stood still longer than allowed", ("phase",), registry=registry
+        )
+        for phase in TrainerPhase:
+            self._hangs.labels(phase.value)
+
+    def said(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
+        """An agent's heartbeat, and the one before it."""
+        known = {each.check for each in before.checks}
+        for each in now.checks:
+            if each.check not in known:
+                self._checks.labels(each.check.value).observe(max(0.0, each.seconds))
+                if not each.passed:
+                    self._refused.labels(each.check.value).inc()
+        still = {each.rank for each in before.stuck}
+        for rank in now.stuck:
+            if rank.rank not in still:
+                self._hangs.labels(rank.phase.value).inc()

@@ -1,0 +1,121 @@
+"""The fleet's memory as a ConfigMap that a person can read and edit.
+
+One entry per machine, as a few lines of YAML. Invariants: what cannot be read is left out with a warning and never
+stops the operator; writing what was read gives the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_contract.exit_codes import Cause
+from trainium_operator.plan.fleet_memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
+from trainium_operator.plan.times import parse_rfc3339, rfc3339
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+ABOUT = "about"
+ACCOUNTED = "accounted"
+_ABOUT = (
+    "Machines that faults were put down to. Delete an entry to release its machine; write one with a machine and "
+    "state: Permanent to keep workers away from it. See docs/node-health.md.\n"
+)
+_LONGEST_KEY = 200
+
+
+def encode(memory: Memory) -> dict[str, str]:
+    """`data` of the ConfigMap."""
+    data = {ABOUT: _ABOUT}
+    if memory.accounted:
+        data[ACCOUNTED] = _dump({uid: round(at, 3) for uid, at in sorted(memory.accounted.items())})
+    for machine, entry in sorted(memory.machines.items()):
+        key = _key(machine)
+        if key in data:
+            key = f"{key[:_LONGEST_KEY]}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
+        data[key] = _dump(_fields(entry))
+    return data
+
+
+def decode(data: Mapping[str, Any]) -> Memory:
+    """The memory in `data`; never raises."""
+    machines: dict[str, Machine] = {}
+    accounted: dict[str, float] = {}
+    for key, text in data.items():
+        if key == ABOUT:
+            continue
+        try:
+            found = yaml.safe_load(text)
+            if key == ACCOUNTED:
+                accounted = {str(uid): float(at) for uid, at in found.items()}
+            else:
+                entry = _machine(key, found)
+                machines[entry.machine] = entry
+        except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            logger.warning("entry %s of the fleet's memory cannot be read (%.200s); it is left out", key, error)
+    return Memory(machines=machines, accounted=accounted)
+
+
+def _key(machine: str) -> str:
+    """A key that a ConfigMap takes, as close to the machine's identity as it can be."""
+    return re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_LONGEST_KEY] or "unnamed"
+
+
+def _dump(fields: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(fields, sort_keys=False, default_flow_style=False, width=1000)
+    return text
+
+
+def _fields(entry: Machine) -> dict[str, Any]:
+    fields: dict[str, Any] = {"machine": entry.machine, "node": entry.node, "state": entry.state.value}
+    if entry.until is not None:
+        fields["until"] = rfc3339(entry.until)
+    if entry.quarantines:
+        fields["quarantines"] = entry.quarantines
+    if entry.strikes:
+        fields["strikes"] = [f"{rfc3339(each.at)} {each.cause.value} {each.by}" for each in entry.strikes]
+    if entry.judged:
+        fields["judged"] = rfc3339(entry.judged)
+    if entry.reported:
+        fields["reported"] = True
+    return fields
+
+
+def _machine(key: str, found: dict[str, Any]) -> Machine:
+    state = MachineState(str(found.get("state", MachineState.WATCHED.value)))
+    until = _time(found.get("until"))
+    if state in (MachineState.QUARANTINED, MachineState.PROBATION) and until is None:
+        raise ValueError(f"state {state.value} needs `until`, such as 2026-01-31T12:00:00Z")
+    return Machine(
+        machine=str(found.get("machine") or key),
+        node=str(found.get("node") or ""),
+        state=state,
+        until=until,
+        quarantines=max(0, int(found.get("quarantines", 0))),
+        strikes=tuple(_strike(str(line)) for line in list(found.get("strikes") or ())[-MOST_STRIKES:]),
+        judged=_time(found.get("judged")) or 0.0,
+        reported=found.get("reported") is True,
+    )
+
+
+def _strike(line: str) -> Strike:
+    at, cause, by = line.split(" ", 2)
+    time = _time(at)
+    if time is None:
+        raise ValueError(f"{at} is not a time such as 2026-01-31T12:00:00Z")
+    return Strike(time, Cause(cause), by)
+
+
+def _time(value: Any) -> float | None:
+    """YAML reads an unquoted time stamp as a time, so both are taken."""
+    if value is None:
+        return None
+    stamp = getattr(value, "timestamp", None)
+    return float(stamp()) if stamp is not None else parse_rfc3339(str(value))

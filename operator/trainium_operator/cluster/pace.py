@@ -1,0 +1,40 @@
+"""How soon a job is planned after something about it has changed.
+
+Invariants: the first change after a quiet while is planned at once, so a fault never waits; while changes come in
+numbers (a thousand workers start, register, begin to train) a job is planned at most so often that planning takes
+`SHARE` of the time, and the last change is never missed. What a plan costs is measured, so small jobs are planned after
+each change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainium_operator.cluster.store import Key
+    from trainium_operator.cluster.work_queue import WorkQueue
+
+SHARE = 0.2
+LONGEST_PAUSE = 1.0
+
+
+class Pace:
+    """Puts keys into a queue, gathering what comes in quick succession."""
+
+    def __init__(self, queue: WorkQueue[Key]) -> None:
+        self._queue = queue
+        self._next: dict[Key, float] = {}
+
+    def put(self, key: Key) -> None:
+        """Have the job planned: now, or as soon as its pace allows."""
+        due = self._next.get(key, 0.0)
+        self._queue.put_after(key, due - asyncio.get_running_loop().time())
+
+    def planned(self, key: Key, began: float, ended: float) -> None:
+        """A plan was made, between these loop times."""
+        self._next[key] = ended + min(LONGEST_PAUSE, (ended - began) * (1.0 / SHARE - 1.0))
+
+    def forget(self, key: Key) -> None:
+        """The job is gone."""
+        self._next.pop(key, None)

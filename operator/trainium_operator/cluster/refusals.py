@@ -1,0 +1,54 @@
+"""Creations that the API server refuses: a quota that is used up, admission, a namespace that is being deleted.
+
+Invariant: after a refusal nothing is created for that job until its pause is over, whatever happens meanwhile; the
+pauses grow up to a minute and begin anew after a success. Without this each event about the job would try again, and
+each try would use up ordinals of pods.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIRST_SECONDS = 1.0
+LONGEST_SECONDS = 60.0
+REMEMBERED = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    until: float
+    seconds: float
+
+
+class Refusals:
+    """Jobs by uid; times in Unix seconds of the clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pauses: OrderedDict[str, _Pause] = OrderedDict()
+
+    def until(self, job_uid: str) -> float:
+        """When something may be created for the job again; 0 when nothing was refused."""
+        pause = self._pauses.get(job_uid)
+        return pause.until if pause is not None else 0.0
+
+    def refused(self, job_uid: str) -> float:
+        """A creation was refused; several of one moment count once. The length of the pause in seconds."""
+        known, now = self._pauses.get(job_uid), self._clock()
+        if known is not None and now < known.until:
+            return known.seconds
+        seconds = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2.0 * known.seconds)
+        self._pauses[job_uid] = _Pause(now + seconds, seconds)
+        self._pauses.move_to_end(job_uid)
+        while len(self._pauses) > REMEMBERED:
+            self._pauses.popitem(last=False)
+        return seconds
+
+    def accepted(self, job_uid: str) -> None:
+        """A creation succeeded."""
+        self._pauses.pop(job_uid, None)

@@ -1,0 +1,158 @@
+"""Prometheus metrics about jobs, all from the statuses that plans wrote.
+
+Invariants: counters move once per transition, so a repeated plan or a restart of the operator moves none; sums of
+seconds are read from the ledgers, which outlive the operator; no label is a job, a pod or a node.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client import CollectorRegistry
+
+    from trainium_contract.job import Interruption, TrainingJobStatus
+    from trainium_operator.plan.model import JobView
+
+_FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
+_STEPS = (0, 1, 2, 5, 10, 30, 100, 300, 1000)
+_MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
+
+
+class JobMetrics:
+    """What the statuses of all jobs add up to."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._seen: dict[str, tuple[JobView, TrainingJobStatus]] = {}
+        self._labels: dict[Gauge, set[str]] = {}
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(prefix + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(prefix + name, text, labels, buckets=buckets, registry=registry)
+
+        self._jobs = gauge("jobs", "TrainingJobs by phase", "phase")
+        self._finished = counter("jobs_finished_total", "TrainingJobs that ended", "result")
+        self._interruptions = counter("interruptions_total", "Interruptions of training", "cause")
+        self._restarts = counter("restarts_total", "Interruptions that were answered", "rung", "cause")
+        self._detection = histogram("fault_detection_seconds", "From a failure to its detection", _FAULT_SECONDS)
+        self._recovery = histogram("recovery_seconds", "From a failure to the first new step", _FAULT_SECONDS, "rung")
+        self._stages = histogram("recovery_stage_seconds", "Parts of a recovery", _FAULT_SECONDS, "stage")
+        self._steps = histogram("recovery_steps", "Steps that a recovery did again", _STEPS, "rung")
+        self._lost_steps = counter("lost_steps_total", "Steps that were done again")
+        self._resizes = counter("resizes_total", "Changes of the number of members", "direction")
+        self._pods = counter("worker_pods_total", "Worker pods that were asked for")
+        self._given_back = counter("gangs_given_back_total", "Partial gangs that gave their nodes back")
+        self._goodput = gauge("goodput_ratio", "Lowest goodput of the running jobs", "measure")
+        self._wall = gauge("wall_seconds", "Wall time of the jobs that exist")
+        self._productive = gauge("productive_seconds", "Productive time of the jobs that exist")
+        self._lost = gauge("lost_seconds", "Lost time of the jobs that exist", "cause")
+        self._lost_stage = gauge("lost_stage_seconds", "The same by stage", "stage")
+        self._nodes = gauge("node_seconds", "Node time that the jobs that exist have held")
+        self._durable_age = gauge("checkpoint_durable_age_seconds", "Oldest newest checkpoint of the running jobs")
+        self._workers = gauge("workers", "Workers of the jobs that exist", "state")
+        for phase in Phase:
+            self._jobs.labels(phase.value).set(0)
+
+    def planned(self, job: JobView, status: TrainingJobStatus) -> None:
+        """A plan for `job`, whose observed status is the old one, was carried out."""
+        old = job.status
+        self._seen[job.uid] = (job, status)
+        before = {_key(each): each for each in old.history}
+        for each in status.history:
+            self._interruption(before.get(_key(each)), each)
+        for kind in (ConditionType.COMPLETE, ConditionType.FAILED):
+            if _holds(status, kind) and not _holds(old, kind):
+                self._finished.labels(kind.value).inc()
+        self._pods.inc(max(0, status.next_pod_ordinal - old.next_pod_ordinal))
+        self._given_back.inc(max(0, status.gang.given_back - old.gang.given_back))
+        sizes = (old.membership.size, status.membership.size)
+        if all(sizes) and sizes[0] != sizes[1]:
+            self._resizes.labels("grow" if sizes[1] > sizes[0] else "shrink").inc()
+
+    def forget(self, job_uid: str) -> None:
+        """The job is gone."""
+        self._seen.pop(job_uid, None)
+
+    def refresh(self) -> None:
+        """Bring the gauges up to now; call before they are read."""
+        statuses = [status for _, status in self._seen.values()]
+        self._set(self._jobs, [(status.phase.value, 1) for status in statuses])
+        ledgers = [status.goodput for status in statuses]
+        self._wall.set(sum(each.wall_seconds for each in ledgers))
+        self._productive.set(sum(each.productive_seconds for each in ledgers))
+        self._nodes.set(sum(each.node_seconds for each in ledgers))
+        self._set(self._lost, [item for each in ledgers for item in each.lost_seconds.items()])
+        self._set(self._lost_stage, [item for each in ledgers for item in each.lost_by_stage.items()])
+        running = [each for each in statuses if each.phase is Phase.RUNNING and each.goodput.wall_seconds > 0]
+        for measure, name in _MEASURES.items():
+            ratios = (getattr(each.goodput, name) for each in running)
+            self._goodput.labels(measure).set(min(ratios, default=1.0))
+        self._durable_age.set(max(self._ages(running), default=0.0))
+        self._set(self._workers, [item for job, status in self._seen.values() for item in _workers(job, status)])
+
+    def _ages(self, running: list[TrainingJobStatus]) -> Iterator[float]:
+        """Since each newest durable checkpoint, or the first step where there is none."""
+        for status in running:
+            since = status.checkpoint.durable_time or status.start_time
+            if since:
+                yield max(0.0, self._wall_clock() - datetime.fromisoformat(since).timestamp())
+
+    def _set(self, gauge: Gauge, items: list[tuple[str, float]]) -> None:
+        """Sums by label; a label that nothing has any more stays, as 0."""
+        sums: dict[str, float] = dict.fromkeys(self._labels.get(gauge, ()), 0.0)
+        for label, value in items:
+            sums[label] = sums.get(label, 0.0) + value
+        self._labels[gauge] = set(sums)
+        for label, value in sums.items():
+            gauge.labels(label).set(value)
+
+    def _interruption(self, old: Interruption | None, new: Interruption) -> None:
+        if old is None:
+            self._interruptions.labels(new.cause.value).inc()
+        if _answered(new) and not (old is not None and _answered(old)):
+            # Not before: until then the ladder may still choose another rung.
+            self._restarts.labels(new.rung.value, new.cause.value).inc()
+        if new.detected_seconds is not None and (old is None or old.detected_seconds is None):
+            self._detection.observe(new.detected_seconds)
+        if new.recovered_seconds is not None and (old is None or old.recovered_seconds is None):
+            self._recovery.labels(new.rung.value).observe(new.recovered_seconds)
+            self._steps.labels(new.rung.value).observe(max(0, new.steps_lost or 0))
+            self._lost_steps.inc(max(0, new.steps_lost or 0))
+            for stage, seconds in new.stages.model_dump().items() if new.stages is not None else ():
+                self._stages.labels(stage.capitalize()).observe(max(0.0, seconds))
+
+
+def _workers(job: JobView, status: TrainingJobStatus) -> tuple[tuple[str, float], ...]:
+    return (
+        ("desired", status.desired),
+        ("member", status.replicas),
+        ("training", status.ready_replicas),
+        ("spare_wanted", 0 if status.completion_time else job.spec.workers.spares),
+        ("spare_ready", status.spares),
+    )
+
+
+def _key(entry: Interruption) -> tuple[int, int, str]:
+    return entry.generation, entry.attempt, entry.time
+
+
+def _answered(interruption: Interruption) -> bool:
+    return interruption.recovered_seconds is not None or interruption.rung is Rung.STOP
+
+
+def _holds(status: TrainingJobStatus, kind: ConditionType) -> bool:
+    return any(each.type is kind and each.status is ConditionStatus.TRUE for each in status.conditions)
