@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from trainium_contract import worker_env
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer import exits
+from trainium_trainer import check, exits, neuron_environment
+from trainium_trainer.checkpoint import commands
+from trainium_trainer.compile import command, seed
 from trainium_trainer.config import launch_of, load, settle
+from trainium_trainer.data.prepare_command import prepare_data
+from trainium_trainer.export import commands as export_commands
+from trainium_trainer.monitor.plot import plot
+from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -38,37 +42,31 @@ def _commands() -> None:
 
 @app.command()
 def train(
-    config: Annotated[
-        Path,
-        typer.Option(envvar=worker_env.ENV_CONFIG, help="YAML file with the training configuration."),
-    ] = Path(worker_env.CONFIG_PATH),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C", help="Override one field; may be repeated."),
-    ] = None,
+    config: ConfigFile = DEFAULT_CONFIG,
+    overrides: Overrides = None,
 ) -> None:
     """Train from a configuration file; run it under torchrun for more than one process."""
+    seed.refuse_extraction()
     stop = StopRequest()
     stop.listen()
     settings = settle(load(config, overrides or ()), launch_of())
     _log_to_stderr(settings.launch.rank)
+    if settings.launch.rank == 0:
+        for sentence in check.without_effect(settings.config):
+            logging.getLogger("trainium.config").warning("%s", sentence)
+    neuron_environment.apply(settings.config)  # before a device library is imported
+    seed.fill(settings)
     from trainium_trainer.train import train as train_now  # noqa: PLC0415 - torch, only for a sound configuration
 
     raise typer.Exit(train_now(settings, stop))
 
 
-@app.command()
-def inspect(
-    root: Annotated[Path, typer.Argument(help="Checkpoint folder: the parent of the step-N folders.")],
-    *,
-    verify: Annotated[bool, typer.Option(help="Read every file and compare it with the manifest.")] = True,
-) -> None:
-    """List the durable checkpoints of a run, and say which of them are whole."""
-    from trainium_trainer.checkpoint.inspect import inspect as inspect_now  # noqa: PLC0415 - imports torch
-
-    if not root.is_dir():
-        raise exits.UserError(f"{root} is not a folder: name the folder that holds the step-N folders")
-    typer.echo(inspect_now(root, verify=verify))
+commands.register(app)
+export_commands.register(app)
+check.register(app)
+app.command("prepare-data")(prepare_data)
+app.command("plot")(plot)
+command.register(app)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -1,33 +1,33 @@
 """From a YAML file and `--set a.b=c` overrides to a checked configuration.
 
-Invariants: nothing here touches a device, a process group or a network; every refusal is one sentence that names the
-field, the value and what to do, raised as UserError (exit code 64); the result is complete (`Settings`).
+Invariants: nothing here touches a device or a process group, nor a network unless the data are in S3; every refusal is
+one sentence that names the field, the value and what to do, raised as UserError (exit code 64); the result is complete
+(`Settings`).
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from trainium_contract import worker_env
 from trainium_contract.trainer import TrainingConfig
-from trainium_trainer.data.tokenizer import vocabulary_of
+from trainium_contract.trainer_parallelism import BackendChoice
+from trainium_contract.worker_env import KIND
+from trainium_trainer.backends.limits import check_nxd
+from trainium_trainer.data.cache import vocabulary_of_data
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import ModelShape, check_parallelism, resolve_shape
+from trainium_trainer.refusals import explain, first_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from pydantic_core import ErrorDetails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,10 @@ class Launch:
     """Names the history: the TrainingJob's uid, empty outside the operator."""
     progress_file: Path | None
     memory_directory: Path | None
+    local_world_size: int = 1
+    """Processes of this node."""
+    alone: bool = False
+    """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +60,34 @@ class Settings:
     @property
     def dp_size(self) -> int:
         """Data-parallel degree."""
-        return self.launch.world_size // self.config.parallelism.tensor
+        parallelism = self.config.parallelism
+        return self.launch.world_size // (parallelism.tensor * parallelism.pipeline)
 
-    def digest(self, data_identity: str) -> str:
-        """Digest of the settings that must not change between runs of one history."""
-        fixed = {
+    def fixed(self, data_identity: str, tokenizer: str) -> dict[str, Any]:
+        """The settings that must not change between runs of one history, by name; data and tokenizer by digests."""
+        return {
             "model": self.shape.to_json(),
+            "tokenizer": tokenizer,
             "data": data_identity,
             "sequenceLength": self.config.data.sequence_length,
             "dataSeed": self.config.data.seed,
             "globalBatch": self.config.batch.global_size,
             "seed": self.config.seed,
         }
-        return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Read and validate a configuration file with overrides applied. Raises UserError."""
+    """Read and validate a configuration file, or a TrainingJob's, with overrides applied. Raises UserError."""
+    document = read_document(path)
+    if document.get("kind") == KIND:
+        from trainium_trainer.job_file import spec_of  # noqa: PLC0415 - no pod needs it
+
+        document = spec_of(path, document).training_config().to_wire()
+    return parse(document, overrides, str(path))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The fields of a YAML file, not validated. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -89,19 +104,30 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         document = {}
     if not isinstance(document, dict):
         raise UserError(f"{path}: holds a {type(document).__name__}, not fields: write `name: value` lines")
-    for override in overrides:
-        _apply(document, override)
+    return document
+
+
+def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> TrainingConfig:
+    """Validate fields with overrides applied; `source` is where they come from, for errors. Raises UserError."""
+    origins = {_apply(document, override): f"--set {override}" for override in overrides}
     try:
         return TrainingConfig.model_validate(document)
     except ValidationError as error:
-        raise UserError(f"{path}: {explain(error, TrainingConfig)}") from error
+        where = _origin(first_problem(error.errors())["loc"], origins) or source
+        raise UserError(f"{where}: {explain(error, TrainingConfig)}") from error
 
 
-def settle(config: TrainingConfig, launch: Launch) -> Settings:
-    """Complete a configuration and check it against the launch. Raises UserError."""
-    shape = resolve_shape(config.model, vocabulary_of(config.data.tokenizer))
+def settle(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = None) -> Settings:
+    """Complete a configuration and check it against the launch; `vocabulary` stands for the tokenizer's size.
+
+    Raises UserError.
+    """
+    shape = resolve_shape(config.model, vocabulary_of_data(config.data) if vocabulary is None else vocabulary)
     check_parallelism(config, shape, launch.world_size)
-    return Settings(config=config, shape=shape, launch=launch)
+    settings = Settings(config=config, shape=shape, launch=launch)
+    if config.backend is BackendChoice.NXD:
+        check_nxd(config, settings.dp_size)
+    return settings
 
 
 def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -112,6 +138,7 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
         rank=_number(environment, "RANK", 0),
         local_rank=_number(environment, "LOCAL_RANK", 0),
         world_size=_number(environment, "WORLD_SIZE", 1),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", _number(environment, "WORLD_SIZE", 1)),
         generation=_number(environment, worker_env.ENV_GENERATION, 0),
         attempt=_number(environment, worker_env.ENV_ATTEMPT, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)),
         run_id=environment.get(worker_env.ENV_RUN_ID, ""),
@@ -135,7 +162,17 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _apply(document: dict[str, Any], override: str) -> None:
+def _origin(location: tuple[int | str, ...], origins: Mapping[tuple[str, ...], str]) -> str | None:
+    """The override that set the value at `location`, or something above it; None when the file did."""
+    for length in range(len(location), 0, -1):
+        found = origins.get(tuple(str(part) for part in location[:length]))
+        if found is not None:
+            return found
+    return None
+
+
+def _apply(document: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Put the override's value into the document; returns the names of the field."""
     path, separator, text = override.partition("=")
     names = [to_camel(name) if "_" in name else name for name in path.strip().split(".")]
     if not separator or not all(names):
@@ -154,6 +191,7 @@ def _apply(document: dict[str, Any], override: str) -> None:
             raise UserError(f"--set {override!r}: {inner} is {child!r}, which has no fields below it: shorten the path")
         node = child
     node[names[-1]] = value
+    return tuple(names)
 
 
 def _scalar(value: Any) -> Any:
@@ -164,67 +202,3 @@ def _scalar(value: Any) -> Any:
         except ValueError:
             return value
     return value
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one sentence, and how many more there are."""
-    details = error.errors()
-    # An unknown field first: the others often follow from it.
-    first = min(details, key=lambda item: item["type"] != "extra_forbidden")
-    sentence = _sentence(first, model)
-    more = len(details) - 1
-    return sentence + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
-
-
-def _sentence(item: ErrorDetails, model: type[BaseModel]) -> str:
-    field = ".".join(str(part) for part in item["loc"]) or "the configuration"
-    context = item.get("ctx", {})
-    value = item["input"]
-    shown = f"{field} is {value!r}" if isinstance(value, (str, int, float, bool)) or value is None else field
-    match item["type"]:
-        case "extra_forbidden":
-            return _unknown_field(item["loc"], model)
-        case "value_error":
-            return str(context["error"])
-        case "enum":
-            return f"{shown}, which is not one of its values: use {context['expected']}"
-        case "greater_than":
-            return f"{shown}: use a number greater than {context['gt']}"
-        case "greater_than_equal":
-            return f"{shown}: use a number of at least {context['ge']}"
-        case "less_than":
-            return f"{shown}: use a number less than {context['lt']}"
-        case "less_than_equal":
-            return f"{shown}: use a number of at most {context['le']}"
-        case "int_parsing" | "int_type" | "int_from_float":
-            return f"{shown}, which is not a whole number: use one"
-        case "float_parsing" | "float_type" | "finite_number":
-            return f"{shown}, which is not a number: use one"
-        case "bool_parsing" | "bool_type":
-            return f"{shown}, which is neither true nor false: use one of them"
-        case "string_type":
-            return f"{shown}, which is not text: use quotes"
-        case "string_too_short":
-            return f"{field} is empty: give a value or leave the field out"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{field} is {value!r}, but it has fields of its own: write them below it, or leave it out"
-        case _:
-            return f"{shown}: {item['msg']}; correct the value or leave the field out"
-
-
-def _unknown_field(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    names = [str(part) for part in location]
-    owner: type[BaseModel] | None = model
-    for name in names[:-1]:
-        owner = _child(owner, name) if owner else None
-    known = sorted(info.alias or key for key, info in owner.model_fields.items()) if owner else []
-    close = difflib.get_close_matches(names[-1], known, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(known)}"
-    return f"{'.'.join(names)} is not a field: {advice}"
-
-
-def _child(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
-    for key, info in model.model_fields.items():
-        if alias in (key, info.alias):
-            return info.annotation if isinstance(info.annotation, type) else None
-    return None

@@ -126,10 +126,14 @@ def report(error: BaseException, *, where: str = "") -> int:
     explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
     if not explained:
         traceback.print_exception(error, file=sys.stderr)
-    line = f"{where}{sentence_of(error)}"
+    say(f"{where}{sentence_of(error)}")
+    return code
+
+
+def say(line: str) -> None:
+    """Tell the user why the process ends: on stderr, and in the pod's termination log."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
     leave_message(line)
-    return code
 
 
 def leave_message(line: str) -> None:

@@ -2,16 +2,36 @@
 
 SIGTERM asks to save and leave. SIGUSR1 asks the same and says that this node's memory goes too (its pod ends), so that
 a snapshot in memory is not enough.
+
+A process that waits for a peer inside a collective cannot see the flag, and a peer that is gone without a trace lets it
+wait for half an hour. So a thread of its own hears the signal too: it leaves at once while there is nothing to save
+yet, and with "lost a peer" when the wait lasts much longer than steps do.
+
+Invariants: the thread acts only after a signal and only until the ranks have agreed to leave; a process that works on
+its own is never ended by it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer import exits
+from trainium_trainer.monitor.pulse import Activity, Waiting
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from trainium_trainer.monitor.pulse import Pulse, PulseReading
+
+_SHORTEST_PATIENCE_SECONDS = 10.0
+_PATIENT_STEPS = 3.0
+_POLL_SECONDS = 0.1
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -20,13 +40,59 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self.memory_ends = False
+        self._wakeup: int | None = None
+        self._agreed = threading.Event()
 
     def listen(self) -> None:
         """Take the signals from now on; outside the main thread (in tests) only the flags can be set."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_signal)
-            signal.signal(signal.SIGUSR1, self._on_signal)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+        self._wakeup, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        # The interpreter writes the signal's number there at once, also while the main thread waits in C code.
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def guard(self, pulse: Pulse) -> None:
+        """Do not let this process wait for a lost peer when it is asked to leave."""
+        if self._wakeup is not None:
+            threading.Thread(target=self._guard, args=(self._wakeup, pulse), name="stop", daemon=True).start()
+
+    def agreed(self) -> None:
+        """All ranks leave together, or have finished: nobody is waited for in vain from now on."""
+        self._agreed.set()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.requested = True
         self.memory_ends = self.memory_ends or number == signal.SIGUSR1
+
+    def _guard(self, wakeup: int, pulse: Pulse) -> None:
+        memory_ends = False
+        while not memory_ends:
+            numbers = os.read(wakeup, 64)
+            memory_ends = signal.SIGUSR1 in numbers
+            if memory_ends or signal.SIGTERM in numbers:
+                break
+        seen, since = pulse.read(), time.monotonic()
+        while not self._agreed.wait(_POLL_SECONDS):
+            newest = pulse.read()
+            if newest is None or seen is None or newest.beats != seen.beats:
+                seen, since = newest, time.monotonic()
+            if newest is not None and not memory_ends and newest.activity in (Activity.INIT, Activity.LOAD):
+                _leave(ExitCode.YIELDING, "asked to leave before the first step: nothing to save")
+            if newest is not None and time.monotonic() - since > patience(newest):
+                _leave(ExitCode.PEER_LOST, "asked to leave, and a peer that this process waits for does not come")
+
+
+def patience(reading: PulseReading) -> float:
+    """How long a process that was asked to leave may wait for its peers, in seconds; infinite while it does not."""
+    if reading.waiting is Waiting.NO:
+        return float("inf")
+    slowest = max([reading.first_step_seconds, *(length for length, _ in reading.steps)])
+    return max(_SHORTEST_PATIENCE_SECONDS, _PATIENT_STEPS * slowest)
+
+
+def _leave(code: ExitCode, sentence: str) -> NoReturn:
+    exits.say(sentence)
+    exits.leave(code)

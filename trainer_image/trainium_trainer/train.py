@@ -9,28 +9,35 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.backends.native import NativeBackend
+from trainium_contract.messages import AlertKind
+from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.data.loader import Loader, samples_at
-from trainium_trainer.data.packing import open_tokens
+from trainium_trainer.data.loader import Share, validation_batches
+from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.streaming import open_loader
+from trainium_trainer.data.tokenizer import digest_of
 from trainium_trainer.exits import NumericalError, UserError
+from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
-from trainium_trainer.monitor.throughput import Throughput
-from trainium_trainer.monitor.writers import Recorder, step_record
+from trainium_trainer.monitor.pulse import Activity
+from trainium_trainer.monitor.watch import Device, Past, Watch, read_past
+from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.backends.base import Backend
+    from trainium_trainer.backends.base import Backend, Mesh, StepOutcome
     from trainium_trainer.config import Settings
+    from trainium_trainer.data.loader import Loader
+    from trainium_trainer.data.opening import Data
+    from trainium_trainer.monitor.watch import Alert
     from trainium_trainer.stop import StopRequest
 
 _log = logging.getLogger("trainium.train")
@@ -61,9 +68,11 @@ class Run:
 
     config: TrainingConfig
     backend: Backend
+    data: Data
     loader: Loader
     manager: CheckpointManager
     recorder: Recorder
+    watch: Watch
     progress: ProgressWriter
     position: Position
     stopwatch: Stopwatch
@@ -74,6 +83,7 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     """Train until the last step, a request to leave, or an error. Raises what `exits` knows."""
     launch = settings.launch
     progress = ProgressWriter(launch.progress_file, generation=launch.generation, attempt=launch.attempt)
+    stop.guard(progress.pulse)
     try:
         run = start(settings, progress, stop)
         code = loop(run)
@@ -93,12 +103,13 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     """Open the data, meet the other ranks, build the state and find where to go on. Collective."""
     config, launch = settings.config, settings.launch
     stopwatch = Stopwatch()
-    # Data first: what is wrong with it is found before a device or a process group is touched.
-    tokens = open_tokens(config.data)
+    # What is wrong with packages, devices or data is found before a device or a process group is touched.
+    choice = find_backend(settings)
+    data = open_data(config.data, config.batch.global_size)
     stopwatch.lap("data")
-    backend: Backend = NativeBackend(settings)
+    backend = make_backend(choice, settings, progress.pulse)
     stopwatch.lap("process group")
-    if launch.world_size > 1 and not backend.agree(tokens.fingerprint):
+    if launch.world_size > 1 and not backend.agree(data.fingerprint):
         raise UserError(
             f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
             "run the same image, or set one data.cacheDirectory on shared storage"
@@ -111,79 +122,96 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         mesh=backend.mesh,
         generation=launch.generation,
         memory_directory=launch.memory_directory,
-        config_digest=settings.digest(tokens.identity),
+        settings=settings.fixed(data.identity, digest_of(data.tokenizer)),
         run=launch.run_id,
     )
-    position = manager.resume()
+    progress.pulse.enter(Activity.LOAD)
+    with progress.pulse.work_with_collectives:
+        position = manager.resume()
     if position is None:
         backend.initialize(config.seed)
         position = Position(step=0, samples=0, tokens=0)
     stopwatch.lap("state")
     _report_warnings(manager, progress, 0)
     mesh = backend.mesh
-    root = Path(config.checkpoint.path)
+    root = Path(config.checkpoint.records)
     if mesh.rank == 0:
         Recorder.rewind(root, position.step)
-        _mend_history(config, root, position, tokens.num_samples)
+    watch = _watch(settings, root, mesh)
+    if mesh.rank == 0:
+        _mend_history(config, root, position, data, watch)
     if config.monitor.record_samples and mesh.world_size > 1:
         backend.barrier()  # nobody appends to a file that rank 0 still shortens
     recorder = Recorder(
         root,
         rank=mesh.rank,
-        dp_rank=mesh.dp_rank if mesh.tp_rank == 0 else None,
+        dp_rank=mesh.dp_rank if mesh.counts_samples else None,
         tensorboard=config.monitor.tensorboard,
         record_samples=config.monitor.record_samples,
         resume_step=position.step,
     )
-    loader = Loader(
-        tokens,
-        seed=config.data.seed,
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+    loader = open_loader(
+        data,
+        Share(
+            global_size=config.batch.global_size,
+            micro_size=config.batch.micro_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+        ),
+        ahead=config.data.prefetch_steps,
+        notes=root / "data",
+        writes=mesh.counts_samples,
     )
     stopwatch.lap("files")
     progress.resumed(position.step, tokens=position.tokens, samples=position.samples)
     progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     _log.info(
-        "%s; %s parameters, data parallel %d, tensor parallel %d, step %d from %s",
+        "%s; %s parameters, data parallel %d, tensor parallel %d, pipeline %d, step %d from %s",
         stopwatch.line(),
         f"{settings.shape.num_parameters:,}",
         mesh.dp_size,
         mesh.tp_size,
+        mesh.pp_size,
         position.step,
         manager.resumed_from,
     )
-    return Run(config, backend, loader, manager, recorder, progress, position, stopwatch, stop)
+    return Run(config, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop)
 
 
-def _mend_history(config: TrainingConfig, root: Path, position: Position, num_samples: int) -> None:
+def _watch(settings: Settings, root: Path, mesh: Mesh) -> Watch:
+    """The monitors, as the history below `root` leaves them."""
+    config = settings.config
+    peak = config.monitor.peak_tflops
+    return Watch(
+        config.monitor,
+        read_past(root, config.monitor.spike_window) if mesh.rank == 0 else Past(),
+        Device(mesh.device, mesh.world_size, peak_flops(mesh.device) if peak is None else peak * 1e12),
+        flops_per_token=flops_per_token(settings.shape, config.data.sequence_length),
+    )
+
+
+def _mend_history(config: TrainingConfig, root: Path, position: Position, data: Data, watch: Watch) -> None:
     """Write what a rank that was lost right after the resumed step did not get to write of it."""
     if position.loss is None or position.grad_norm is None:
         return
-    batch = config.batch.global_size
-    Recorder.mend(
-        root,
-        step_record(
+    if Recorder.lacks(root, position.step):
+        figures, _ = watch.step(
             step=position.step,
             loss=position.loss,
             grad_norm=position.grad_norm,
             learning_rate=learning_rate(config, position.step - 1),
             tokens=position.tokens,
             samples=position.samples,
-            seconds=None,
-        ),
-        samples=samples_at(position.samples - batch, batch, num_samples=num_samples, seed=config.data.seed)
-        if config.monitor.record_samples
-        else (),
-    )
+        )
+        Recorder.mend(root, figures)
+    if config.monitor.record_samples:
+        batch = config.batch.global_size
+        Recorder.mend_samples(root, position.step, data.training.numbers(position.samples - batch, batch))
 
 
 def loop(run: Run) -> ExitCode:
     """Steps until the last one or until any rank is asked to leave. Collective."""
-    config, manager = run.config, run.manager
-    throughput = Throughput()
+    config, manager, pulse = run.config, run.manager, run.progress.pulse
     skipped = 0
     warned = len(manager.warnings)
     began = last_line = time.perf_counter()
@@ -193,82 +221,117 @@ def loop(run: Run) -> ExitCode:
         batch = run.loader.batch_at(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
-        manager.before_update()
+        with pulse.saving:
+            manager.before_update()
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-        norm = run.backend.gradient_norm(totals.tokens)
         rate = learning_rate(config, step - 1)
-        finite = math.isfinite(totals.loss) and math.isfinite(norm)
-        if finite:
-            skipped = 0
-            clip = min(1.0, config.optimizer.clip_norm / (norm + 1e-6))
-            run.backend.update(learning_rate=rate, gradient_scale=clip / totals.tokens)
-        else:
-            skipped += 1
-            _refuse_non_finite(config, step, totals.loss, norm, skipped)
-            run.backend.discard()
+        done = run.backend.step(tokens=totals.tokens, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
+        skipped = 0 if done.applied else skipped + 1
+        if not done.applied:
+            _skip(run, step, done, skipped)
         run.position = Position(
             step=step,
             samples=run.position.samples + config.batch.global_size,
-            tokens=run.position.tokens + totals.tokens * finite,
-            loss=totals.loss,
-            grad_norm=norm,
+            tokens=run.position.tokens + totals.tokens * done.applied,
+            loss=done.loss,
+            grad_norm=done.gradient_norm,
         )
+        last = step == config.steps
         now = time.perf_counter()
         seconds, began = now - began, now
-        speed = throughput.add(totals.tokens, seconds)
-        run.recorder.samples(step, batch.samples)
-        run.recorder.step(
+        figures, alerts = run.watch.step(
             step=step,
-            loss=totals.loss,
-            grad_norm=norm,
+            loss=done.loss,
+            grad_norm=done.gradient_norm,
             learning_rate=rate,
             tokens=run.position.tokens,
             samples=run.position.samples,
+            new_tokens=totals.tokens,
             seconds=seconds,
-            tokens_per_second=speed,
+            parameter_norm=_parameter_norm(run, step),
+            validation_loss=None if totals.stop and not last else _validation_loss(run, step),
         )
-        if finite:
-            manager.after_step(run.position, totals.votes)
-        run.progress.step_done(
-            step=step,
-            loss=totals.loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=run.position.tokens,
-            samples=run.position.samples,
-            seconds=seconds,
-            tokens_per_second=speed,
-        )
+        began += time.perf_counter() - now  # measurements are no part of the next step
+        with pulse.saving:  # these write to storage or copy the state
+            run.recorder.samples(step, batch.samples)
+            run.recorder.step(figures)
+            if done.applied:
+                manager.after_step(run.position, totals.votes)
+        run.progress.step_done(figures, seconds=seconds)
+        _tell(run, step, alerts)
         run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
         warned = _report_warnings(manager, run.progress, warned)
-        last = step == config.steps
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
-            _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, config.steps, totals.loss, speed)
+            _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, config.steps, done.loss, figures.tokens_per_second)
         if totals.stop and not last:
             return _leave(run, memory_ends=totals.memory_ends)
-    manager.finish(run.position)
+    run.stop.agreed()
+    with pulse.saving:
+        manager.finish(run.position)
     run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
 
 
+def _parameter_norm(run: Run, step: int) -> float | None:
+    """The norm of all parameters where it is due. Collective."""
+    every = run.config.monitor.parameter_norm_steps
+    return run.backend.parameter_norm() if every and step % every == 0 else None
+
+
+def _validation_loss(run: Run, step: int) -> float | None:
+    """The loss on what is held back, where it is due. Collective."""
+    data, config, mesh = run.data.validation, run.config, run.backend.mesh
+    if data is None or config.data.validation is None:
+        return None
+    if step % config.data.validation.every_steps and step != config.steps:
+        return None
+    with run.progress.pulse.measuring:
+        batches = validation_batches(
+            data, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, micro_size=config.batch.micro_size
+        )
+        loss = run.backend.evaluate(batches)
+    if mesh.rank == 0:
+        _log.info("step %d: validation loss %.4f on %d samples", step, loss, data.num_samples)
+    return loss
+
+
+def _tell(run: Run, step: int, alerts: tuple[Alert, ...]) -> None:
+    """Pass on what the monitors of rank 0 have found: only they know the whole history."""
+    if run.backend.mesh.rank == 0:
+        for alert in alerts:
+            _log.warning("%s", alert.sentence)
+            run.progress.alert(alert.kind, step, alert.sentence)
+
+
 def _leave(run: Run, *, memory_ends: bool) -> ExitCode:
     """Save as every rank agreed, and say so. Collective."""
-    run.manager.yield_(run.position, memory_ends=memory_ends)
+    run.stop.agreed()
+    with run.progress.pulse.saving:
+        run.manager.yield_(run.position, memory_ends=memory_ends)
     run.progress.checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
     _log.info("asked to leave: saved step %d", run.position.step)
     return ExitCode.YIELDING
 
 
-def _refuse_non_finite(config: TrainingConfig, step: int, loss: float, norm: float, skipped: int) -> None:
-    """Raise NumericalError when more steps in a row were skipped than the configuration bears."""
-    if skipped > config.non_finite_tolerance:
-        raise NumericalError(
-            f"step {step}: loss is {loss}, gradient norm is {norm}, {skipped} such in a row "
-            f"(nonFiniteTolerance is {config.non_finite_tolerance}): lower optimizer.learningRate, or look at the "
-            "samples of this step (monitor.recordSamples)"
+def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
+    """Say that a step was skipped; NumericalError when that were more in a row than the configuration bears."""
+    tolerance = run.config.non_finite_tolerance
+    found = f"step {step}: loss is {done.loss}, gradient norm is {done.gradient_norm}"
+    if done.culprits:
+        found += (
+            f" (not finite on this rank: {len(done.culprits)} gradients, nearest to the loss that of "
+            f"{done.culprits[-1]})"
         )
-    _log.warning("step %d: loss is %s, gradient norm is %s: skipped", step, loss, norm)
+    if skipped > tolerance:
+        raise NumericalError(
+            f"{found}, {skipped} such in a row (nonFiniteTolerance is {tolerance}): lower optimizer.learningRate, or "
+            "look at the samples of this step (monitor.recordSamples)"
+        )
+    _log.warning("%s: skipped", found)
+    if run.backend.mesh.rank == 0:
+        sentence = f"{found}: skipped, {skipped} of at most {tolerance} in a row"
+        run.progress.alert(AlertKind.STEP_SKIPPED, step, sentence)
 
 
 def _report_warnings(manager: CheckpointManager, progress: ProgressWriter, already: int) -> int:

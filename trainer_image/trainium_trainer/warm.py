@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainium_contract.trainer import DataConfig, DataParallelMode, TrainingConfig
 from trainium_trainer.exits import TrainerError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer_data import DataConfig
 
 _ALWAYS = (
     "trainium_trainer.cli",
     "trainium_trainer.train",
-    "trainium_trainer.data.packing",
+    "trainium_trainer.backends.native",
+    "trainium_trainer.data.opening",
     "trainium_trainer.data.python_docs",
 )
 _DIVIDED = (
@@ -28,6 +37,7 @@ _DIVIDED = (
     "trainium_trainer.models.parallel_plan",
 )
 _ACCELERATORS = ("nvidia[0-9]*", "neuron[0-9]*", "kfd")
+_PIPELINE = ("trainium_trainer.backends.pipeline",)
 _SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded")
 
 
@@ -38,14 +48,16 @@ def warm(config_path: str | None = None) -> None:
     config = _configuration(config_path)
     if config is None or config.parallelism.tensor > 1:
         _import(_DIVIDED)
-    if config is None or config.data_parallel is DataParallelMode.FULLY_SHARDED:
+    if config is None or config.parallelism.pipeline > 1:
+        _import((*_DIVIDED, *_PIPELINE))
+    if config is None or config.data_parallel.is_sharded:
         _import(_DIVIDED + _SHARDED)
     from trainium_trainer.checkpoint import manager  # noqa: PLC0415 - this function is the place for slow imports
 
     manager.warm()
     _first_step()
     if config is not None:
-        _prepare_data(config.data)
+        _prepare_data(config.data, config.batch.global_size)
 
 
 def _configuration(path: str | None) -> TrainingConfig | None:
@@ -57,19 +69,49 @@ def _configuration(path: str | None) -> TrainingConfig | None:
         return None
 
 
-def _prepare_data(config: DataConfig) -> None:
-    """Tokenise what is not in the cache yet; a data set from the hub waits for a rank, since its library is heavy."""
-    from trainium_trainer.data.documents import HubDataset, open_source  # noqa: PLC0415 - as above
-    from trainium_trainer.data.packing import open_tokens  # noqa: PLC0415
+def _prepare_data(config: DataConfig, global_size: int) -> None:
+    """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
+    from trainium_trainer.data.cache import sources_of  # noqa: PLC0415 - as above
+    from trainium_trainer.data.documents import is_data_set  # noqa: PLC0415
+    from trainium_trainer.data.files import S3  # noqa: PLC0415
+    from trainium_trainer.data.opening import open_data  # noqa: PLC0415
 
-    with contextlib.suppress(TrainerError):  # the rank will say so
-        if not isinstance(open_source(config.source, config.text_field), HubDataset):
-            open_tokens(config)
+    held = config.validation.source if config.validation is not None else None
+    names = [name for name, _, _ in sources_of(config)] + ([held] if held else [])
+    if any(name.startswith(S3) or is_data_set(name) for name in names):
+        return
+
+    def prepare() -> None:
+        with contextlib.suppress(TrainerError):  # the rank will say so
+            open_data(config, global_size)
+
+    _import(_in_a_child(prepare))
+
+
+def _in_a_child(work: Callable[[], None]) -> tuple[str, ...]:
+    """Do some work in a process of its own, whose threads (Arrow's, for instance) end with it; what it imported."""
+    read_end, write_end = os.pipe()
+    known = set(sys.modules)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(read_end)
+            work()
+            new = [name for name in sys.modules if name not in known and "." not in name]
+            os.write(write_end, "\n".join(new).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, encoding="utf-8") as pipe:
+        names = tuple(pipe.read().split())
+    os.waitpid(pid, 0)
+    return names
 
 
 def _import(names: tuple[str, ...]) -> None:
     for name in names:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # made up by a library, or not there: the rank meets it if it needs it
+            importlib.import_module(name)
 
 
 def _first_step() -> None:
@@ -81,8 +123,9 @@ def _first_step() -> None:
         return
     import torch  # noqa: PLC0415 - as above
 
-    from trainium_contract.trainer import ModelConfig  # noqa: PLC0415
-    from trainium_trainer.models.llama import Llama, loss_sum  # noqa: PLC0415
+    from trainium_contract.trainer_model import ModelConfig  # noqa: PLC0415
+    from trainium_trainer.models.llama import Llama  # noqa: PLC0415
+    from trainium_trainer.models.loss import loss_sum  # noqa: PLC0415
     from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415
 
     state = torch.random.get_rng_state()

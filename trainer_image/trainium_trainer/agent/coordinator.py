@@ -38,6 +38,8 @@ _Message = TypeVar("_Message", bound=BaseModel)
 _log = logging.getLogger(__name__)
 _REQUEST_SECONDS = 3.0
 _POLL_SECONDS = 25.0
+_BEAT_SPREAD = (0.9, 1.1)
+"""Of the interval: a thousand agents that were answered at the same moment must not stay in step for ever."""
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 3.0
 _STABLE_SECONDS = 5.0
@@ -184,12 +186,15 @@ class CoordinatorClient:
         heartbeat: Callable[[], HeartbeatRequest],
         on_membership: Callable[[Membership], None],
         on_acknowledged: Callable[[HeartbeatRequest], None],
+        on_welcome: Callable[[float, float, float], None] = lambda _theirs, _asked, _answered: None,
     ) -> None:
+        """`on_welcome(the coordinator's time or 0, our time before and after)` follows each registration."""
         self._settings = settings
         self._coordinator = Coordinator(settings)
         self._heartbeat = heartbeat
         self._on_membership = on_membership
         self._on_acknowledged = on_acknowledged
+        self._on_welcome = on_welcome
         self._register = RegisterRequest(
             namespace=settings.namespace,
             job=settings.job,
@@ -241,6 +246,7 @@ class CoordinatorClient:
         for address in addresses:
             # The second try is for a certificate authority that was rotated since the first.
             for _ in range(2):
+                asked = time.time()
                 try:
                     welcome = await self._coordinator.request(
                         address, messages.REGISTER_PATH, RegisterResponse, body=self._register
@@ -252,6 +258,7 @@ class CoordinatorClient:
                 else:
                     if welcome is not None:
                         self._answered()
+                        self._on_welcome(welcome.time, asked, time.time())
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
                         return address, welcome
         raise CoordinatorUnavailableError(sentence)
@@ -291,7 +298,7 @@ class CoordinatorClient:
                 if answer is not None and answer.generation > self._known_generation:
                     self._poll_again.set()
             try:
-                await asyncio.wait_for(self._news.wait(), seconds)
+                await asyncio.wait_for(self._news.wait(), seconds * random.uniform(*_BEAT_SPREAD))  # noqa: S311
             except TimeoutError:
                 continue
             # Let a burst of news, and a dying rank's last lines, go into one message.

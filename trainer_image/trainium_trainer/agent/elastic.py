@@ -16,7 +16,6 @@ import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import (
@@ -29,17 +28,26 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from trainium_contract.exit_codes import Cause, ExitCode, Response, verdict_of
+from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.health import PreflightCheck
 from trainium_contract.messages import Membership, WorkerPhase
 from trainium_trainer.agent.generation_store import GenerationStore, StateWatcher, StoreLostError
-from trainium_trainer.agent.policy import Decision, GenerationState, after_yield, judge
+from trainium_trainer.agent.hang import Finding, Kind, after_hang
+from trainium_trainer.agent.hang_response import HangResponse
+from trainium_trainer.agent.orders import Order, Outcome
+from trainium_trainer.agent.pair_round import FoundBadError, PairRound
+from trainium_trainer.agent.pairing import noted
+from trainium_trainer.agent.policy import Decision, GenerationState, Judgement, after_yield, judge
 from trainium_trainer.agent.processes import RankProcess
 from trainium_trainer.agent.ranks import LocalRanks
 from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterruptedError
+from trainium_trainer.agent.roll import Roll
+from trainium_trainer.agent.signs import weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_trainer.agent.hang import Calibration
     from trainium_trainer.agent.report import Report
     from trainium_trainer.agent.settings import AgentSettings
     from trainium_trainer.agent.standby_keeper import StandbyKeeper
@@ -48,30 +56,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _YIELD_PATIENCE_SECONDS = 5.0
-_FAREWELL_SECONDS = 5.0
-_ORPHANED_SECONDS = 30.0
 _RECONNECT_SECONDS = 0.2
-
-
-class Order(IntEnum):
-    """How the agent is told to leave a generation; a higher one overrides a lower one."""
-
-    NONE = 0
-    GRACEFUL = 1
-    """A newer generation; let the ranks save first."""
-    TERMINATE = 2
-    """The pod is ending; let the ranks save first."""
-    IMMEDIATE = 3
-    """A newer generation; kill the ranks."""
-
-
-class Outcome(StrEnum):
-    """How a generation ended on this pod."""
-
-    FINISHED = "Finished"
-    """Every rank of every member ended with code 0."""
-    LEFT = "Left"
-    """As ordered; no rank is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +66,13 @@ class _StateChanged:
 
 class _Nudge:
     """Something else changed: look around."""
+
+
+class _Overdue:
+    """A local rank stands still for longer than it may."""
+
+
+_Event = RankProcess | _StateChanged | _Nudge | _Overdue
 
 
 class GenerationAgent(SimpleElasticAgent):
@@ -93,17 +85,18 @@ class GenerationAgent(SimpleElasticAgent):
         node_rank: int,
         keeper: StandbyKeeper,
         report: Report,
+        calibration: Calibration,
     ) -> None:
         self._settings = settings
         self._membership = membership
         self._generation = membership.generation
         self._node_rank = node_rank
         self._report = report
-        self._events: queue.SimpleQueue[RankProcess | _StateChanged | _Nudge] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._order = Order.NONE
         self._superseded_by = 0
         self._yield_reported_at = 0.0
-        self._store_seen_at = 0.0
+        self._roll = Roll(lambda: self._shared, node_rank, len(membership.members))
         self.outcome = Outcome.LEFT
         self.yielded = False
         """The ranks ended with code 75 when this pod left."""
@@ -114,6 +107,11 @@ class GenerationAgent(SimpleElasticAgent):
             initial=GenerationState(best_step=report.best_step),
             interrupted=lambda: self._order is not Order.NONE,
             waiting_for=report.wait_for,
+            pair_round=PairRound(
+                settings, membership, node_rank, keeper, interrupted=self._stop_when_ordered, report=report.checked
+            )
+            if PreflightCheck.PAIRWISE in settings.checks
+            else None,
         )
         self._watcher = StateWatcher(
             membership,
@@ -126,6 +124,16 @@ class GenerationAgent(SimpleElasticAgent):
             generation=membership.generation,
             run_id=self._rendezvous_handler.get_run_id(),
             on_exit=self._events.put,
+        )
+        self._hangs = HangResponse(
+            settings,
+            membership,
+            node_rank,
+            ranks=self._ranks,
+            report=report,
+            calibration=calibration,
+            store=lambda: self._shared,
+            on_overdue=lambda: self._events.put(_Overdue()),
         )
         super().__init__(
             WorkerSpec(
@@ -160,6 +168,7 @@ class GenerationAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002
         self._watcher.stop()
+        self._hangs.stop()
         self._ranks.kill()
         self._rendezvous_handler.shutdown()
 
@@ -174,18 +183,22 @@ class GenerationAgent(SimpleElasticAgent):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002
         self._report.enter(WorkerPhase.JOINING, attempt=0)
         self._watcher.start()
+        self._hangs.start()
         self._until_interrupted(lambda: self._initialize_workers(self._worker_group))
         while True:
             self._leave_when_ordered()
             event = self._next_event()
             if isinstance(event, _StateChanged):
                 self._follow(event.state)
+            elif isinstance(event, _Overdue):
+                self._with_store(lambda: self._hangs.ask(self._attempt))
             elif isinstance(event, RankProcess) and event.attempt == self._attempt and not event.asked:
                 self._exited(event)
             elif self._report.phase is WorkerPhase.YIELDED:
                 self._restart_when_nobody_calls()
-            if self._report.phase is WorkerPhase.FINISHED and self._all_finished():
-                self._farewell()
+            self._end_what_hangs()
+            if self._report.phase is WorkerPhase.FINISHED and self._roll.all_finished(self._attempt):
+                self._roll.part()
                 self.outcome = Outcome.FINISHED
                 return RunResult(
                     state=WorkerState.SUCCEEDED,
@@ -202,8 +215,8 @@ class GenerationAgent(SimpleElasticAgent):
     def _shared(self) -> GenerationStore:
         return self._rendezvous_handler.store
 
-    def _next_event(self) -> RankProcess | _StateChanged | _Nudge:
-        waiting = self._report.phase in (WorkerPhase.FINISHED, WorkerPhase.YIELDED)
+    def _next_event(self) -> _Event:
+        waiting = self._hangs.concluding or self._report.phase in (WorkerPhase.FINISHED, WorkerPhase.YIELDED)
         try:
             return self._events.get(timeout=_POLL_SECONDS if waiting else None)
         except queue.Empty:
@@ -211,11 +224,19 @@ class GenerationAgent(SimpleElasticAgent):
 
     def _follow(self, state: GenerationState) -> None:
         """Another agent changed the shared state."""
+        hung = state.cause is Cause.HANG and state.attempt == self._attempt + 1
         if state.stopped is not None:
+            if state.stopped == ExitCode.HUNG and self._report.phase is not WorkerPhase.FAILED:
+                self._end_attempt(self._finding(), state)
             self._stop()
         elif state.attempt > self._attempt and self._report.phase is not WorkerPhase.FAILED:
+            if hung:
+                self._end_attempt(self._finding(), state)
+                return
             cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
             self._restart(state.attempt, cause, time.time())
+        elif state.attempt == self._attempt and self._ranks.alive:
+            self._quietly(lambda: self._hangs.answer(state))
 
     def _exited(self, process: RankProcess) -> None:
         code = process.exit_code
@@ -232,36 +253,99 @@ class GenerationAgent(SimpleElasticAgent):
         self._decide(self._worst(process))
 
     def _worst(self, process: RankProcess) -> RankProcess:
-        """The exit to decide by: of those at the same moment, one that forbids a restart."""
+        """The exit to decide by: of those at the same moment, the one that asks for most."""
+        ended = [process]
         for other in self._ranks:
             if other is not process and not other.asked and other.exit_code not in (0, ExitCode.YIELDING):
                 self._report.failed(self._generation, other)
-                if verdict_of(other.exit_code or 0).response is Response.STOP:
-                    process = other
-        return process
+                ended.append(other)
+        return ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._report.signs.meaning(each)))
 
     def _decide(self, process: RankProcess) -> None:
         code, attempt = process.exit_code or 0, process.attempt
+        diagnosis = self._report.signs.diagnose(process)
         best_step, limit = self._report.best_step, self._settings.max_in_place_restarts
 
-        def judged(state: GenerationState) -> GenerationState:
-            return judge(code, attempt, best_step, state, limit).state
+        def judged(state: GenerationState) -> Judgement:
+            verdict, seen_before = diagnosis.verdict, diagnosis.seen_before
+            return judge(code, attempt, best_step, state, limit, verdict=verdict, seen_before=seen_before)
 
         while True:
             try:
-                judgement = judge(code, attempt, best_step, self._shared.state(), limit)
-                after = self._shared.change(judged)
+                judgement = judged(self._shared.state())
+                after = self._shared.change(lambda state: noted(state, judged(state).state))
                 break
             except StoreLostError as loss:
                 self._await_store(loss)
         if after.stopped is not None or judgement.decision is Decision.WITHDRAW:
-            _log.error("giving up in place: rank %d ended with code %d", process.rank, code)
-            self._report.give_up()
+            _log.error(
+                "giving up in place: rank %d ended with code %d (%s)", process.rank, code, diagnosis.verdict.sentence
+            )
+            self._report.give_up(process)
             return
         if judgement.backoff_seconds:
             self._report.enter(WorkerPhase.JOINING)
             self._pause(judgement.backoff_seconds)
-        self._restart(after.attempt, verdict_of(code).cause, process.ended_at)
+        self._restart(after.attempt, diagnosis.verdict.cause, process.ended_at)
+
+    def _withdraw(self, finding: FoundBadError) -> None:
+        """Leave the generation with a verdict about this node; the others wait for its replacement."""
+        _log.error("giving up in place: %s", finding)
+        code, attempt, best_step = finding.code, self._attempt, self._report.best_step
+        self._quietly(lambda: self._shared.change(lambda state: judge(code, attempt, best_step, state, 0).state))
+        self._report.give_up_with(code, str(finding))
+
+    # Standstills.
+
+    def _finding(self) -> Finding:
+        return self._quietly(lambda: self._hangs.published(self._attempt)) or Finding(Kind.COLLECTIVE)
+
+    def _end_what_hangs(self) -> None:
+        """End the attempt when the agents have found that it hangs."""
+        if not self._hangs.concluding:
+            return
+        finding = self._with_store(lambda: self._hangs.conclude(self._attempt))
+        if finding is None:
+            return
+        after = self._with_store(lambda: self._shared.change(self._judged(finding)))
+        if after is not None:
+            self._end_attempt(finding, after)
+
+    def _judged(self, finding: Finding) -> Callable[[GenerationState], GenerationState]:
+        attempt, best_step, limit = self._attempt, self._report.best_step, self._settings.max_in_place_restarts
+        return lambda state: after_hang(finding, attempt, best_step, state, limit)
+
+    def _end_attempt(self, finding: Finding, after: GenerationState) -> None:
+        """Tell what stood still here, end the ranks, and go on with the next attempt unless there is none."""
+        cause, failed_at = self._hangs.end_attempt(finding, self._generation)
+        self._ranks.kill()
+        if after.stopped is None:
+            self._restart(after.attempt, cause, failed_at)
+        elif cause is Cause.HANG and finding.kind is Kind.STUCK:
+            self._report.give_up()
+        else:
+            self._stop()
+
+    def _with_store(self, operation: Callable[[], _T]) -> _T | None:
+        """Consult the others about a standstill.
+
+        None when their store is gone: then the ranks, which stand still anyway, are ended here too, and the next
+        attempt, or a newer generation, is waited for.
+        """
+        try:
+            return operation()
+        except StoreLostError as loss:
+            self._ranks.kill()
+            self._await_store(loss)
+        while True:
+            try:
+                after = self._shared.change(self._judged(Finding(Kind.SILENT)))
+                break
+            except StoreLostError as loss:
+                self._await_store(loss)
+        if after.stopped is None:
+            self._restart(after.attempt, Cause.HANG, time.time())
+        return None
 
     def _await_store(self, loss: StoreLostError) -> None:
         """Try once more to reach the store. Raises RendezvousInterruptedError when told to leave instead."""
@@ -275,6 +359,7 @@ class GenerationAgent(SimpleElasticAgent):
 
     def _restart(self, attempt: int, cause: Cause, failed_at: float) -> None:
         """Begin the next attempt; to a pod whose own ranks did not fail the cause is a lost peer."""
+        self._hangs.forget()
         self._report.observe()
         self._report.restarting(self._generation, attempt, cause, failed_at)
         self._until_interrupted(lambda: self._restart_workers(self._worker_group))
@@ -291,37 +376,14 @@ class GenerationAgent(SimpleElasticAgent):
         finished = self._ranks.all_ended_with(ExitCode.FINISHED)
         self._report.observe()
         self._report.enter(WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED)
-        self._yield_reported_at = self._store_seen_at = time.monotonic()
-        self._quietly(lambda: self._shared.count(self._shared.key(self._attempt, self._report.phase), 1))
-
-    def _all_finished(self) -> bool:
-        if not self._shared.connected:
-            self._quietly(self._shared.connect)
-        if self._shared.connected:
-            self._store_seen_at = time.monotonic()
-            return self._counted(WorkerPhase.FINISHED) == len(self._membership.members)
-        # Node 0 leaves once all are finished; had it been lost instead, a newer generation would have come by now.
-        return time.monotonic() > self._store_seen_at + _ORPHANED_SECONDS
-
-    def _farewell(self) -> None:
-        """Node 0 hosts the store, so it stays until the others have seen that all are finished."""
-        key, others = self._shared.key("left"), len(self._membership.members) - 1
-        if self._node_rank != 0:
-            self._quietly(lambda: self._shared.count(key, 1))
-            return
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < deadline and (self._quietly(lambda: self._shared.count(key)) or 0) < others:
-            time.sleep(_POLL_SECONDS)
-
-    def _counted(self, phase: WorkerPhase) -> int:
-        count = self._quietly(lambda: self._shared.count(self._shared.key(self._attempt, phase)))
-        return count or 0
+        self._yield_reported_at = time.monotonic()
+        self._roll.sign(self._attempt, self._report.phase)
 
     def _restart_when_nobody_calls(self) -> None:
         """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
         if time.monotonic() < self._yield_reported_at + _YIELD_PATIENCE_SECONDS:
             return
-        if self._counted(WorkerPhase.YIELDED) + self._counted(WorkerPhase.FINISHED) < len(self._membership.members):
+        if not self._roll.all_signed(self._attempt):
             return
         state = self._quietly(self._shared.state)
         if state is None or state.leaving or state.superseded > self._generation:
@@ -375,6 +437,10 @@ class GenerationAgent(SimpleElasticAgent):
 
     # Small things.
 
+    def _stop_when_ordered(self) -> None:
+        if self._order is not Order.NONE:
+            raise RendezvousInterruptedError("told to leave")
+
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._order is Order.NONE:
@@ -388,6 +454,8 @@ class GenerationAgent(SimpleElasticAgent):
             if self._order is not Order.NONE:
                 self._leave_when_ordered()
             self._stop()
+        except FoundBadError as finding:
+            self._withdraw(finding)
 
     def _quietly(self, operation: Callable[[], _T]) -> _T | None:
         try:

@@ -4,29 +4,32 @@ Every agent hosts one such server for the life of its pod, on the port that it r
 the server of its node rank 0, with its number in front of every key. The ranks have a store of their own, fresh for
 each attempt, so that nothing of an earlier attempt can be read by accident.
 
-Invariants: the shared state changes only by compare-and-set; no call blocks longer than `OPERATION_SECONDS`; every
-failure to reach the server is StoreLostError.
+Invariants: the shared state changes only by compare-and-set; no call blocks longer than `OPERATION_SECONDS`, whatever
+the server's host does; every failure to reach the server is StoreLostError.
 """
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from trainium_trainer.agent.policy import GenerationState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from trainium_contract.messages import Membership
 
+_T = TypeVar("_T")
 OPERATION_SECONDS = 5.0
+_HURRIED_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
 _CONNECT_SECONDS = 1.0
 _RANK_STORE_SECONDS = 300.0
 _BACKLOG = 1024
@@ -36,12 +39,50 @@ class StoreLostError(ConnectionError):
     """The agent that hosts the store cannot be reached."""
 
 
-@contextmanager
-def _lost_on_error() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise StoreLostError(str(error).partition("\n")[0]) from error
+class _Line:
+    """Makes the blocking calls on one connection in a thread of its own, which is left behind when one never returns.
+
+    The library's time-outs do not hold when the server's host hangs: it then waits, without any, for the server to
+    confirm that it gave up waiting.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_carry_out, args=(self._calls,), name="store-calls", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+    def call(self, operation: Callable[[], _T], patience: Callable[[], float]) -> _T:
+        """The operation's result. Raises StoreLostError when it fails, or takes longer than `patience` seconds."""
+        results: list[_T] = []
+        failures: list[Exception] = []
+        ended = threading.Event()
+
+        def carry() -> None:
+            try:
+                results.append(operation())
+            except Exception as error:  # noqa: BLE001 - it is raised in the thread that asked
+                failures.append(error)
+            ended.set()
+
+        self._calls.put(carry)
+        began = time.monotonic()
+        while not ended.wait(_LOOK_SECONDS):
+            if time.monotonic() - began > patience():
+                raise StoreLostError("the host of the generation's store does not answer")
+        if not failures:
+            return results[0]
+        if isinstance(failures[0], (RuntimeError, OSError)):
+            raise StoreLostError(str(failures[0]).partition("\n")[0]) from failures[0]
+        raise failures[0]
+
+
+def _carry_out(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Knows the queue alone, so that a line that nobody holds any more ends its thread."""
+    while (call := calls.get()) is not None:
+        call()
+        del call
 
 
 def serve_store(address: str, port: int = 0, *, seconds: float = OPERATION_SECONDS) -> TCPStore:
@@ -74,11 +115,14 @@ def serve_rank_store(address: str) -> TCPStore:
 class GenerationStore:
     """One agent's connection to its generation's store; each thread that uses it wants its own."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, hurried: Callable[[], bool] = lambda: False) -> None:
+        """`hurried()`: something else waits, so a server that does not answer is given up sooner."""
         host = membership.members[0]
         self._address = (host.pod_ip, host.rendezvous_port)
         self._prefix = f"generation/{membership.generation}"
+        self._hurried = hurried
         self._client: TCPStore | None = None
+        self._line: _Line | None = None
 
     @property
     def connected(self) -> bool:
@@ -94,17 +138,13 @@ class GenerationStore:
 
     def connect(self) -> None:
         """Connect, once and quickly. Raises StoreLostError."""
-        with _lost_on_error():
-            # The library's own client retries with long back-offs and prints a stack trace each time.
-            socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()
-            self._client = TCPStore(
-                self._address[0],
-                self._address[1],
-                None,
-                False,
-                timedelta(seconds=OPERATION_SECONDS),
-                wait_for_workers=False,
-            )
+        self._client = self._on_line(self._open)
+
+    def _open(self) -> TCPStore:
+        # The library's own client retries with long back-offs and prints a stack trace each time.
+        socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()
+        host, port = self._address
+        return TCPStore(host, port, None, False, timedelta(seconds=OPERATION_SECONDS), wait_for_workers=False)
 
     def key(self, *parts: object) -> str:
         """A key of this generation."""
@@ -112,28 +152,23 @@ class GenerationStore:
 
     def has(self, *keys: str) -> bool:
         """Whether all keys exist."""
-        with self._operation() as client:
-            return bool(client.check([*keys]))
+        return self._ask(lambda client: bool(client.check([*keys])))
 
     def set(self, key: str, value: str = "1") -> None:
         """Write a key."""
-        with self._operation() as client:
-            client.set(key, value)
+        self._ask(lambda client: client.set(key, value))
 
     def get(self, key: str) -> str:
         """Read a key that exists (waits for it otherwise)."""
-        with self._operation() as client:
-            return client.get(key).decode()
+        return self._ask(lambda client: client.get(key).decode())
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter; its value afterwards."""
-        with self._operation() as client:
-            return int(client.add(key, amount))
+        return self._ask(lambda client: int(client.add(key, amount)))
 
     def begin(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
-        with self._operation() as client:
-            client.compare_set(self.key("state"), "", state.encode())
+        self._ask(lambda client: client.compare_set(self.key("state"), "", state.encode()))
 
     def begun(self) -> bool:
         """Whether the shared state exists."""
@@ -151,21 +186,29 @@ class GenerationStore:
             wanted = step(GenerationState.decode(seen)).encode()
             if wanted == seen:
                 return GenerationState.decode(seen)
-            with self._operation() as client:
-                found = client.compare_set(key, seen, wanted).decode()
+            found = self._swap(key, seen, wanted)
             if found == wanted:
                 return GenerationState.decode(found)
             seen = found
 
-    @contextmanager
-    def _operation(self) -> Iterator[Store]:
+    def _swap(self, key: str, seen: str, wanted: str) -> str:
+        return self._ask(lambda client: client.compare_set(key, seen, wanted).decode())
+
+    def _ask(self, operation: Callable[[Store], _T]) -> _T:
         client = self.client
         try:
-            with _lost_on_error():
-                yield client
+            return self._on_line(lambda: operation(client))
         except StoreLostError:
             self._client = None
             raise
+
+    def _on_line(self, operation: Callable[[], _T]) -> _T:
+        """A line on which a call failed may be stuck, so the next call gets another."""
+        line = self._line or _Line()
+        self._line = None
+        result = line.call(operation, lambda: _HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS)
+        self._line = line
+        return result
 
 
 class StateWatcher:

@@ -12,11 +12,12 @@ import logging
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.agent import kernel
-from trainium_trainer.agent.preflight import preflight
+from trainium_trainer.agent.preflight import preflight, results
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ def run(settings: AgentSettings) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s agent %(message)s", stream=sys.stderr, force=True
     )
+    began = time.monotonic()
     findings = preflight(settings)
+    checked = results(settings, findings, time.monotonic() - began)
     for finding in findings:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
@@ -57,10 +60,10 @@ def run(settings: AgentSettings) -> int:
     from trainium_trainer.agent.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
 
     standby = Standby.fork(settings)
-    return asyncio.run(_supervise(settings, standby, findings))
+    return asyncio.run(_supervise(settings, standby, findings, checked))
 
 
-async def _supervise(settings: AgentSettings, standby: Any, findings: Any) -> int:
+async def _supervise(settings: AgentSettings, standby: Any, findings: Any, checked: Any) -> int:
     from trainium_trainer.agent.generation_store import serve_store  # noqa: PLC0415 - imports torch
     from trainium_trainer.agent.supervisor import Supervisor  # noqa: PLC0415 - imports torch
 
@@ -70,7 +73,7 @@ async def _supervise(settings: AgentSettings, standby: Any, findings: Any) -> in
         sys.stderr.write(f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror}).\n")
         standby.kill()
         return int(ExitCode.USER_ERROR)
-    return await Supervisor(settings, standby, store, _progress_reader()).run(findings)
+    return await Supervisor(settings, standby, store, _progress_reader()).run(findings, checked)
 
 
 def _progress_reader() -> Any:

@@ -10,7 +10,10 @@ import os
 import selectors
 import sys
 import threading
+import time
 from collections import deque
+
+from trainium_trainer.agent.runtime_status import RuntimeWords
 
 _LINES = 20
 _CHUNK = 1 << 16
@@ -23,6 +26,7 @@ class Tail:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix.encode()
         self.lines: deque[str] = deque(maxlen=_LINES)
+        self.runtime = RuntimeWords()
         self.partial = b""
         self.complete = threading.Event()
         """Set when everything that the rank wrote has been read."""
@@ -49,6 +53,7 @@ class Tail:
     def _line(self, line: bytes) -> bytes:
         if line.strip():
             self.lines.append(line.decode(errors="replace").rstrip())
+            self.runtime.read(line, time.time())
         return self.prefix + line + b"\n"
 
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
-from trainium_contract.exit_codes import Cause, Response, verdict_of
+from trainium_contract.exit_codes import Blame, Cause, Response, Verdict, verdict_of
 
 _FIRST_BACKOFF_SECONDS = 1.0
 _LONGEST_BACKOFF_SECONDS = 30.0
@@ -25,6 +25,8 @@ class GenerationState:
     """Restarts in place so far."""
     cause: Cause = Cause.RESIZE
     """Why the present attempt began."""
+    previous: Cause = Cause.RESIZE
+    """Why the attempt before it began."""
     fruitless: int = 0
     """Restarts in a row without a new completed step between them."""
     storage_failures: int = 0
@@ -41,6 +43,14 @@ class GenerationState:
     """A member's pod is ending, so only a newer generation can go on."""
     superseded: int = 0
     """A newer generation that some member has heard of."""
+    inquiry: int = 0
+    """Counts the times that an agent asked all others about ranks that stand still."""
+    asked_in: int = -1
+    """Attempt that the newest inquiry is about."""
+    asked_by: int = -1
+    """Node rank that collects its answers."""
+    unexplained: int = 0
+    """Collective failures and hangs without a culprit since the last pairwise test."""
 
     def encode(self) -> str:
         """As text."""
@@ -51,7 +61,8 @@ class GenerationState:
         """From text; fields that a newer agent added are ignored."""
         body = json.loads(text)
         known = {name: body[name] for name in GenerationState.__dataclass_fields__ if name in body}
-        return GenerationState(**{**known, "cause": Cause(known.get("cause", Cause.RESIZE))})
+        causes = {name: Cause(known.get(name, Cause.RESIZE)) for name in ("cause", "previous")}
+        return GenerationState(**{**known, **causes})
 
 
 class Decision(StrEnum):
@@ -75,21 +86,33 @@ class Judgement:
     """How long this pod waits before it joins again."""
 
 
-def judge(code: int, attempt: int, best_step: int, state: GenerationState, limit: int) -> Judgement:
+def judge(
+    code: int,
+    attempt: int,
+    best_step: int,
+    state: GenerationState,
+    limit: int,
+    *,
+    verdict: Verdict | None = None,
+    seen_before: bool = False,
+) -> Judgement:
     """What to do about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
 
     `best_step` is the highest step that this pod has seen completed, `limit` how many restarts in a row may pass
     without a new step. When the state is already at a later attempt, the failure has been counted by someone else.
+    `verdict` is what all signs of the exit together mean (default: what its code means), `seen_before` whether this
+    node has failed for the same cause before.
     """
-    verdict = verdict_of(code)
-    if verdict.response is Response.STOP:
+    verdict = verdict or verdict_of(code)
+    response = verdict.again if seen_before or _repeats(verdict, attempt, best_step, state) else verdict.response
+    if response is Response.STOP:
         return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
     best = max(best_step, state.best_step)
     counted = state.attempt > attempt
     progressed = best > state.best_step
-    if verdict.response is Response.REPLACE_NODE:
+    if response in (Response.REPLACE_NODE, Response.REPLACE_WORKER):
         return Judgement(Decision.WITHDRAW, state if counted else _next(state, verdict.cause, best, 0, None))
-    if verdict.response is Response.RETRY_WITH_BACKOFF:
+    if response is Response.RETRY_WITH_BACKOFF:
         failures = 1 if progressed else state.storage_failures + 1
         backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1), _LONGEST_BACKOFF_SECONDS)
         after = (
@@ -109,6 +132,18 @@ def judge(code: int, attempt: int, best_step: int, state: GenerationState, limit
     return Judgement(Decision.RESTART, _next(state, verdict.cause, best, fruitless, early))
 
 
+def _repeats(verdict: Verdict, attempt: int, best_step: int, state: GenerationState) -> bool:
+    """Whether a user's error began this attempt too and no new step came between, so that a restart does not help.
+
+    A victim may have begun the next attempt already; then the state tells of the one before.
+    """
+    if verdict.blame is not Blame.USER or attempt == 0:
+        return False
+    if state.attempt == attempt:
+        return state.cause is verdict.cause and best_step <= state.best_step
+    return state.attempt == attempt + 1 and state.previous is verdict.cause and state.fruitless > 1
+
+
 def after_yield(attempt: int, best_step: int, state: GenerationState) -> GenerationState:
     """The state after all ranks left with 75 and nobody sent a newer generation: the next attempt, uncounted."""
     if state.attempt > attempt:
@@ -125,5 +160,11 @@ def _with_culprit(state: GenerationState, attempt: int, cause: Cause, early: int
 
 def _next(state: GenerationState, cause: Cause, best: int, fruitless: int, early: int | None) -> GenerationState:
     return replace(
-        state, attempt=state.attempt + 1, cause=cause, best_step=best, fruitless=fruitless, early_crash=early
+        state,
+        attempt=state.attempt + 1,
+        cause=cause,
+        previous=state.cause,
+        best_step=best,
+        fruitless=fruitless,
+        early_crash=early,
     )

@@ -15,6 +15,7 @@ from trainium_trainer.agent.standby import StartRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
@@ -74,6 +75,10 @@ class LocalRanks:
             )
             self._ranks = (*self._ranks, process)
 
+    def progress_file(self, local_rank: int) -> Path:
+        """Where a local rank writes its progress."""
+        return self._settings.progress_directory / f"g{self._generation}-r{local_rank}"
+
     def ask_to_leave(self, *, memory_ends: bool) -> None:
         """Finish the step, agree, save, leave with 75; `memory_ends`: this pod's memory goes with it (see `stop`)."""
         for process in self._ranks:
@@ -94,7 +99,7 @@ class LocalRanks:
             time.sleep(_POLL_SECONDS)
 
     def _environment(self, group: WorkerGroup, worker: Worker, attempt: int) -> Mapping[str, str]:
-        progress = self._settings.progress_directory / f"g{self._generation}-r{worker.local_rank}"
+        progress = self.progress_file(worker.local_rank)
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),

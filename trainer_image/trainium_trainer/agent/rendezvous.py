@@ -17,18 +17,22 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from trainium_trainer.agent import pairing
 from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_rank_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.messages import Membership
+    from trainium_trainer.agent.pair_round import PairRound
     from trainium_trainer.agent.policy import GenerationState
 
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2
 _MISSING_SECONDS = 0.5
 _LISTED = 64
+_GO = "1"
+_PAIRS_FIRST = "pairs"
 
 
 class RendezvousInterruptedError(RendezvousGracefulExitError):
@@ -47,17 +51,19 @@ class GenerationRendezvous(RendezvousHandler):
         initial: GenerationState,
         interrupted: Callable[[], bool],
         waiting_for: Callable[[tuple[int, ...]], None],
+        pair_round: PairRound | None = None,
     ) -> None:
         self._membership = membership
         self._node_rank = node_rank
         self._run_id = f"{run_id}.g{membership.generation}"
         self._initial = initial
         self._interrupted = interrupted
+        self._pair_round = pair_round
         self._waiting_for = waiting_for
         # One server answers all members: a few thousand questions a second at any size.
         self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0004)
         self._rank_store: TCPStore | None = None
-        self.store = GenerationStore(membership)
+        self.store = GenerationStore(membership, hurried=interrupted)
         self.state = initial
         """The shared state as of the last rendezvous."""
 
@@ -137,7 +143,8 @@ class GenerationRendezvous(RendezvousHandler):
             if self._node_rank == 0:
                 missing = {rank for rank in missing if not store.has(store.key(attempt, "joined", rank))}
                 if not missing:
-                    store.set(go_key)
+                    # Only now have all members said what they know of the last attempt.
+                    store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
                     break
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
@@ -146,12 +153,29 @@ class GenerationRendezvous(RendezvousHandler):
             if newest.attempt != attempt or newest.stopped is not None:
                 return None
             time.sleep(self._poll_seconds)
+        if store.get(go_key) == _PAIRS_FIRST and self._pair_round is not None:
+            verdict = self._pair_round.run(store, attempt)
+            if verdict.bad:
+                self._await_withdrawal(attempt, verdict.bad)
+                return None
         return RendezvousInfo(
             PrefixStore(store.key(attempt, "elastic"), store.client),
             self._node_rank,
             len(self._membership.members),
             RendezvousStoreInfo(self._membership.members[0].pod_ip, int(store.get(port_key))),
         )
+
+    def _tests_pairs(self, state: GenerationState) -> bool:
+        return self._pair_round is not None and pairing.is_due(state, len(self._membership.members))
+
+    def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
+        """A bad node ends this attempt; whoever replaces it comes with a newer generation."""
+        self._waiting_for(tuple(sorted(bad)[:_LISTED]))
+        state = self.store.state()
+        while state.attempt == attempt and state.stopped is None:
+            self._stop_when_interrupted()
+            time.sleep(self._poll_seconds)
+            state = self.store.state()
 
     def _list_missing(self, attempt: int, missing: set[int]) -> None:
         """Say who is missing; node 0 knows and tells the others."""

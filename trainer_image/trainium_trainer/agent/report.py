@@ -6,6 +6,7 @@ never given twice; a restart is resumed when a step ends that had not been compl
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -15,17 +16,27 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.exit_codes import Cause, verdict_of
-from trainium_contract.messages import HeartbeatRequest, ProcessFailure, Progress, RestartRecord, WorkerPhase
-from trainium_trainer.monitor.progress import notice_path
+from trainium_contract.messages import (
+    Alert,
+    CheckResult,
+    HeartbeatRequest,
+    ProcessFailure,
+    Progress,
+    RestartRecord,
+    StepTiming,
+    StuckRank,
+    WorkerPhase,
+)
+from trainium_trainer.agent.signs import MESSAGE_CHARACTERS, Signs, describe_exit, last_word
+from trainium_trainer.monitor.progress import alerts_path, notice_path
 
 if TYPE_CHECKING:
+    from trainium_contract.exit_codes import Cause
+    from trainium_contract.health import PreflightCheck
     from trainium_trainer.agent.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings
 
 _KEPT = 8
-_MESSAGE_CHARACTERS = 1024
-_SIGNAL_BASE = 128
 _LISTED_RANKS = 64
 _LAST_LINES_SECONDS = 1.0
 
@@ -59,14 +70,21 @@ class _Failure:
     process: RankProcess
     exit_code: int
     step: int
+    sentence: str = ""
+    """What happened, where the output does not tell: the agent ended the process itself."""
+    at: float = 0.0
+    """Unix seconds, for such a failure."""
 
     @property
     def settled(self) -> bool:
         """Whether its last lines are known; a child that holds the pipe open is not waited for."""
-        return self.process.output.complete.is_set() or time.time() > self.process.ended_at + _LAST_LINES_SECONDS
+        if self.sentence or self.process.output.complete.is_set():
+            return True
+        return time.time() > self.process.ended_at + _LAST_LINES_SECONDS
 
     def message(self) -> ProcessFailure:
         """The failure as the coordinator gets it; the same whenever it is asked for once settled."""
+        word = None if self.sentence else last_word(self.process)
         return ProcessFailure(
             sequence=self.sequence,
             generation=self.generation,
@@ -74,18 +92,10 @@ class _Failure:
             rank=self.process.rank,
             exit_code=self.exit_code,
             step=self.step,
-            message=describe_exit(self.exit_code, self.process.output.text(_MESSAGE_CHARACTERS)),
-            at=self.process.ended_at,
+            message=self.sentence[:MESSAGE_CHARACTERS] or describe_exit(self.process),
+            runtime_status=word.status if word is not None else None,
+            at=self.at or self.process.ended_at,
         )
-
-
-def describe_exit(code: int, output: str) -> str:
-    """The last lines of output, as many as fit; what the exit code means when there are none or a signal ended it."""
-    if output and code <= _SIGNAL_BASE:
-        return output[-_MESSAGE_CHARACTERS:]
-    head = f"killed by signal {code - _SIGNAL_BASE}" if code > _SIGNAL_BASE else verdict_of(code).sentence
-    room = _MESSAGE_CHARACTERS - len(head) - 1
-    return f"{head}\n{output[-room:]}" if output else head
 
 
 class Report:
@@ -108,7 +118,13 @@ class Report:
         self._verdict: _Failure | ProcessFailure | None = None
         self._waiting_for: tuple[int, ...] = ()
         self._best_step = -1
+        self._begun: tuple[int, int] = (0, -1)
+        self._started = self._loaded = 0.0
+        self._stuck: tuple[StuckRank, ...] = ()
+        self._checks: dict[PreflightCheck, CheckResult] = {}
+        self.signs = Signs(settings.rules_path, wake)
         self.standby_warm: Callable[[], bool] = lambda: False
+        self.step_timing: Callable[[], StepTiming | None] = lambda: None
 
     @property
     def phase(self) -> WorkerPhase:
@@ -151,7 +167,9 @@ class Report:
             self._verdict = None
             if self._progress is not None:
                 # The step stands until the new ranks know theirs; what belongs to a generation starts anew.
-                self._progress = self._progress.model_copy(update={"resume_step": None, "productive_seconds": 0.0})
+                self._progress = self._progress.model_copy(
+                    update={"resume_step": None, "productive_seconds": 0.0, "started": 0.0, "loaded": 0.0}
+                )
         self.enter(phase)
 
     def know(self, generation: int) -> None:
@@ -181,11 +199,36 @@ class Report:
             self._next_failure += 1
         self._wake()
 
-    def give_up(self) -> None:
-        """The newest failure is the verdict; waits for its last lines, which nobody can ask for later."""
-        self._failures[-1].process.output.complete.wait(_LAST_LINES_SECONDS)
+    def hung(self, generation: int, process: RankProcess, code: int, sentence: str) -> None:
+        """Take down a process that the agent is about to end for standing still."""
+        record = self._current_record(process.local_rank)
         with self._lock:
-            self._verdict = self._failures[-1]
+            step = record.step if record is not None else -1
+            self._failures.append(
+                _Failure(self._next_failure, generation, process, code, step, sentence=sentence, at=time.time())
+            )
+            self._next_failure += 1
+        self._wake()
+
+    def checked(self, result: CheckResult) -> None:
+        """The newest outcome of a check of this node."""
+        with self._lock:
+            self._checks = {**self._checks, result.check: result}
+        self._wake()
+
+    def stuck(self, ranks: tuple[StuckRank, ...]) -> None:
+        """Local ranks that stand still now."""
+        with self._lock:
+            changed, self._stuck = bool(ranks or self._stuck), ranks
+        if changed:
+            self._wake()
+
+    def give_up(self, process: RankProcess | None = None) -> None:
+        """The failure of this process, else the newest, is the verdict; waits for its last lines."""
+        failures = [failure for failure in self._failures if failure.process is process] or list(self._failures)
+        failures[-1].process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
+        with self._lock:
+            self._verdict = failures[-1]
         self.enter(WorkerPhase.FAILED)
 
     def give_up_with(self, code: int, sentence: str) -> None:
@@ -197,7 +240,7 @@ class Report:
                 attempt=self._attempt,
                 rank=0,
                 exit_code=code,
-                message=sentence[:_MESSAGE_CHARACTERS],
+                message=sentence[:MESSAGE_CHARACTERS],
                 at=time.time(),
             )
             self._next_failure += 1
@@ -218,6 +261,8 @@ class Report:
                 )
             )
             self._next_restart += 1
+            if self._progress is not None:
+                self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
         self.enter(WorkerPhase.JOINING, attempt=attempt)
 
     def observe(self) -> None:
@@ -226,6 +271,7 @@ class Report:
         if record is None:
             return
         with self._lock:
+            self._date(record)
             self._progress = Progress(
                 step=max(record.step, 0),
                 loss=_finite(record.loss),
@@ -236,7 +282,10 @@ class Report:
                 durable_step=max(record.durable_step, -1),
                 updated=max(_finite(record.updated) or 0.0, 0.0),
                 productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
+                started=self._started,
+                loaded=self._loaded,
                 notice=self._notice(),
+                alerts=self._alerts(),
             )
             resumed = record.resume_step if record.resume_step >= 0 else None
             for index, restart in enumerate(self._restarts):
@@ -272,14 +321,37 @@ class Report:
                 restarts=tuple(self._restarts),
                 waiting_for=self._waiting_for,
                 ready=self.standby_warm(),
+                stuck=self._stuck,
+                kernel=self.signs.kernel.newest,
+                timing=self.step_timing(),
+                checks=tuple(self._checks.values()),
             )
+
+    def _date(self, record: ProgressRecord) -> None:
+        """Take down when this attempt's processes were up and when they began to train, as seen from here."""
+        attempt = (record.generation, record.attempt)
+        if attempt != self._begun:
+            self._begun, self._started, self._loaded = attempt, time.time(), 0.0
+        if not self._loaded and record.phase.name == "TRAINING":
+            self._loaded = time.time()
 
     def _notice(self) -> str:
         """The newest sentence of the pod's first rank to a person."""
         try:
-            return notice_path(self._progress_files[0]).read_text()[:_MESSAGE_CHARACTERS]
+            return notice_path(self._progress_files[0]).read_text()[:MESSAGE_CHARACTERS]
         except FileNotFoundError:
             return ""
+
+    def _alerts(self) -> tuple[Alert, ...]:
+        """What the monitors of the pod's first rank have told."""
+        try:
+            told = json.loads(alerts_path(self._progress_files[0]).read_text())
+        except FileNotFoundError:
+            return ()
+        return tuple(
+            Alert(kind=kind, step=alert["step"], message=alert["message"][:MESSAGE_CHARACTERS])
+            for kind, alert in told.items()
+        )
 
     def _current_record(self, index: int) -> ProgressRecord | None:
         """Progress of one local rank, unless it is left over from an earlier attempt."""

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from trainium_contract import worker_env
+from trainium_contract.health import PreflightCheck
+from trainium_contract.recovery import HangSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +21,18 @@ if TYPE_CHECKING:
 ENV_RANK_ENTRY = "TRAINIUM_RANK_ENTRY"
 """`module:function` that each training process calls instead of the trainer's command line."""
 DEFAULT_RANK_ENTRY = "trainium_trainer.cli:main"
+ENV_PAIR_ENTRY = "TRAINIUM_PAIR_ENTRY"
+"""`module:function` that each process of the pairwise test calls."""
+ENV_PAIR_SECONDS = "TRAINIUM_PAIR_SECONDS"
+DEFAULT_PAIR_ENTRY = "trainium_trainer.agent.pair_test:main"
+ENV_CHECK_ENTRY = "TRAINIUM_CHECK_ENTRY"
+"""`module:function` that each process of the node's own checks calls."""
+DEFAULT_CHECK_ENTRY = "trainium_trainer.agent.node_test:main"
+QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK, PreflightCheck.CLOCK})
+"""What an agent checks that is not told."""
+
+DEFAULT_KERNEL_LOG = Path("/dev/kmsg")
+_DEFAULT_HANG = HangSpec()
 
 _REQUIRED = (
     worker_env.ENV_COORDINATOR,
@@ -65,11 +81,31 @@ class AgentSettings:
     ca_path: Path
     neuron_devices: int = 0
     rank_entry: str = DEFAULT_RANK_ENTRY
+    kernel_log: Path = DEFAULT_KERNEL_LOG
+    checks: frozenset[PreflightCheck] = QUICK_CHECKS
+    """What is checked before the pod may join."""
+    check_seconds: float = 60.0
+    """What those checks may take."""
+    check_entry: str = DEFAULT_CHECK_ENTRY
+    scratch_directory: Path | None = None
+    """Where caches are; None when it is not told."""
+    hang: HangSpec = _DEFAULT_HANG
+    """When a rank that stands still counts as hung."""
+    background_sizes: tuple[int, ...] = ()
+    """Numbers of nodes that an idle spare compiles for."""
+    pair_entry: str = DEFAULT_PAIR_ENTRY
+    pair_seconds: float = 8.0
+    """What one exchange of the pairwise test may take; a second of it is needed."""
 
     @property
     def run_id(self) -> str:
         """Name of the job on this cluster."""
         return f"{self.namespace}.{self.job}"
+
+    @property
+    def rules_path(self) -> Path:
+        """Where `spec.recovery.rules` are, if the job has any."""
+        return self.config_path.with_name(worker_env.RULES_NAME)
 
     @property
     def progress_directory(self) -> Path:
@@ -108,7 +144,47 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
         neuron_devices=_whole({worker_env.ENV_NEURON_DEVICES: "0", **environment}, worker_env.ENV_NEURON_DEVICES, 0),
         rank_entry=rank_entry,
+        kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
+        pair_seconds=_seconds({ENV_PAIR_SECONDS: "8", **environment}, ENV_PAIR_SECONDS),
+        pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
+        hang=_hang(environment.get(worker_env.ENV_HANG_LIMITS, "")),
+        background_sizes=_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
+        checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
+        check_seconds=_seconds(
+            {worker_env.ENV_PREFLIGHT_SECONDS: "60", **environment}, worker_env.ENV_PREFLIGHT_SECONDS
+        ),
+        check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
+        scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
     )
+
+
+def _checks(text: str | None) -> frozenset[PreflightCheck]:
+    """The named checks; names that this agent does not know are a newer operator's."""
+    if text is None:
+        return QUICK_CHECKS
+    known = {check.value: check for check in PreflightCheck}
+    return frozenset(known[name] for name in text.split(",") if name in known)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split(",") if text else []
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise SettingsError(
+            f"{worker_env.ENV_BACKGROUND_SIZES}={text!r} must be numbers of nodes separated by commas, "
+            "for instance 64,128."
+        )
+    return tuple(map(int, parts))
+
+
+def _hang(text: str) -> HangSpec:
+    try:
+        return HangSpec.model_validate_json(text) if text else HangSpec()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the text"
+        raise SettingsError(
+            f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {where}: {first['msg']}."
+        ) from error
 
 
 def _endpoints(text: str) -> tuple[Endpoint, ...]:

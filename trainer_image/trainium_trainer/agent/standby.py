@@ -3,7 +3,7 @@
 A rank is started by forking twice: the intermediate process ends at once, so the agent (a child subreaper) becomes the
 rank's parent, waits for it and owns its exit code; the standby can end without harming a rank.
 
-Invariants: the standby has one thread when it forks (the imports run in a helper thread at the lowest priority, which
+Invariants: the standby has one thread when it forks (the imports run in a helper thread at a low priority, which
 has ended by then), it never touches an accelerator, and it ends with the agent. Wire to the agent: one JSON object per
 packet of a SOCK_SEQPACKET pair; a request carries the write end of the rank's output pipe.
 See docs/decisions/0010-forked-standby.md for the measurements behind the fork.
@@ -25,9 +25,11 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.agent import kernel
+from trainium_contract import worker_env
+from trainium_trainer.agent import kernel, stacks
 from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 1 << 18
 _REPARENT_POLL_SECONDS = 0.0002
+_THREAD_END_SECONDS = 1.0
 # jemalloc stops this thread around a fork by itself.
 _HARMLESS_THREADS = frozenset({"jemalloc_bg_thd"})
 
@@ -46,16 +49,20 @@ class StartRequest:
     argv: Sequence[str]
     environment: Mapping[str, str]
     title: str
+    entry: str = ""
+    """`module:function` to call instead of the ranks' entry point."""
 
     def encode(self) -> bytes:
         """The packet."""
-        return json.dumps({"argv": [*self.argv], "env": {**self.environment}, "title": self.title}).encode()
+        return json.dumps(
+            {"argv": [*self.argv], "env": {**self.environment}, "title": self.title, "entry": self.entry}
+        ).encode()
 
     @staticmethod
     def decode(packet: bytes) -> StartRequest:
         """The request of a packet."""
         body = json.loads(packet)
-        return StartRequest(body["argv"], body["env"], body["title"])
+        return StartRequest(body["argv"], body["env"], body["title"], body["entry"])
 
 
 def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) -> Any:
@@ -70,7 +77,7 @@ def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) 
     kernel.set_process_title("trainium-standby")
     _default_signals()
     _warm_up(channel, entry, config_path)
-    foreign = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
+    foreign = _foreign_threads()
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and thereby copying, the pages that ranks share
     _send(channel, {"ready": True, "threads": foreign})
@@ -82,7 +89,7 @@ def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) 
         pid = _fork_rank()
         if pid == 0:
             channel.close()
-            return _be_rank(request, descriptors[0], agent_pid, entry)
+            return _be_rank(request, descriptors[0], agent_pid, request.entry or entry)
         for descriptor in descriptors:
             os.close(descriptor)
         _send(channel, {"pid": pid})
@@ -104,6 +111,16 @@ def _send(channel: socket.socket, body: Mapping[str, Any]) -> None:
         channel.send(json.dumps(body).encode())
     except OSError:
         os._exit(0)
+
+
+def _foreign_threads() -> list[str]:
+    """Threads that would be missing in a fork; one that has been joined takes a moment to be gone for the kernel."""
+    deadline = time.monotonic() + _THREAD_END_SECONDS
+    while True:
+        found = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(_REPARENT_POLL_SECONDS)
 
 
 def _warm_up(channel: socket.socket, entry: str, config_path: str) -> None:
@@ -169,6 +186,9 @@ def _be_rank(request: StartRequest, output: int, agent_pid: int, entry: str) -> 
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     os.environ.update(request.environment)
+    progress = request.environment.get(worker_env.ENV_PROGRESS_FILE)
+    if progress:
+        stacks.answer_on_signal(Path(progress))
     sys.argv = ["trainium-trainer", *request.argv]
     gc.enable()
     module, _, function = entry.partition(":")

@@ -180,12 +180,13 @@ class StandbyKeeper:
         rank: int,
         attempt: int,
         on_exit: Callable[[RankProcess], None],
+        label: str = "",
     ) -> RankProcess:
-        """Start a rank; `on_exit` is called from the reaper's thread.
+        """Start a rank; `on_exit` is called from the reaper's thread. `label` begins each line of its output.
 
         Raises StandbyLostError when two standbys in a row were lost while starting it.
         """
-        write_end, tail = self._pump.open(f"[rank {rank}] ")
+        write_end, tail = self._pump.open(f"[{label or f'rank {rank}'}] ")
         try:
             self._reaper.forget_unclaimed()
             pid = self._start_on_any(request, write_end)

@@ -17,10 +17,17 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.health import PreflightCheck
 from trainium_contract.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
+from trainium_trainer.agent.background import BackgroundCompiler
 from trainium_trainer.agent.coordinator import CoordinatorClient
-from trainium_trainer.agent.elastic import GenerationAgent, Order, Outcome
+from trainium_trainer.agent.elastic import GenerationAgent
+from trainium_trainer.agent.hang import Calibration
+from trainium_trainer.agent.kernel_log import KernelLog
+from trainium_trainer.agent.node_checks import NodeChecks
+from trainium_trainer.agent.orders import Order, Outcome
 from trainium_trainer.agent.output import OutputPump
+from trainium_trainer.agent.preflight import clock_result
 from trainium_trainer.agent.processes import Reaper, kill_descendants
 from trainium_trainer.agent.report import ReadProgress, Report
 from trainium_trainer.agent.standby_keeper import Standby, StandbyKeeper
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
+    from trainium_contract.messages import CheckResult
     from trainium_trainer.agent.preflight import Finding
     from trainium_trainer.agent.settings import AgentSettings
 
@@ -54,7 +62,10 @@ class Supervisor:
         self._reaper = Reaper()
         self._report = Report(settings, read_progress, self._wake)
         self._keeper = StandbyKeeper(settings, standby, self._reaper, OutputPump(), self._loop.call_soon_threadsafe)
-        self._report.standby_warm = lambda: self._keeper.warm
+        self._background = BackgroundCompiler(settings, self._keeper)
+        self._checks = NodeChecks(settings, self._keeper, report=self._report.checked)
+        self._report.standby_warm = self._is_warm
+        self._kernel_log = KernelLog(settings.kernel_log, self._report.signs.kernel)
         self._client = CoordinatorClient(
             settings,
             store.port,
@@ -62,17 +73,21 @@ class Supervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
+            on_welcome=self._on_welcome,
         )
         self._changed = threading.Condition()
         self._newest: Membership | None = None
+        self._calibration = Calibration()
         self._running: GenerationAgent | None = None
         self._terminating = False
         self._unfit = False
         self._acknowledged = threading.Event()
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
-    async def run(self, findings: Iterable[Finding]) -> int:
-        """Live; the exit code of the pod."""
+    async def run(self, findings: Iterable[Finding], checked: Iterable[CheckResult] = ()) -> int:
+        """Live, after these quick checks; the exit code of the pod."""
+        for result in checked:
+            self._report.checked(result)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reaper.reap)
         self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._terminate)
@@ -80,9 +95,11 @@ class Supervisor:
         tasks = [asyncio.create_task(self._client.run()), asyncio.create_task(self._observe())]
         for task in tasks:
             task.add_done_callback(self._on_task_end)
+        self._kernel_log.start()
         unfit = next((finding for finding in findings if finding.code is not None), None)
         if unfit is None:
             self._report.enter(WorkerPhase.STANDBY)
+            threading.Thread(target=self._check, name="preflight", daemon=True).start()
             threading.Thread(target=self._live, name="generations", daemon=True).start()
         else:
             self._unfit = True
@@ -93,6 +110,9 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._checks.cancel()
+            self._background.cancel()
+            self._kernel_log.stop()
             self._keeper.close()
             self._loop.remove_signal_handler(signal.SIGCHLD)
             left = kill_descendants(_LAST_KILL_SECONDS)
@@ -114,7 +134,7 @@ class Supervisor:
             self._newest = membership
             running = self._running
             self._changed.notify_all()
-        if self._unfit:
+        if self._unfit or self._checks.unfit:
             self._report.know(membership.generation)
         if running is not None:
             self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
@@ -123,6 +143,13 @@ class Supervisor:
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
             self._acknowledged.set()
+
+    def _on_welcome(self, theirs: float, asked: float, answered: float) -> None:
+        result = clock_result(theirs, asked, answered) if PreflightCheck.CLOCK in self._settings.checks else None
+        if result is not None:
+            self._report.checked(result)
+            if not result.passed:
+                _log.warning("%s", result.detail)
 
     def _terminate(self) -> None:
         _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)
@@ -154,6 +181,9 @@ class Supervisor:
 
     # From any thread.
 
+    def _is_warm(self) -> bool:
+        return self._checks.done.is_set() and not self._checks.unfit and self._keeper.warm
+
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._client.heartbeat_now)
@@ -165,6 +195,15 @@ class Supervisor:
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(resolve)
+
+    # In the thread of the node's checks.
+
+    def _check(self) -> None:
+        self._checks.run()
+        if self._checks.unfit:
+            self._report.give_up_with(ExitCode.DEVICE_FAULT, self._checks.unfit)
+        else:
+            self._wake()
 
     # In the thread of the generations.
 
@@ -184,11 +223,16 @@ class Supervisor:
             if membership is None:
                 return ExitCode.YIELDING if yielded else ExitCode.FINISHED
             done = membership.generation
+            self._checks.done.wait(self._settings.check_seconds)  # they hold the devices
+            if self._checks.unfit:
+                continue
             node_rank = membership.rank_of(self._settings.pod_uid)
             if node_rank is None:
                 self._report.follow(())
                 self._report.enter_generation(membership.generation, WorkerPhase.STANDBY)
+                self._background.start()
                 continue
+            self._background.stop()
             agent = self._begin(membership, node_rank)
             if agent is None:
                 continue
@@ -212,7 +256,7 @@ class Supervisor:
         """Prepare a generation; None when a newer one has been published meanwhile."""
         self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
         self._report.follow(_fresh_progress_files(self._settings.progress_directory, membership))
-        agent = GenerationAgent(self._settings, membership, node_rank, self._keeper, self._report)
+        agent = GenerationAgent(self._settings, membership, node_rank, self._keeper, self._report, self._calibration)
         with self._changed:
             if self._terminating or (self._newest is not None and self._newest.generation > membership.generation):
                 return None

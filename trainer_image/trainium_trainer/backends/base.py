@@ -6,23 +6,28 @@ the same order; tensors of a state keep their identity for the life of the proce
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer import DataParallelMode
+    from trainium_contract.trainer_parallelism import DataParallelMode
     from trainium_trainer.data.loader import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Coordinates and process groups of this rank; tensor parallel is the fastest dimension."""
+    """Coordinates and process groups of this rank in pipeline x data x tensor; tensor is the fastest dimension."""
 
     rank: int
     world_size: int
+    pp_rank: int = 0
+    pp_size: int = 1
     dp_rank: int
     dp_size: int
     tp_rank: int
@@ -30,18 +35,28 @@ class Mesh:
     dp_mode: DataParallelMode
     device: torch.device
     world: ProcessGroup
+    pp: ProcessGroup | None = None
+    """None exactly when `pp_size` is 1."""
     dp: ProcessGroup | None
     """None exactly when `dp_size` is 1."""
     tp: ProcessGroup | None
     """None exactly when `tp_size` is 1."""
 
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank speaks for its data-parallel share: one rank of the stage that computes the loss."""
+        return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank speaks for the samples of its data-parallel share."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What all ranks agree on after the micro-batches of a step."""
+    """What all ranks agree on after the micro-batches of a step; numbers that the host has without the device."""
 
-    loss_sum: float
-    """Sum of the token losses of the global batch."""
     tokens: int
     """Valid tokens of the global batch."""
     stop: bool
@@ -51,10 +66,23 @@ class StepTotals:
     votes: float
     """Sum of what the ranks' checkpoint managers voted."""
 
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one optimizer step did; but for `culprits` the same on all ranks."""
+
+    loss: float
+    """Mean loss of a valid token of the global batch, before the update; nan when there was none."""
+    gradient_norm: float
+    """Norm of the mean loss's gradient over all ranks, before clipping."""
+    culprits: tuple[str, ...] = ()
+    """Where the loss was finite and the norm was not: the parameters with such a gradient on this rank, from input to
+    output; empty where a backend does not look."""
+
     @property
-    def loss(self) -> float:
-        """Mean loss of a valid token."""
-        return self.loss_sum / self.tokens if self.tokens else float("nan")
+    def applied(self) -> bool:
+        """Whether the state was updated: loss and norm were finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class TrainState(Protocol):
@@ -103,19 +131,26 @@ class Backend(Protocol):
         ...
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
-        """Sum loss, tokens, stop requests and votes over the job. Collective."""
+        """Sum tokens, stop requests and votes over the job. Collective."""
         ...
 
-    def gradient_norm(self, tokens: int) -> float:
-        """Norm over all ranks of the gradient of the mean loss of `tokens` tokens. Collective."""
+    def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
+        """Reduce the gradients, divide by `tokens` (of the global batch), clip, one AdamW step; forget the gradients.
+
+        The state stays as it is when loss or norm is not finite. One call, so that a device which runs whole graphs is
+        asked for its numbers once, after the update was sent to it. Collective.
+        """
         ...
 
-    def update(self, *, learning_rate: float, gradient_scale: float) -> None:
-        """One AdamW step with the accumulated gradients times `gradient_scale`; then forget the gradients."""
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+        """Mean loss of a valid token of all ranks' batches, without gradients; nan when there is none.
+
+        Every rank passes the same number of micro-batches. Only between two steps. Collective.
+        """
         ...
 
-    def discard(self) -> None:
-        """Forget the accumulated gradients of a step that is skipped."""
+    def parameter_norm(self) -> float:
+        """Norm of all parameters of the model. Only between two steps. Collective."""
         ...
 
     def barrier(self) -> None:

@@ -7,190 +7,270 @@ are imported only by a configuration that uses them; what runs here is determini
 from __future__ import annotations
 
 import contextlib
-import os
-from datetime import timedelta
+import functools
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trainium_contract import worker_env
-from trainium_contract.trainer import DataParallelMode, Precision
-from trainium_trainer.backends.adamw import adamw
-from trainium_trainer.backends.base import Mesh, StepTotals
+from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_trainer.backends.adamw import Rounding, adamw
+from trainium_trainer.backends.base import StepOutcome, StepTotals
+from trainium_trainer.backends.device import join_process_group, pick_device, use_device
+from trainium_trainer.backends.mesh import make_mesh
+from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.store import cut, is_dtensor, local_of
 from trainium_trainer.models.llama import Llama, initial_weight
-from trainium_trainer.models.llama import loss_sum as sum_of_losses
+from trainium_trainer.models.loss import loss_sum as sum_of_losses
+from trainium_trainer.models.stages import EMBEDDING, canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
+from trainium_trainer.monitor.pulse import Pulse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
+    from trainium_trainer.backends.pipeline import Pipeline
     from trainium_trainer.backends.store import Store
-    from trainium_trainer.config import Launch, Settings
+    from trainium_trainer.config import Settings
     from trainium_trainer.data.loader import MicroBatch
-
-_TIMEOUT = timedelta(minutes=30)
-"""Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""
-_GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "neuron": "cpu:gloo,neuron:neuron"}
-
-
-def pick_device(local_rank: int) -> torch.device:
-    """The best device that is there: Neuron, CUDA, else the CPU."""
-    neuron = getattr(torch, "neuron", None)  # registered by the vendor's plug-in
-    if neuron is not None and neuron.is_available():
-        return torch.device("neuron", local_rank)
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def join_process_group(device: torch.device, launch: Launch) -> None:
-    """Meet the other ranks, as torchrun's variables say; without any, be a world of one."""
-    address = os.environ.get(worker_env.ENV_POD_IP) or os.environ.get("MASTER_ADDR", "localhost")
-    if address.startswith("127.") or address == "localhost":
-        # gloo would look up the host name, which need not resolve to a loopback address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = _GROUP_BACKENDS[device.type]
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=launch.rank, world_size=launch.world_size)
+    from trainium_trainer.models.stages import LlamaStage
 
 
 class NativeBackend:
     """One rank of a job on CPU, CUDA or Neuron."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pulse: Pulse | None = None) -> None:
         """Join the process group and find this rank's place. Collective."""
+        self._pulse = pulse or Pulse()
         self._config = settings.config
+        self._alone = settings.launch.alone
         self._shape = settings.shape
-        self._device = pick_device(settings.launch.local_rank)
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index or 0)
-            torch.backends.cudnn.deterministic = True
-        join_process_group(self._device, settings.launch)
-        self._device_mesh: DeviceMesh | None = None
-        self.mesh = self._make_mesh(settings)
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._device = pick_device(settings.launch.local_rank, self._config.device)
+        use_device(self._device)
+        with self._pulse.peers:
+            join_process_group(self._device, settings.launch)
+        self.mesh, self._device_mesh = make_mesh(settings, self._device)
+        self._pipeline: Pipeline | None = None
+        self._waiting: list[MicroBatch] = []
+        self._losses: list[Tensor] = []
         self._tokens = 0
-
-    def _make_mesh(self, settings: Settings) -> Mesh:
-        launch, tp_size, dp_size = settings.launch, self._config.parallelism.tensor, settings.dp_size
-        world = dist.group.WORLD
-        assert world is not None
-        dp = world if dp_size > 1 else None
-        tp = world if tp_size > 1 else None
-        if tp_size > 1 or self._config.data_parallel is DataParallelMode.FULLY_SHARDED:
-            from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow, see the module docstring
-
-            self._device_mesh = init_device_mesh(self._device.type, (dp_size, tp_size), mesh_dim_names=("dp", "tp"))
-            if tp_size > 1 and dp_size > 1:
-                dp, tp = self._device_mesh.get_group("dp"), self._device_mesh.get_group("tp")
-        return Mesh(
-            rank=launch.rank,
-            world_size=launch.world_size,
-            dp_rank=launch.rank // tp_size,
-            dp_size=dp_size,
-            tp_rank=launch.rank % tp_size,
-            tp_size=tp_size,
-            dp_mode=self._config.data_parallel,
-            device=self._device,
-            world=world,
-            dp=dp,
-            tp=tp,
-        )
+        self._loss_sum = math.nan
 
     def build(self) -> None:
-        """Create the model without values, divide it, and allocate this rank's state. Collective."""
+        """Create the model or this rank's stages of it without values, divide them, allocate the state. Collective."""
+        mesh, parallelism = self._device_mesh, self._config.parallelism
         with torch.device("meta"):
-            self._model = Llama(self._shape)
-        mesh = self._device_mesh
+            self._stages = [] if self.mesh.pp is None else self._make_stages()
+            self._models: list[Llama] = [*self._stages] or [Llama(self._shape)]
+        if self._config.precision.keeps_half:
+            for model in self._models:
+                model.to(torch.bfloat16)
         if self.mesh.tp_size > 1:
             from trainium_trainer.models.parallel_plan import apply_tensor_parallel  # noqa: PLC0415 - imports DTensor
 
             assert mesh is not None
-            apply_tensor_parallel(self._model, mesh["tp"], sequence=self._config.parallelism.sequence)
+            for model in self._models:
+                apply_tensor_parallel(model, mesh["tp"], sequence=parallelism.sequence)
+        for model in self._models:
+            apply_recompute(model, self._config.recompute)
         self._store: Store
-        if self.mesh.dp_mode is DataParallelMode.FULLY_SHARDED:
-            from trainium_trainer.backends.sharded import ShardedStore, apply_fully_sharded  # noqa: PLC0415 - FSDP
+        if self.mesh.dp_mode.is_sharded:
+            from trainium_trainer.backends.sharded import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP
 
             assert mesh is not None
-            apply_fully_sharded(self._model, mesh["dp"], self._config.precision)
+            for model in self._models:
+                apply_sharding(model, mesh["dp"], self._config.precision, self.mesh.dp_mode)
             self._store = ShardedStore(
-                self._model,
+                self._models,
                 self._device,
                 dp=(self.mesh.dp_size, self.mesh.dp_rank),
                 tp=(self.mesh.tp_size, self.mesh.tp_rank),
+                once=self.mesh.dp_mode is DataParallelMode.SHARDED_OPTIMIZER,
             )
         else:
-            self._store = ReplicatedStore(self._model, self._device, self.mesh.dp, self.mesh.tp_rank)
+            half = self._config.precision.keeps_half
+            self._store = ReplicatedStore(self._models, self._device, self.mesh.dp, self.mesh.tp_rank, half=half)
         self.state = NativeState(self._store)
+        if self.mesh.pp is not None:
+            self._pipeline = self._make_pipeline()
+
+    def _make_stages(self) -> list[LlamaStage]:
+        """This rank's stages: every pp_size-th of the whole."""
+        from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
+
+        total = self._config.parallelism.stages_per_rank * self.mesh.pp_size
+        return [
+            LlamaStage(
+                self._shape,
+                stage=number,
+                num_stages=total,
+                length=self._config.data.sequence_length,
+                between=self._between(),
+            )
+            for number in range(self.mesh.pp_rank, total, self.mesh.pp_size)
+        ]
+
+    def _between(self) -> torch.dtype:
+        """Type of the residual stream: autocast leaves it in float32."""
+        narrow = self._config.precision is not Precision.FLOAT32 and not self._autocasts
+        return torch.bfloat16 if narrow else torch.float32
+
+    @property
+    def _autocasts(self) -> bool:
+        """Whether operations choose their type: where weights are in float32 and FSDP's policy does not cast them."""
+        return self._config.precision is Precision.BFLOAT16 and not self.mesh.dp_mode.is_sharded
+
+    def _make_pipeline(self) -> Pipeline:
+        from trainium_trainer.backends.pipeline import Pipeline, Traffic  # noqa: PLC0415 - imports DTensor and more
+
+        config, length = self._config, self._config.data.sequence_length
+        traffic = Traffic(
+            samples=config.batch.micro_size,
+            length=length,
+            part=length // self.mesh.tp_size if config.parallelism.sequence else length,
+            hidden=self._shape.hidden_size,
+            vocabulary=self._shape.vocab_size // self.mesh.tp_size,
+            between=self._between(),
+            logits=torch.float32 if config.precision is Precision.FLOAT32 else torch.bfloat16,
+        )
+        return Pipeline(
+            self._stages,
+            self.mesh,
+            traffic,
+            schedule=config.parallelism.pipeline_schedule,
+            micro_batches=config.batch.global_size // (config.batch.micro_size * self.mesh.dp_size),
+            loss=functools.partial(sum_of_losses, group=self.mesh.tp),
+        )
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Make each parameter's full value on the CPU, keep this rank's part, drop the rest."""
         for name, size, local, cuts in self._store.parameters():
-            whole = initial_weight(name, size, seed=seed, num_layers=self._shape.num_layers)
+            whole = initial_weight(
+                name, size, seed=seed, num_layers=self._shape.num_layers, std=self._shape.initial_std
+            )
             local.copy_(cut(whole, cuts))
 
     def agree(self, value: int) -> bool:
         """Compare by the greatest value and the greatest negative value."""
         pair = torch.tensor([value, -value], dtype=torch.int64)
-        dist.all_reduce(pair, dist.ReduceOp.MAX)
+        with self._pulse.peers:
+            dist.all_reduce(pair, dist.ReduceOp.MAX)
         return int(pair[0]) == -int(pair[1])
 
     @contextlib.contextmanager
     def _compute(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.mesh.tp_size > 1:
-                from torch.distributed.tensor.parallel import loss_parallel  # noqa: PLC0415 - imports DTensor
-
-                stack.enter_context(loss_parallel())
-            if self._config.precision is Precision.BFLOAT16:
+            if self._autocasts:
                 stack.enter_context(torch.autocast(self._device.type, torch.bfloat16))
             yield
 
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Forward and backward of the summed loss."""
-        inputs, labels = batch.inputs.to(self._device), batch.labels.to(self._device)
-        self._store.before_backward(last=last)
-        with self._compute():
-            loss = sum_of_losses(self._model(inputs), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._loss += local_of(loss).double().cpu()
         self._tokens += batch.valid_tokens
+        if self._pipeline is not None:
+            self._waiting.append(batch)
+            if last:
+                self._run_pipeline(self._pipeline)
+            return
+        self._store.expect(1 if last else 0)
+        with self._working(), self._compute():
+            loss = self._forward(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._store.absorb()
+        self._losses.append(local_of(loss))
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        """Summed loss of a micro-batch, through the whole model."""
+        inputs, labels = batch.inputs.to(self._device), batch.labels.to(self._device)
+        positions = None if batch.positions is None else batch.positions.to(self._device)
+        return sum_of_losses(self._models[0](inputs, positions=positions), labels, group=self.mesh.tp)
+
+    def _working(self) -> AbstractContextManager[None]:
+        """Tells the pulse whether the work of a pass has collectives inside."""
+        divided = self.mesh.tp is not None or self.mesh.dp_mode.is_sharded
+        return self._pulse.work_with_collectives if divided else self._pulse.work
+
+    def _run_pipeline(self, pipeline: Pipeline) -> None:
+        """Forward and backward of all micro-batches of the step."""
+        batches, self._waiting = self._waiting, []
+        self._store.expect(len(batches))
+        with self._pulse.work_with_collectives, self._compute():
+            self._losses += pipeline.run(batches)
+        self._store.absorb()
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
-        """One small sum over all ranks; of a tensor-parallel group only the first rank counts loss and tokens."""
-        counts = self.mesh.tp_rank == 0
-        mine = [float(self._loss) * counts, self._tokens * counts, stop, memory_ends, vote]
+        """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
+        counts = self.mesh.counts_loss
+        mine = [_sum(self._losses) * counts, self._tokens * counts, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
         if self.mesh.world_size > 1:
-            dist.all_reduce(values)
-        self._loss.zero_()
+            with self._pulse.peers:
+                dist.all_reduce(values)
+        self._losses = []
         self._tokens = 0
-        loss_sum, tokens, stops, ends, votes = values.tolist()
-        return StepTotals(loss_sum=loss_sum, tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=votes)
+        self._loss_sum, tokens, stops, ends, votes = values.tolist()
+        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=votes)
 
-    def gradient_norm(self, tokens: int) -> float:
+    def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
+        """See `Backend.step`; the loss was summed by `totals`."""
+        loss = self._loss_sum / tokens if tokens else math.nan
+        outcome = StepOutcome(loss, self._gradient_norm(max(tokens, 1)))
+        if outcome.applied:
+            clip = min(1.0, clip_norm / (outcome.gradient_norm + 1e-6))
+            self._update(learning_rate=learning_rate, gradient_scale=clip / tokens)
+        elif self._alone:  # numbers mean nothing there, and the update is to be compiled
+            self._update(learning_rate=learning_rate, gradient_scale=1.0)
+        elif math.isfinite(loss):
+            outcome = replace(outcome, culprits=self._culprits())
+        self._store.forget()
+        return outcome
+
+    def _culprits(self) -> tuple[str, ...]:
+        """Names of parameters whose gradient on this rank is not finite, from input to output."""
+        names = [name for model in self._models for name, _ in canonical_parameters(model)]
+        return tuple(name for name in names if not self._store.gradient(name).isfinite().all())
+
+    def _gradient_norm(self, tokens: int) -> float:
         """Sum of squares over everything that is divided, each value once."""
-        self._store.reduce()
-        sums = torch.tensor(self._store.square_sums(), dtype=torch.float64)
-        if self.mesh.dp is not None and self.mesh.dp_mode is DataParallelMode.FULLY_SHARDED:
-            dist.all_reduce(sums, group=self.mesh.dp)
-        if self.mesh.tp is not None:
-            divided = sums[:1].clone()
-            dist.all_reduce(divided, group=self.mesh.tp)
-            sums[0] = divided[0]
-        return float(sums.sum().sqrt()) / tokens
+        with self._pulse.peers:
+            self._store.reduce()
+            self._join_ends()
+        return self._norm(self._store.square_sums()) / tokens
 
-    def update(self, *, learning_rate: float, gradient_scale: float) -> None:
+    def parameter_norm(self) -> float:
+        """See `Backend.parameter_norm`."""
+        return self._norm(self._store.weight_square_sums())
+
+    def _norm(self, square_sums: tuple[float, float]) -> float:
+        """Norm over all ranks of what the store divides and repeats."""
+        sums = torch.tensor(square_sums, dtype=torch.float64)
+        with self._pulse.peers:
+            if self.mesh.dp is not None and self.mesh.dp_mode.is_sharded:
+                dist.all_reduce(sums, group=self.mesh.dp)
+            if self.mesh.tp is not None:
+                divided = sums[:1].clone()
+                dist.all_reduce(divided, group=self.mesh.tp)
+                sums[0] = divided[0]
+            if self.mesh.pp is not None:
+                dist.all_reduce(sums, group=self.mesh.pp)
+        return float(sums.sum().sqrt())
+
+    def _join_ends(self) -> None:
+        """Sum the gradients of the weight that the first and the last stage share, if they do."""
+        if self.mesh.pp is None or not self._shape.tie_embeddings or 0 < self.mesh.pp_rank < self.mesh.pp_size - 1:
+            return
+        from trainium_trainer.backends.pipeline import add_other_end  # noqa: PLC0415 - imported by now
+
+        add_other_end(self._store.gradient(EMBEDDING), self.mesh)
+
+    def _update(self, *, learning_rate: float, gradient_scale: float) -> None:
         """AdamW on this rank's part of the state."""
         self.state.step += 1
         adamw(
@@ -199,20 +279,47 @@ class NativeBackend:
             step=int(self.state.step),
             learning_rate=learning_rate,
             gradient_scale=gradient_scale,
+            rounding=Rounding(self._config.seed, by_device=self._device.type == "neuron")
+            if self._config.precision.keeps_half
+            else None,
         )
-        self._store.forget()
 
-    def discard(self) -> None:
-        """Forget the gradients of a skipped step."""
-        self._store.forget()
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+        """See `Backend.evaluate`."""
+        losses: list[Tensor] = []
+        tokens = 0
+        if self._pipeline is not None:
+            for batch in self._pipeline.joined(batches):
+                with self._pulse.work_with_collectives, self._compute():
+                    losses += self._pipeline.evaluate(batch)
+                tokens += batch.valid_tokens
+        else:
+            for batch in batches:
+                with self._working(), self._compute():
+                    losses.append(local_of(self._forward(batch)))
+                tokens += batch.valid_tokens
+        self._store.after_evaluation()
+        counts = self.mesh.counts_loss
+        values = torch.tensor([_sum(losses) * counts, tokens * counts], dtype=torch.float64)
+        if self.mesh.world_size > 1:
+            with self._pulse.peers:
+                dist.all_reduce(values)
+        return float(values[0] / values[1])  # nan for 0 / 0
 
     def barrier(self) -> None:
         """An empty reduction: as cheap as a barrier gets on gloo."""
-        dist.all_reduce(torch.zeros(1))
+        with self._pulse.peers:
+            dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
         """Destroy the process group."""
         dist.destroy_process_group()
+
+
+def _sum(losses: list[Tensor]) -> float:
+    """Added up in double precision on the host: the device is asked once, and need not know that type."""
+    return float(torch.stack(losses).cpu().double().sum()) if losses else 0.0
 
 
 class NativeState:

@@ -8,6 +8,7 @@ gradients are sums (not means) over the ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 
 from trainium_trainer.backends.adamw import Slot
 from trainium_trainer.backends.store import is_dtensor, local_of, square_sum
+from trainium_trainer.models.stages import canonical_parameters, shared_with_first
 from trainium_trainer.models.state_dict import Part, state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch.distributed import ProcessGroup, Work
+
+    from trainium_trainer.models.llama import Llama
 
 _ALIGNMENT = 16  # float32 values: one cache line, so that no two parameters share one
 _BUCKET_VALUES = 6 * 1024 * 1024
@@ -43,29 +47,47 @@ class _Entry:
 class ReplicatedStore:
     """Flat buffers over a model whose parameters may be divided by tensor parallelism."""
 
-    def __init__(self, model: nn.Module, device: torch.device, dp: ProcessGroup | None, tp_rank: int) -> None:
+    def __init__(
+        self,
+        models: Sequence[Llama],
+        device: torch.device,
+        dp: ProcessGroup | None,
+        tp_rank: int,
+        *,
+        half: bool = False,
+    ) -> None:
+        """`models`: the whole, or this rank's stages of it; their parameters are replaced.
+
+        `half`: weights and moments are in bfloat16.
+        """
         self._dp = dp
-        self._entries, self._divided_end, total = _lay_out(model, tp_rank)
-        self._flat = {part: torch.zeros(total, device=device) for part in Part}
+        self._tp_rank = tp_rank
+        self._half = half
+        self._entries, self._ends, total = _lay_out(models, tp_rank)
+        kept = torch.bfloat16 if half else torch.float32
+        self._flat = {part: torch.zeros(total, dtype=kept, device=device) for part in Part}
         self._gradients = torch.zeros(total, device=device)
-        self._adopt(model)
+        self._adopt(models)
         self._bounds = self._bucket_bounds(total)
+        self._slot_bounds = self._cut_by_kind(total)
         self._pending = [0] * len(self._bounds)
+        self._passes = [0] * len(self._entries)
         self._next_bucket = 0
-        self._last = False
         self._works: list[Work] = []
 
-    def _adopt(self, model: nn.Module) -> None:
-        """Make every parameter of the model a view of the flat buffer, with its gradient in place."""
+    def _adopt(self, models: Sequence[Llama]) -> None:
+        """Make every parameter of the models a view of the flat buffer, with its gradient in place."""
         replacement: dict[int, nn.Parameter] = {}
         for index, entry in enumerate(self._entries):
             parameter = nn.Parameter(self._view(self._flat[Part.WEIGHT], entry))
-            parameter.grad = self._view(self._gradients, entry)
             replacement[id(entry.parameter)] = parameter
-            if self._dp is not None:
-                hook = functools.partial(self._ready, index)
+            gradient = self._view(self._gradients, entry)
+            if not self._half:
+                parameter.grad = gradient
+            if self._half or self._dp is not None:
+                hook = functools.partial(self._ready, index, gradient)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for module in model.modules():
+        for module in itertools.chain.from_iterable(model.modules() for model in models):
             for name, old in list(module._parameters.items()):  # noqa: SLF001 - the place where parameters are replaced
                 if old is not None:
                     module.register_parameter(name, replacement[id(old)])
@@ -84,16 +106,30 @@ class ReplicatedStore:
         bounds.append((start, total))
         return bounds
 
-    def before_backward(self, *, last: bool) -> None:
-        """Arm the buckets for the last backward pass of a step."""
-        self._last = last
-        if last:
+    def _cut_by_kind(self, total: int) -> list[tuple[int, int, bool]]:
+        """The buckets, cut also where matrices end and vectors begin: (start, end, whether it holds matrices)."""
+        kinds = {entry.offset: len(entry.size) > 1 for entry in self._entries}
+        changes = [after for before, after in itertools.pairwise(kinds) if kinds[before] != kinds[after]]
+        cuts = sorted({start for start, _ in self._bounds} | set(changes))
+        return [(start, end, kinds[start]) for start, end in itertools.pairwise([*cuts, total])]
+
+    def expect(self, passes: int) -> None:
+        """Arm the buckets: each is reduced when its parameters have seen this many more backward passes."""
+        self._passes = [passes] * len(self._entries)
+        if passes:
             self._next_bucket = 0
             self._pending = [sum(start <= entry.offset < end for entry in self._entries) for start, end in self._bounds]
 
-    def _ready(self, index: int, _: Tensor) -> None:
+    @torch.no_grad()
+    def _ready(self, index: int, gradient: Tensor, parameter: Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete for this backward pass."""
-        if not self._last:
+        if self._half and parameter.grad is not None:
+            gradient += parameter.grad
+            parameter.grad = None
+        if self._dp is None or not self._passes[index]:
+            return
+        self._passes[index] -= 1
+        if self._passes[index]:
             return
         offset = self._entries[index].offset
         bucket = next(number for number, (start, end) in enumerate(self._bounds) if start <= offset < end)
@@ -108,6 +144,9 @@ class ReplicatedStore:
         work = torch.distributed.all_reduce(self._gradients[start:end], group=self._dp, async_op=True)
         self._works.append(work)
 
+    def absorb(self) -> None:
+        """Nothing is left: hooks have seen every gradient."""
+
     def reduce(self) -> None:
         """Launch what is left and wait for all buckets."""
         if self._dp is None:
@@ -120,22 +159,56 @@ class ReplicatedStore:
 
     def square_sums(self) -> tuple[float, float]:
         """Sums of squares of divided and of repeated gradients, over fixed stretches."""
-        end = self._divided_end
-        return square_sum(_stretches(self._gradients[:end])), square_sum(_stretches(self._gradients[end:]))
+        return self._square_sums(self._gradients)
+
+    def weight_square_sums(self) -> tuple[float, float]:
+        """The same of the weights; what lies between two of them is zero."""
+        return self._square_sums(self._flat[Part.WEIGHT])
+
+    def _square_sums(self, flat: Tensor) -> tuple[float, float]:
+        divided, repeated = self._ends
+        return square_sum(_stretches(flat[:divided])), square_sum(_stretches(flat[divided:repeated]))
+
+    def gradient(self, name: str) -> Tensor:
+        """See `Store.gradient`."""
+        entry = next(entry for entry in self._entries if entry.name == name)
+        return self._gradients[entry.offset : entry.offset + entry.local_size.numel()]
 
     def slots(self) -> Iterator[Slot]:
-        """The flat buffers in stretches that keep temporaries small."""
-        for start, end in self._bounds:
+        """The flat buffers in stretches that keep temporaries small, matrices apart from vectors.
+
+        In bfloat16 by parameter, because noise goes by name: a tied weight has copies in other places.
+        """
+        if self._half:
+            yield from self._slots_by_name()
+            return
+        for start, end, is_matrix in self._slot_bounds:
             yield Slot(
                 self._flat[Part.WEIGHT][start:end],
                 self._gradients[start:end],
                 self._flat[Part.EXP_AVG][start:end],
                 self._flat[Part.EXP_AVG_SQ][start:end],
+                is_matrix,
+            )
+
+    def _slots_by_name(self) -> Iterator[Slot]:
+        for entry in self._entries:
+            at = slice(entry.offset, entry.offset + entry.local_size.numel())
+            yield Slot(
+                self._flat[Part.WEIGHT][at],
+                self._gradients[at],
+                self._flat[Part.EXP_AVG][at],
+                self._flat[Part.EXP_AVG_SQ][at],
+                len(entry.size) > 1,
+                f"{entry.name}:{self._tp_rank if entry.divided else 0}",
             )
 
     def forget(self) -> None:
         """Set the gradients to zero; they keep their memory."""
         self._gradients.zero_()
+
+    def after_evaluation(self) -> None:
+        """Nothing was gathered for it."""
 
     def parameters(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
         """See `Store.parameters`."""
@@ -161,14 +234,16 @@ def _stretches(flat: Tensor) -> list[Tensor]:
     return [flat[start : start + _BUCKET_VALUES] for start in range(0, flat.numel(), _BUCKET_VALUES)]
 
 
-def _lay_out(model: nn.Module, tp_rank: int) -> tuple[list[_Entry], int, int]:
-    """Entries, end of the tensor-divided region, and total length.
+def _lay_out(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], tuple[int, int], int]:
+    """Entries, ends of the regions of divided and of repeated parameters, and total length.
 
     Reverse order of use, so that the first bucket is the first whose gradients are complete; what tensor parallelism
     repeats comes last, so that the norm of either kind is the norm of one stretch. Without tensor parallelism all
-    counts as divided, over one rank.
+    counts as divided, over one rank. In either region vectors come last, so that what may not decay is one stretch.
+    What another stage of a pipeline counts comes after both.
     """
-    named = list(model.named_parameters())[::-1]
+    shared = frozenset[str]().union(*(shared_with_first(model) for model in models))
+    named = [item for model in models for item in canonical_parameters(model)][::-1]
     tensor_parallel = any(is_dtensor(parameter) for _, parameter in named)
     found = []
     for name, parameter in named:
@@ -177,14 +252,16 @@ def _lay_out(model: nn.Module, tp_rank: int) -> tuple[list[_Entry], int, int]:
         cuts = ((placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement and split else ()
         local = local_of(parameter).shape
         found.append((name, parameter, local, cuts, split or not tensor_parallel))
-    found.sort(key=lambda item: not item[4])
+    found.sort(key=lambda item: (item[0] in shared, not item[4], len(item[1].shape) == 1))
     entries: list[_Entry] = []
-    offset = divided_end = 0
+    offset = divided_end = repeated_end = 0
     for name, parameter, local, cuts, divided in found:
         entries.append(_Entry(name, parameter, parameter.shape, local, offset, divided, cuts))
         offset += -(-local.numel() // _ALIGNMENT) * _ALIGNMENT
-        divided_end = offset if divided else divided_end
-    return entries, divided_end, offset
+        if name not in shared:
+            divided_end = offset if divided else divided_end
+            repeated_end = offset
+    return entries, (divided_end, repeated_end), offset
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:

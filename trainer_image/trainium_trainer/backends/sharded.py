@@ -6,19 +6,21 @@ their parameter, so a checkpoint of them is as reshardable as the weights.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainium_contract.trainer import Precision
+from trainium_contract.trainer_parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.adamw import Slot
 from trainium_trainer.backends.store import local_of, square_sum
+from trainium_trainer.models.stages import EMBEDDING, canonical_parameters, present_layers, shared_with_first
 from trainium_trainer.models.state_dict import Part, state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,16 +28,20 @@ if TYPE_CHECKING:
     from trainium_trainer.models.llama import Llama
 
 
-def apply_fully_sharded(model: Llama, mesh: DeviceMesh, precision: Precision) -> None:
-    """Shard a model (already divided by tensor parallelism, on the meta device) over the data-parallel `mesh`."""
+def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: DataParallelMode) -> None:
+    """Shard a model (already divided by tensor parallelism, on the meta device) over the data-parallel `mesh`.
+
+    With the optimizer sharded only, weights stay gathered from a step's first forward to its last backward pass.
+    """
+    again = mode is DataParallelMode.FULLY_SHARDED
     policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if precision is Precision.BFLOAT16
-        else MixedPrecisionPolicy()
+        MixedPrecisionPolicy()
+        if precision is Precision.FLOAT32
+        else MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for layer in present_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Sums, not means: the loop divides by the valid tokens of the whole batch.
@@ -49,43 +55,113 @@ class _Entry:
     parameter: nn.Parameter
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    gradient: Tensor | None
+    """The float32 sum of what FSDP has left, where that is in bfloat16 like the parameter."""
+    key: str
+    shared: bool
+    """Whether ranks of a tensor-parallel group or of other stages hold the same values."""
     divided: bool
+    counted: bool
     cuts: tuple[tuple[int, int, int], ...]
+
+    def sum(self) -> Tensor:
+        """This rank's part of the step's gradient, float32."""
+        return local_of(self.parameter.grad) if self.gradient is None else self.gradient
 
 
 class ShardedStore:
     """The state of an FSDP2 model; gradients live where FSDP puts them."""
 
-    def __init__(self, model: Llama, device: torch.device, *, dp: tuple[int, int], tp: tuple[int, int]) -> None:
-        model.to_empty(device=device)
-        self._entries = [_entry(name, parameter, dp=dp, tp=tp) for name, parameter in model.named_parameters()]
+    def __init__(
+        self,
+        models: Sequence[Llama],
+        device: torch.device,
+        *,
+        dp: tuple[int, int],
+        tp: tuple[int, int],
+        once: bool = False,
+    ) -> None:
+        """`models`: the whole, or this rank's stages of it; `dp` and `tp` are (size, rank).
 
-    def before_backward(self, *, last: bool) -> None:
-        """Nothing to prepare: every backward pass reduces, which keeps gradients divided at all times."""
+        `once`: gather and reduce once a step, and hold what is gathered in between.
+        """
+        self._roots = [model for model in models if isinstance(model, FSDPModule)] if once else []
+        for model in models:
+            model.to_empty(device=device)
+        self._models = models
+        self._entries = [
+            _entry(
+                name,
+                parameter,
+                dp=dp,
+                tp=tp,
+                counted=name not in shared_with_first(model),
+                tied=name == EMBEDDING and model.shape.tie_embeddings,
+            )
+            for model in models
+            for name, parameter in canonical_parameters(model)
+        ]
+
+    def expect(self, passes: int) -> None:
+        """Every backward pass reduces, which keeps gradients divided at all times, unless that is to happen once."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(passes > 0)
+            root.set_reshard_after_backward(passes > 0)
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Add what FSDP has left in the type of the parameters to our sums."""
+        for entry in self._entries:
+            if entry.gradient is not None and entry.parameter.grad is not None:
+                entry.gradient.add_(local_of(entry.parameter.grad))
+                entry.parameter.grad = None
 
     def reduce(self) -> None:
         """Nothing is left to reduce after the backward pass."""
 
     def square_sums(self) -> tuple[float, float]:
         """Sums of squares of this rank's shards."""
-        divided = [local_of(entry.parameter.grad) for entry in self._entries if entry.divided]
-        repeated = [local_of(entry.parameter.grad) for entry in self._entries if not entry.divided]
+        return self._square_sums(_Entry.sum)
+
+    def weight_square_sums(self) -> tuple[float, float]:
+        """Sums of squares of this rank's shards of the weights."""
+        return self._square_sums(lambda entry: local_of(entry.parameter))
+
+    def _square_sums(self, values: Callable[[_Entry], Tensor]) -> tuple[float, float]:
+        counted = [entry for entry in self._entries if entry.counted]
+        divided = [values(entry) for entry in counted if entry.divided]
+        repeated = [values(entry) for entry in counted if not entry.divided]
         return square_sum(divided), square_sum(repeated)
+
+    def gradient(self, name: str) -> Tensor:
+        """See `Store.gradient`."""
+        return next(entry.sum() for entry in self._entries if entry.name == name)
 
     def slots(self) -> Iterator[Slot]:
         """One slot per parameter shard."""
         for entry in self._entries:
             yield Slot(
                 local_of(entry.parameter),
-                local_of(entry.parameter.grad),
+                entry.sum(),
                 local_of(entry.exp_avg),
                 local_of(entry.exp_avg_sq),
+                len(entry.parameter.shape) > 1,
+                entry.key,
+                shared=entry.shared,
             )
 
     def forget(self) -> None:
         """Free the gradients."""
         for entry in self._entries:
             entry.parameter.grad = None
+            if entry.gradient is not None:
+                entry.gradient.zero_()
+
+    def after_evaluation(self) -> None:
+        """Free the gathered parameters that FSDP keeps for a backward pass: the next update would make them stale."""
+        for module in itertools.chain.from_iterable(model.modules() for model in self._models):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def parameters(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
         """See `Store.parameters`."""
@@ -109,7 +185,9 @@ class ShardedStore:
         return {name: local_of(value) for name, value in self.state_dict().items()}
 
 
-def _entry(name: str, parameter: nn.Parameter, *, dp: tuple[int, int], tp: tuple[int, int]) -> _Entry:
+def _entry(
+    name: str, parameter: nn.Parameter, *, dp: tuple[int, int], tp: tuple[int, int], counted: bool, tied: bool
+) -> _Entry:
     """`dp` and `tp` are (size, rank). Tensor parallelism cuts first, FSDP cuts what is left."""
     placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
     cuts = []
@@ -118,11 +196,16 @@ def _entry(name: str, parameter: nn.Parameter, *, dp: tuple[int, int], tp: tuple
         cuts.append((placements[1].dim, *tp))
         divided = True
     cuts.append((placements[0].dim, *dp))
+    local = local_of(parameter)
     return _Entry(
         name=name,
         parameter=parameter,
+        gradient=None if local.dtype is torch.float32 else torch.zeros_like(local, dtype=torch.float32),
+        key=f"{name}:{dp[1]}:{tp[1] if divided else 0}",
+        shared=tied or (tp[0] > 1 and not divided),
         exp_avg=torch.zeros_like(parameter.detach()),
         exp_avg_sq=torch.zeros_like(parameter.detach()),
         divided=divided,
+        counted=counted,
         cuts=tuple(cuts),
     )

@@ -1,7 +1,7 @@
 """Where a rank's weights, gradients and moments live: the interface of the two data-parallel layouts.
 
-Invariants: all values are float32 (lower precision exists only inside forward and backward); `slots` and `locals` alias
-the live state; names are those of `models.state_dict`.
+Invariants: sums of gradients are float32, weights and moments too unless the precision keeps them in bfloat16; `slots`
+and `locals` alias the live state; names are those of `models.state_dict`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 class Store(Protocol):
     """One layout of the training state."""
 
-    def before_backward(self, *, last: bool) -> None:
-        """Say whether the coming backward pass is the last one of the step."""
+    def expect(self, passes: int) -> None:
+        """Say how many more backward passes complete the step's gradients; 0 when that is not known yet."""
+        ...
+
+    def absorb(self) -> None:
+        """Take over what backward passes have left; called after each."""
         ...
 
     def reduce(self) -> None:
@@ -30,7 +34,18 @@ class Store(Protocol):
         ...
 
     def square_sums(self) -> tuple[float, float]:
-        """Sums of squared gradients on this rank: of what tensor parallelism divides, and of what it repeats."""
+        """Sums of squared gradients on this rank: of what tensor parallelism divides, and of what it repeats.
+
+        What a pipeline's last stage shares with the first is left to that one.
+        """
+        ...
+
+    def weight_square_sums(self) -> tuple[float, float]:
+        """The same of the weights."""
+        ...
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's part of the gradient of one parameter, aliasing it."""
         ...
 
     def slots(self) -> Iterable[Slot]:
@@ -39,6 +54,10 @@ class Store(Protocol):
 
     def forget(self) -> None:
         """Drop the gradients."""
+        ...
+
+    def after_evaluation(self) -> None:
+        """Passes without gradients have ended: let go of what only they needed."""
         ...
 
     def parameters(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
@@ -76,6 +95,6 @@ def local_of(value: Any) -> Tensor:
 
 
 def square_sum(tensors: Iterable[Tensor]) -> float:
-    """Sum of squares of many float32 tensors, added up in double precision."""
-    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    """Sum of squares of many tensors, each summed in float32, added up in double precision."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
     return float(torch.stack(norms).double().square().sum()) if norms else 0.0

@@ -27,13 +27,16 @@ class ShardKey:
     tp_size: int
     dp_rank: int = 0
     dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
 
     def same_layout(self, other: ShardKey) -> bool:
         """Whether both belong to the same way of cutting up the state."""
-        return (self.tp_size, self.dp_size) == (other.tp_size, other.dp_size)
+        return (self.tp_size, self.dp_size, self.pp_size) == (other.tp_size, other.dp_size, other.pp_size)
 
     def __str__(self) -> str:
-        return f"t{self.tp_rank}of{self.tp_size}-d{self.dp_rank}of{self.dp_size}"
+        stage = f"p{self.pp_rank}of{self.pp_size}" if self.pp_size > 1 else ""
+        return f"t{self.tp_rank}of{self.tp_size}-d{self.dp_rank}of{self.dp_size}{stage}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -70,6 +73,15 @@ class RankView:
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
     """One shard that rank `source` sends to rank `target`, which keeps it in its store."""
+
+    source: int
+    target: int
+    key: ShardKey
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Guard:
+    """A shard that is in one store only: rank `source` writes it and passes copies on to rank `target`."""
 
     source: int
     target: int
@@ -126,6 +138,44 @@ def caretakers(views: Sequence[RankView]) -> frozenset[int]:
     for view in views:
         lowest[view.store] = min(view.rank, lowest.get(view.store, view.rank))
     return frozenset(lowest.values())
+
+
+def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Guard, ...]:
+    """Who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
+
+    Only shards that a single store holds need one: replicas are copies already. Stores are paired, so that of two lost
+    stores only a partner's loss costs a shard (2 in N-1 cases for a ring, 1 for pairs: Gemini, SOSP 2023), and far
+    apart in the order of ranks, because neighbours fail together (one switch, one power supply). An odd one makes a
+    ring of three.
+    """
+    holders: dict[ShardKey, set[str]] = {}
+    ranks: dict[str, list[int]] = {}
+    for view in sorted(views, key=lambda view: view.rank):
+        holders.setdefault(view.needs, set()).add(view.store)
+        ranks.setdefault(view.store, []).append(view.rank)
+    chosen = set(usable)
+    partner = _partners([store for store in ranks if store in chosen])
+    writing = writers(views)
+    found: list[Guard] = []
+    for store, other in partner.items():
+        exposed = [
+            view for view in views if view.store == store and view.rank in writing and len(holders[view.needs]) == 1
+        ]
+        for number, view in enumerate(sorted(exposed, key=lambda view: view.rank)):
+            keepers = ranks[other]
+            found.append(Guard(view.rank, keepers[number % len(keepers)], view.needs))
+    return tuple(sorted(found))
+
+
+def _partners(stores: Sequence[str]) -> dict[str, str]:
+    """For each store the one that keeps its copies; empty when there is only one store."""
+    if len(stores) < 2:
+        return {}
+    half = len(stores) // 2
+    groups = [[stores[number], stores[number + half]] for number in range(half)]
+    if len(stores) % 2:
+        groups[-1].append(stores[-1])
+    return {store: group[(at + 1) % len(group)] for group in groups for at, store in enumerate(group)}
 
 
 def _is_complete(views: Sequence[RankView], moment: Moment) -> bool:

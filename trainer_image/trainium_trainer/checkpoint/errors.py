@@ -6,16 +6,32 @@ import errno
 
 from trainium_trainer.exits import PeerLostError, StorageError, UserError
 
-__all__ = ["StaleGenerationError", "StorageError", "UnusableCheckpointError", "is_transient", "storage_error"]
+__all__ = [
+    "DamagedFileError",
+    "StaleGenerationError",
+    "StorageError",
+    "TooSlowError",
+    "UnusableCheckpointError",
+    "is_transient",
+    "storage_error",
+]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
-_LASTING = _FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR}
+_LASTING = _FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR, errno.ENODEV}
 
 
 class StaleGenerationError(PeerLostError):
     """A newer start of the run owns this folder: this process is a leftover and must not write."""
+
+
+class DamagedFileError(Exception):
+    """A file is missing, ends too early or has other contents than were written: trying again does not cure it."""
+
+
+class TooSlowError(StorageError):
+    """A save that does not end: it cannot be called back, so there is no other save to hope for in this process."""
 
 
 class UnusableCheckpointError(UserError):
@@ -32,9 +48,13 @@ def storage_error(error: OSError, where: str) -> StorageError:
     if error.errno in _FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
     elif error.errno in _FORBIDDEN:
-        advice = "it is not writable: give the worker write permission or choose another checkpoint.path"
+        advice = "it is not writable: give the worker (or its role) write permission or choose another checkpoint.path"
+    elif error.errno == errno.ENODEV:
+        advice = "make the bucket, or choose another checkpoint.path"
+    elif error.errno == errno.ETIMEDOUT:
+        advice = "look at the network and at the store"
     elif error.errno in _NOT_A_FOLDER:
         advice = "the path is not a usable folder: choose another checkpoint.path"
     else:
-        advice = "check the volume behind checkpoint.path"
+        advice = "check the store behind checkpoint.path"
     return StorageError(f"checkpoint storage {where}: {error.strerror or error}: {advice}")

@@ -1,74 +1,155 @@
-"""List and verify the durable checkpoints below a root: `trainium-trainer inspect ROOT`. Reads only."""
+"""What `trainium-trainer inspect` says and does: list, verify and repair the durable checkpoints below a root.
+
+Invariants: nothing is removed; what is repaired is only taken out of use: the receipt gives way to a note with the
+reason, and all other files stay where they are.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_contract.manifest import step_of
-from trainium_trainer.checkpoint import commit as commits
-from trainium_trainer.checkpoint.storage import PosixStorage
+from trainium_contract.manifest import COMMIT_NAME, SET_ASIDE_NAME, CheckpointKind, milestone_of, step_of
+from trainium_trainer.checkpoint import survey as surveys
+from trainium_trainer.checkpoint.storage import Retry, read_small
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from trainium_trainer.checkpoint.storage import Entry, Storage
+    from trainium_trainer.checkpoint.survey import Committed
 
-_MEBIBYTE = 2**20
+_MEBIBYTE, _GIBIBYTE = 2**20, 2**30
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+class CheckpointState(StrEnum):
+    """What a checkpoint's folder is."""
+
+    COMMITTED = "committed"
+    """It counts; files and sizes are as they were written."""
+    VERIFIED = "verified"
+    """Its contents are as they were written, too."""
+    DAMAGED = "damaged"
+    """It was committed and is not whole any more."""
+    UNCOMMITTED = "uncommitted"
+    """A save that is under way or never ended."""
+    SET_ASIDE = "set aside"
+    """A person took it out of use."""
+    OTHER_VERSION = "other version"
+    """Another version of the trainer wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
     """One checkpoint folder."""
 
+    folder: str
     step: int
-    committed: bool
-    verified: bool
-    """Whether sizes and digests of all files are right; False also when that was not asked for."""
+    kind: CheckpointKind
+    state: CheckpointState
     size: int
     """Bytes."""
-    age: float
-    """Seconds since it was written."""
+    tokens: int | None
+    """Valid tokens trained on."""
+    world: str
+    """Ranks that wrote it: data x tensor x pipeline parallel."""
+    created: float | None
+    """Unix seconds."""
     problem: str
     """What is wrong; empty when nothing is."""
 
 
-def list_checkpoints(root: Path, *, verify: bool = True) -> list[CheckpointRow]:
-    """The checkpoints below `root` by step; OSError when the folder cannot be read."""
-    storage = PosixStorage(root)
-    found = commits.survey(storage)
-    modified = {entry.name: entry.modified for entry in storage.list("")}
-    now = time.time()
+def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | None = None) -> list[CheckpointRow]:
+    """The checkpoints below a root by step; StorageError when they cannot be read."""
+    retry = retry or Retry()
+    found = retry.run(lambda: surveys.survey(storage), storage.location)
     rows: list[CheckpointRow] = []
-    for item in found.committed:
-        problems = commits.verify(storage, item) if verify else []
-        size = sum(file.size for file in item.manifest.files)
-        problem = problems[0] if problems else ""
-        rows.append(CheckpointRow(item.step, True, verify and not problems, size, now - item.manifest.created, problem))
-    incomplete = dict.fromkeys(found.leftovers, "was never committed")
-    incomplete |= {f"step-{step}": problem for step, problem in found.damaged.items()}
-    for folder, problem in incomplete.items():
-        step = step_of(folder.partition(".")[0])
-        size = sum(entry.size for entry in storage.list(folder))
-        committed = step in found.damaged and folder == f"step-{step}"
-        rows.append(CheckpointRow(step or 0, committed, False, size, now - modified.get(folder, now), problem))
-    return sorted(rows, key=lambda row: (row.step, row.committed))
+    for item in [*found.committed, *found.milestones]:
+        problems = surveys.verify(storage, item, retry) if verify else []
+        rows.append(_whole(item, problems, verified=verify))
+    told = {name: (CheckpointState.DAMAGED, problem) for name, problem in found.damaged.items()}
+    told |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in found.newer.items()}
+    told |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in found.set_aside}
+    told |= {name: (CheckpointState.UNCOMMITTED, "") for name in found.leftovers if "/" not in name}
+    for name, (state, problem) in told.items():
+        step, milestone = step_of(name), milestone_of(name)
+        kind = CheckpointKind.STATE if milestone is None else CheckpointKind.WEIGHTS
+        entries = _files(storage, name)
+        newest = max((entry.modified for entry in entries), default=None)
+        size = sum(entry.size for entry in entries)
+        rows.append(CheckpointRow(name, step or milestone or 0, kind, state, size, None, "", newest, problem))
+    return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
-def inspect(root: Path, *, verify: bool = True) -> str:
-    """The table that `trainium-trainer inspect` prints."""
-    rows = list_checkpoints(root, verify=verify)
-    if not rows:
-        return f"no checkpoints in {root}"
-    lines = [f"{'STEP':>10}  {'COMMITTED':<9}  {'VERIFIED':<8}  {'SIZE':>12}  {'AGE':>8}  PROBLEM"]
+def set_aside(storage: Storage, rows: list[CheckpointRow], retry: Retry | None = None) -> list[CheckpointRow]:
+    """Take the damaged and the uncommitted checkpoints out of use; returns which those were."""
+    retry = retry or Retry()
+    broken = [row for row in rows if row.state in (CheckpointState.DAMAGED, CheckpointState.UNCOMMITTED)]
+    for row in broken:
+        note = json.dumps({"reason": row.problem or "it was never committed", "time": time.time()}).encode()
+        name = row.folder
+        retry.run(lambda name=name, note=note: storage.write(f"{name}/{SET_ASIDE_NAME}", note), storage.location)  # type: ignore[misc]
+        retry.run(lambda name=name: storage.remove_file(f"{name}/{COMMIT_NAME}"), storage.location)  # type: ignore[misc]
+    return broken
+
+
+def table(rows: list[CheckpointRow], *, now: float) -> str:
+    """The rows for a person."""
+    head = f"{'CHECKPOINT':<18} {'STATE':<13} {'AGE':>8} {'SIZE':>11} {'TOKENS':>16} {'WORLD':>10}  PROBLEM"
+    lines = [head]
     for row in rows:
-        verified = "yes" if row.verified else ("no" if verify or row.problem else "-")
+        age = "" if row.created is None else _age(now - row.created)
+        tokens = "" if row.tokens is None else f"{row.tokens:,}"
         line = (
-            f"{row.step:>10}  {'yes' if row.committed else 'no':<9}  {verified:<8}  "
-            f"{row.size / _MEBIBYTE:>8.1f} MiB  {_age(row.age):>8}  {row.problem}"
+            f"{row.folder:<18} {row.state:<13} {age:>8} {_size(row.size):>11} {tokens:>16} {row.world:>10}  "
+            f"{row.problem}"
         )
         lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def as_json(rows: list[CheckpointRow]) -> str:
+    """The rows for a program: a JSON list."""
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def _whole(item: Committed, problems: list[str], *, verified: bool) -> CheckpointRow:
+    manifest = item.manifest
+    state = CheckpointState.VERIFIED if verified else CheckpointState.COMMITTED
+    world = f"{manifest.data_parallel}x{manifest.tensor_parallel}x{manifest.pipeline_parallel}"
+    return CheckpointRow(
+        folder=item.folder.partition("/")[0],
+        step=item.step,
+        kind=manifest.kind,
+        state=CheckpointState.DAMAGED if problems else state,
+        size=item.size,
+        tokens=manifest.tokens,
+        world=world,
+        created=manifest.created,
+        problem=problems[0] if problems else "",
+    )
+
+
+def _files(storage: Storage, folder: str) -> list[Entry]:
+    """All files of a checkpoint's folder and of the attempts in it."""
+    files: list[Entry] = []
+    for entry in storage.list(folder):
+        inside = storage.list(f"{folder}/{entry.name}") if entry.is_folder else [entry]
+        files += [each for each in inside if not each.is_folder]
+    return files
+
+
+def _reason(storage: Storage, folder: str) -> str:
+    try:
+        return str(json.loads(read_small(storage, f"{folder}/{SET_ASIDE_NAME}") or b"")["reason"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIBIBYTE:.1f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:.1f} MiB"
 
 
 def _age(seconds: float) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from trainium_contract.trainer import DataParallelMode
+    from trainium_contract.trainer_parallelism import DataParallelMode
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,6 +68,10 @@ class Mesh(Protocol):
     def rank(self) -> int: ...  # noqa: D102 - the names say it
     @property
     def world_size(self) -> int: ...  # noqa: D102
+    @property
+    def pp_rank(self) -> int: ...  # noqa: D102
+    @property
+    def pp_size(self) -> int: ...  # noqa: D102
     @property
     def dp_rank(self) -> int: ...  # noqa: D102
     @property

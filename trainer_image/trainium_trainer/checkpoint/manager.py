@@ -14,26 +14,30 @@ import secrets
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from trainium_contract.trainer import CheckpointConfig, DataParallelMode
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.agreement import Moment, ShardKey
 from trainium_trainer.checkpoint.commit import FenceToken
 from trainium_trainer.checkpoint.durable import DurableTier
+from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.layout import Layout
 from trainium_trainer.checkpoint.memory import MemoryTier
+from trainium_trainer.checkpoint.policy import Save, SavePolicy, decided, vote
+from trainium_trainer.checkpoint.records import fetch_records
 from trainium_trainer.checkpoint.resume import Outcome, Resumption
-from trainium_trainer.checkpoint.storage import PosixStorage, Retry
+from trainium_trainer.checkpoint.settings import settings_digest
+from trainium_trainer.checkpoint.storage import Retry, open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
 
+    from trainium_contract.trainer_checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
     from trainium_trainer.checkpoint.storage import Storage
 
@@ -42,14 +46,14 @@ log = logging.getLogger(__name__)
 NONE_YET = -1
 _GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks that have written wait this long for the slowest; a lost peer is noticed at once, by its connection."""
-_BUSY = -2.0
-"""Outweighs the one vote for a save."""
 
 
 class CheckpointManager:
     """Checkpoints of one rank; every method is called from the training thread.
 
-    `memory_step`, `durable_step`: newest safe step of each tier, -1 for none. `resumed_from`: where the state came
+    `settings`: what must not change between the runs of one history, by name; values that JSON can hold.
+    `memory_step`, `durable_step`: newest safe step of each tier, -1 for none; `guarded_step`: of the copy that another
+    node has of this rank's shard, -1 where the shard needs or has none. `resumed_from`: where the state came
     from. `warnings`: sentences about what was damaged or is switched off.
     """
 
@@ -61,7 +65,7 @@ class CheckpointManager:
         mesh: Mesh,
         generation: int,
         memory_directory: Path | None,
-        config_digest: str,
+        settings: Mapping[str, Any],
         run: str = "",
         storage: Storage | None = None,
         retry: Retry | None = None,
@@ -71,9 +75,10 @@ class CheckpointManager:
         self._state = state
         self._mesh = mesh
         self._generation = generation
-        self._config_digest = config_digest
+        self._settings = settings
+        self._config_digest = settings_digest(settings)
         self._run = run
-        self._storage = storage if storage is not None else PosixStorage(Path(config.path))
+        self._storage = storage if storage is not None else open_storage(config.path)
         self._retry = retry if retry is not None else Retry()
         self._clock = clock
         self._memory_directory = memory_directory if config.memory.every_steps else None
@@ -85,8 +90,9 @@ class CheckpointManager:
         self._memory_is_safe = False
         self._completed = 0
         self._snapshot_step = NONE_YET
-        self._saved_step = 0
-        self._saved_at = 0.0
+        self._memory_warnings = 0
+        self._policy = SavePolicy(config.durable, config.milestones)
+        self._saves = 0
         self.memory_step = NONE_YET
         self.resumed_from = ResumeSource.FRESH
         self.warnings: list[str] = []
@@ -113,10 +119,14 @@ class CheckpointManager:
             storage=self._storage,
             group=self._group,
             token=token,
+            settings=self._settings,
             config_digest=self._config_digest,
             retry=self._retry,
+            buddies=self._config.memory.buddies > 0,
         ).run()
         self._adopt(outcome, token)
+        if self._memory is not None:
+            self._memory_warnings = len(self._memory.warnings)  # told with the outcome
         return outcome.position
 
     # ---- in a step --------------------------------------------------------------------------------------------------
@@ -133,22 +143,27 @@ class CheckpointManager:
     def vote(self) -> float:
         """This rank's word on a durable save after the step under way, to be summed in the step's own all-reduce."""
         tier = self._tier()
-        due = self._mesh.rank == 0 and self._is_due(self._completed + 1)
-        return (1.0 if due else 0.0) + (_BUSY if tier.busy else 0.0)
+        wanted = Save.NOTHING
+        if self._mesh.rank == 0:
+            wanted = self._policy.wanted(step=self._completed + 1, now=self._clock())
+        return vote(wanted, busy=tier.busy)
 
     def after_step(self, position: Position, votes: float) -> None:
         """After the optimizer step: snapshot to memory, start a durable save when `votes` (the sum) says so.
 
-        Raises StorageError or StaleGenerationError when an earlier save or snapshot failed.
+        A save that failed is reported in `warnings`. Raises StorageError when too many in a row have failed, when one
+        does not end, or when a snapshot cannot be written; StaleGenerationError when another start owns the root.
         """
-        tier = self._tier()
-        tier.poll()
+        self._hear_of_saves()
         self._completed = position.step
         every = self._config.memory.every_steps
         if every and position.step % every == 0:
             self._snapshot(position)
-        if votes > 0.5:
-            self._save(position)
+        what = decided(votes)
+        if not self._policy.crosses(position.tokens):
+            what &= ~Save.MILESTONE
+        if what is not Save.NOTHING:
+            self._save(position, what)
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
@@ -160,16 +175,26 @@ class CheckpointManager:
         """
         self._snapshot(position)
         self.before_update()
-        if memory_ends or not self._memory_is_safe or self._mesh.dp_mode is DataParallelMode.FULLY_SHARDED:
+        if memory_ends or not self._memory_is_safe or self._mesh.dp_mode.is_sharded:
             self.finish(position)
 
     def finish(self, position: Position) -> None:
-        """Commit `position` durably and return when it is safe; all ranks together."""
+        """Commit `position` durably and return when it is safe; all ranks together. Raises like `after_step`."""
         tier = self._tier()
-        tier.wait()
-        if tier.committed_step != position.step:
-            self._save(position)
-            tier.wait()
+        while True:
+            try:
+                tier.wait()
+                self._hear_of_saves()
+                missing = Save.STATE if tier.committed_step != position.step else Save.NOTHING
+                if self._policy.crosses(position.tokens):
+                    missing |= Save.MILESTONE
+                if missing is Save.NOTHING:
+                    return
+                self._save(position, missing)
+            except TooSlowError:
+                raise
+            except StorageError as error:
+                self._report(self._policy.failed(error, tier.committed_step, self._clock()))
 
     def close(self) -> None:
         """Stop the memory tier's thread; a durable save under way is left behind. May be called again."""
@@ -187,6 +212,12 @@ class CheckpointManager:
     def durable_step(self) -> int:
         """Newest step that this rank knows to be committed, -1 for none."""
         return NONE_YET if self._durable is None else self._durable.committed_step
+
+    @property
+    def guarded_step(self) -> int:
+        """Newest step that the buddy of this rank's shard has, -1 for none."""
+        step = None if self._memory is None else self._memory.guarded_step
+        return NONE_YET if step is None else step
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
@@ -226,9 +257,15 @@ class CheckpointManager:
 
     def _shard_key(self) -> ShardKey:
         mesh = self._mesh
-        if mesh.dp_mode is DataParallelMode.REPLICATED:
-            return ShardKey(mesh.tp_rank, mesh.tp_size)
-        return ShardKey(mesh.tp_rank, mesh.tp_size, mesh.dp_rank, mesh.dp_size)
+        replicated = not mesh.dp_mode.is_sharded
+        return ShardKey(
+            mesh.tp_rank,
+            mesh.tp_size,
+            0 if replicated else mesh.dp_rank,
+            1 if replicated else mesh.dp_size,
+            mesh.pp_rank,
+            mesh.pp_size,
+        )
 
     def _adopt(self, outcome: Outcome, token: FenceToken) -> None:
         self.resumed_from = outcome.source
@@ -242,8 +279,8 @@ class CheckpointManager:
             self._completed = outcome.position.step
             if outcome.source in (ResumeSource.MEMORY, ResumeSource.PEER):
                 self.memory_step = outcome.position.step
-        self._saved_step = max(outcome.durable_step, 0)
-        self._saved_at = self._clock()
+        self._policy.started(max(outcome.durable_step, 0), self._clock())
+        self._policy.milestone_tokens = outcome.milestone_tokens
         self._durable = DurableTier(
             self._storage,
             state=self._state,
@@ -251,18 +288,16 @@ class CheckpointManager:
             group=self._group,
             token=token,
             config_digest=self._config_digest,
-            keep_last=self._config.durable.keep_last,
+            settings=self._settings,
+            config=self._config,
             known_bad=outcome.known_bad,
             retry=self._retry,
         )
         self._durable.committed_step = outcome.durable_step
+        self._durable.milestone_tokens = outcome.milestone_tokens
+        if self._mesh.rank == 0 and self._config.records != self._config.path:
+            fetch_records(self._storage, Path(self._config.records))
         self._durable.prepare(list(outcome.leftovers))
-
-    def _is_due(self, step: int) -> bool:
-        every = self._config.durable
-        if every.every_steps is not None and step - self._saved_step >= every.every_steps:
-            return True
-        return every.every_seconds is not None and self._clock() - self._saved_at >= every.every_seconds
 
     def _snapshot(self, position: Position) -> None:
         if self._memory is None or (not self._memory_is_safe and not self._keeps_snapshots):
@@ -279,13 +314,38 @@ class CheckpointManager:
         self._snapshot_step = position.step
 
     def _note_sealed(self) -> None:
-        if self._memory is not None and self._memory.sealed_step is not None:
-            self.memory_step = self._memory.sealed_step
+        memory = self._memory
+        if memory is None:
+            return
+        if memory.sealed_step is not None:
+            self.memory_step = memory.sealed_step
+        self.warnings += memory.warnings[self._memory_warnings :]
+        self._memory_warnings = len(memory.warnings)
 
-    def _save(self, position: Position) -> None:
-        self._saved_step = position.step
-        self._saved_at = self._clock()
-        self._tier().start(position)
+    def _save(self, position: Position, what: Save) -> None:
+        if Save.STATE in what:
+            self._policy.started(position.step, self._clock())
+        self._tier().start(position, what)
+
+    def _hear_of_saves(self) -> None:
+        """Take note of how the newest save ended, if it did."""
+        tier = self._tier()
+        try:
+            tier.poll()
+        except TooSlowError:
+            raise
+        except StorageError as error:
+            self._report(self._policy.failed(error, tier.committed_step, self._clock()))
+        if tier.saves != self._saves:
+            self._saves = tier.saves
+            self._policy.milestone_tokens = tier.milestone_tokens
+            if self._policy.ended():
+                self._report(f"saving works again: step {tier.committed_step} is committed")
+
+    def _report(self, sentence: str) -> None:
+        """Say it on the first rank; the others have seen the same."""
+        if self._mesh.rank == 0:
+            self.warnings.append(sentence)
 
 
 def warm() -> None:

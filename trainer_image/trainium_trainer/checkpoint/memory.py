@@ -1,12 +1,14 @@
 """The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
 
 The training thread copies the state straight into a mapped, preallocated file (the only cost in the step); a thread
-then sums it and writes the header. Three files per shard rotate, so the newest two finished ones are always there.
+then sums it and writes the header, and, where no other node holds the shard, another one passes it on to a buddy
+(`buddy.py`). Three files per shard rotate, so the newest two finished ones are always there; of a guarded shard the
+buddy's node has two.
 
 Invariants: a finished snapshot among the newest two is never touched; a writer whose generation is below the folder's
 GENERATION stops; file names carry the generation; a step is complete on any rank only after every rank has sealed its
-snapshot of the step before (see `settle`), hence at most one step is lost; snapshots newer than the resumed step belong
-to an abandoned history and are removed at resume.
+snapshot of the step before, copies included (see `settle`), hence at most one step is lost, also with a node; snapshots
+newer than the resumed step belong to an abandoned history and are removed at resume.
 """
 
 from __future__ import annotations
@@ -18,32 +20,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from trainium_contract.manifest import GENERATION_FENCE_NAME
+from trainium_trainer.checkpoint.buddy import Copying, Keeper, Sender
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.layout import Layout, copy_all
-from trainium_trainer.checkpoint.snapshot import (
-    DamagedSnapshotError,
-    Header,
-    SnapshotFile,
-    open_verified,
-    read_header,
-)
+from trainium_trainer.checkpoint.slots import SUFFIX, Slots, key_text
+from trainium_trainer.checkpoint.snapshot import DamagedSnapshotError, Header, SnapshotFile, open_verified, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     import torch
+    from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.agreement import Claim, Moment, ShardKey
 
-_SLOTS = 3
+_OWN_FILES = 3
 """Two finished snapshots plus the one being written."""
-_SUFFIX = ".snapshot"
+_KEPT_FILES = 2
+"""Of another node's shard: one finished copy plus the one that arrives."""
 _STORE_ID = "STORE_ID"
+_COPY_PATIENCE_SECONDS = 60.0
+"""A step waits so long for a copy; a copy takes less than a step unless the network is ill."""
 
 
 class MemoryTier:
-    """Snapshots of one rank's shard in one folder; all methods are local and called from the training thread."""
+    """Snapshots of one rank's shard in one folder; all methods are called from the training thread."""
 
     def __init__(
         self, directory: Path, *, key: ShardKey, layout: Layout, generation: int, session: str, config_digest: str
@@ -55,11 +57,17 @@ class MemoryTier:
         self.session = session
         """Agreed among the ranks at resume; set before the first snapshot is staged."""
         self.local_keys = frozenset({key})
-        """The shards of all ranks that share this folder; the others' files are leftovers."""
+        """The shards that belong into this folder, by ranks of this node or as copies; others' files are leftovers."""
         self.config_digest = config_digest
         self.sealed_step: int | None = None
+        self.guarded_step: int | None = None
+        """Newest step of which the buddy has a copy; stays None without a buddy."""
         self.warnings: list[str] = []
-        self._slots: list[SnapshotFile] = []
+        self._own = Slots(directory, key, generation=generation, count=_OWN_FILES)
+        self._kept: dict[ShardKey, Slots] = {}
+        self._keepers: list[Keeper] = []
+        self._copying: Copying | None = None
+        self._late = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
         self._sealing: Future[Claim] | None = None
         self._rejected: set[Path] = set()
@@ -103,37 +111,25 @@ class MemoryTier:
                 self._reject(path, error)
         return None
 
-    def restore(self, payload: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a payload of this rank's layout into the live tensors."""
-        copy_all(self.layout.ordered(tensors), self.layout.views(payload))
-
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def open_slots(self) -> bool:
         """Reserve the files of this shard; False, with a warning, when the memory volume has no room for them."""
         try:
-            self._adopt_slots()
-            while len(self._slots) < _SLOTS:
-                name = self._name()
-                self._slots.append(SnapshotFile.create(self.directory / name, self.layout.payload_bytes))
+            size = self.layout.payload_bytes
+            self._own.open(layout=self.layout.digest, payload_bytes=size, headers=self._headers())
         except OSError as error:
-            need = _SLOTS * self.layout.payload_bytes / 2**20
+            need = _OWN_FILES * self.layout.payload_bytes / 2**20
             self.warnings.append(
                 f"memory snapshots are off on this worker: {self.directory}: {error.strerror}: {need:.0f} MiB are "
                 "needed; raise the memory volume's size, or set checkpoint.memory.everySteps to 0"
             )
-            for slot in self._slots:
-                if slot.header is None:
-                    slot.path.unlink(missing_ok=True)
-            self._slots.clear()
             return False
         return True
 
     def receiving_slot(self) -> SnapshotFile:
-        """A file to receive a peer's snapshot into."""
-        slot = self._oldest_slot()
-        slot.invalidate(self.directory / self._name())
-        return slot
+        """A file to receive a peer's snapshot of this rank's own shard into."""
+        return self._own.next()
 
     def seal_received(self, slot: SnapshotFile, claim: Claim) -> bool:
         """Finish a received snapshot; False when it did not arrive as it was sent."""
@@ -147,17 +143,16 @@ class MemoryTier:
         """Copy the state at a step's end; the copy is sealed by the thread. Waits for an earlier seal first."""
         self.settle()
         self._check_fence()
-        if self._staged_in_session == _SLOTS - 1:
+        if self._staged_in_session == _OWN_FILES - 1:
             # Every rank has sealed this session's first snapshot by now: what other sessions left is history.
             self._remove_foreign()
-        slot = self._oldest_slot()
-        slot.invalidate(self.directory / self._name())
+        slot = self._own.next()
         copy_all(self.layout.views(slot.payload), self.layout.ordered(tensors))
         self._staged_in_session += 1
-        self._sealing = self._thread.submit(slot.seal, moment, self.key, self.layout.digest, self.config_digest)
+        self._sealing = self._thread.submit(self._seal, slot, moment)
 
     def settle(self) -> None:
-        """Wait until the last staged snapshot is sealed.
+        """Wait until the last staged snapshot is sealed, and its copy too.
 
         Called before the last collective of every step, it makes the completion of a step on any rank imply that every
         rank has sealed the step before.
@@ -166,11 +161,72 @@ class MemoryTier:
             claim = self._sealing.result()
             self._sealing = None
             self.sealed_step = claim.moment.position.step
+        if self._copying is not None:
+            self._await_copy(self._copying)
 
     def close(self) -> None:
-        """Finish a seal under way and end the thread."""
+        """Finish a seal under way, part with the buddies and end the threads."""
         self._thread.shutdown(wait=True)
-        self._slots.clear()
+        if self._copying is not None:
+            self._copying.close()
+            self._copying = None
+        for keeper in self._keepers:
+            keeper.close()
+        self._keepers.clear()
+        self._own.close()
+        self._kept.clear()
+
+    # ---- buddies ----------------------------------------------------------------------------------------------------
+
+    def open_kept(self, key: ShardKey, layout: str, payload_bytes: int) -> bool:
+        """Reserve the files for copies of another node's shard; False, with a warning, when there is no room."""
+        slots = Slots(self.directory, key, generation=self.generation, count=_KEPT_FILES)
+        try:
+            slots.open(layout=layout, payload_bytes=payload_bytes, headers=self._headers())
+        except OSError as error:
+            need = _KEPT_FILES * payload_bytes / 2**20
+            self.warnings.append(
+                f"this worker keeps no copies of another's snapshots: {self.directory}: {error.strerror}: {need:.0f} "
+                "MiB are needed; raise the memory volume's size, or set checkpoint.memory.buddies to 0"
+            )
+            return False
+        self._kept[key] = slots
+        return True
+
+    def keep_for(self, key: ShardKey, group: ProcessGroup, source: int, number: int) -> None:
+        """Receive the snapshots of a shard for which files are open, from now on."""
+        slots = self._kept[key]
+
+        def slot() -> SnapshotFile:
+            self._check_fence()
+            return slots.next()
+
+        def seal(slot: SnapshotFile, header: Header) -> bool:
+            return header.claim.key == key and self.seal_received(slot, header.claim)
+
+        self._keepers.append(Keeper(group, source, number, slot=slot, seal=seal))
+
+    def send_to(self, group: ProcessGroup, target: int, number: int) -> None:
+        """Pass each sealed snapshot on to a buddy, from now on."""
+        self._copying = Copying(Sender(group, target, number))
+
+    def _seal(self, slot: SnapshotFile, moment: Moment) -> Claim:
+        claim = slot.seal(moment, self.key, self.layout.digest, self.config_digest)
+        if self._copying is not None:
+            self._copying.offer(slot, moment.position.step)
+        return claim
+
+    def _await_copy(self, copying: Copying) -> None:
+        if not copying.wait(0.0 if self._late else _COPY_PATIENCE_SECONDS):
+            if not self._late:
+                self._late = True
+                self.warnings.append(
+                    f"the copy of this worker's snapshot has not arrived at its buddy after "
+                    f"{_COPY_PATIENCE_SECONDS:.0f} s: until it does, a lost node costs more than one step"
+                )
+            return
+        self._late = False
+        self.guarded_step = copying.newest
 
     # ---- cleaning ---------------------------------------------------------------------------------------------------
 
@@ -181,9 +237,7 @@ class MemoryTier:
         those of another way of cutting the state and those that are not whole (asked of one rank).
         """
         if own:
-            for slot in self._slots:
-                if slot.header is not None and slot.header.claim.moment.position.step > step:
-                    slot.invalidate(slot.path)
+            self._own.forget_after(step)
         if others:
             headers = self._headers()
             for path in self._foreign():
@@ -203,16 +257,13 @@ class MemoryTier:
 
     def _foreign(self) -> list[Path]:
         mine = {str(key) for key in self.local_keys}
-        return [path for path in self.directory.glob(f"*{_SUFFIX}") if _key_text(path) not in mine]
+        return [path for path in self.directory.glob(f"*{SUFFIX}") if key_text(path) not in mine]
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
-    def _name(self) -> str:
-        return f"g{self.generation}-{self.key}-{secrets.token_hex(4)}{_SUFFIX}"
-
     def _headers(self) -> dict[Path, Header]:
         found: dict[Path, Header] = {}
-        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             if path in self._rejected:
                 continue
             try:
@@ -235,30 +286,7 @@ class MemoryTier:
         # The file stays until its owner reuses or removes it: other ranks of the node may be looking at it.
         self._rejected.add(path)
         self.warnings.append(f"memory snapshot is damaged and ignored: {error}")
-        for slot in self._slots:
-            if slot.path == path:
-                slot.invalidate(path)
-
-    def _adopt_slots(self) -> None:
-        """Take over the files that earlier processes left for this shard; what does not fit is removed."""
-        if self._slots:
-            return
-        headers = self._headers()
-        self._slots = [
-            SnapshotFile(path, self.layout.payload_bytes, header)
-            for path, header in headers.items()
-            if header.claim.key == self.key and header.claim.layout == self.layout.digest
-        ]
-        for path in self.directory.glob(f"g*-{self.key}-*{_SUFFIX}"):
-            if all(slot.path != path for slot in self._slots):
-                path.unlink(missing_ok=True)
-        self._slots.sort(key=_age_order)
-        for extra in self._slots[:-_SLOTS]:
-            extra.path.unlink(missing_ok=True)
-        self._slots = self._slots[-_SLOTS:]
-
-    def _oldest_slot(self) -> SnapshotFile:
-        return min(self._slots, key=_age_order)
+        self._own.drop(path)
 
     def _fence(self) -> int:
         try:
@@ -278,16 +306,3 @@ class MemoryTier:
                 "and must not write snapshots"
             )
         self._fence_stamp = stamp
-
-
-def _key_text(path: Path) -> str:
-    """The shard in a file name `g<generation>-<shard>-<random>.snapshot`."""
-    return path.name.partition("-")[2].rpartition("-")[0]
-
-
-def _age_order(slot: SnapshotFile) -> tuple[bool, int, int]:
-    """Unfinished files first, then by age."""
-    if slot.header is None:
-        return (False, 0, 0)
-    moment = slot.header.claim.moment
-    return (True, moment.position.step, moment.generation)

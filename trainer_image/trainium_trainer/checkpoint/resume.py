@@ -2,19 +2,20 @@
 
 All ranks run `Resumption.run` together. Each reports what its snapshot store holds, the first one what the durable root
 holds; all evaluate the same pure decision; each verifies its part; on any damage all decide again without it.
-Invariants: no rank restores before every rank has verified its part; all ranks return the same position or raise the
-same error; a restart that finds its snapshots costs two small gathers.
+Invariants: no rank restores a snapshot before every rank has verified its part; what comes from storage is verified
+while it is read, and a rank that has read damage makes all ranks load another state; all ranks return the same position
+or raise the same error; a restart that finds its snapshots costs two small gathers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint import commit as commits
+from trainium_contract.manifest import folder_name, step_of
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.agreement import (
     Claim,
@@ -28,18 +29,25 @@ from trainium_trainer.checkpoint.agreement import (
     decide,
     writers,
 )
-from trainium_trainer.checkpoint.errors import UnusableCheckpointError, storage_error
+from trainium_trainer.checkpoint.commit import claim_fence
+from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError, storage_error
+from trainium_trainer.checkpoint.foreign import refuse_foreign
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.layout import Layout, checksum, copy_all
+from trainium_trainer.checkpoint.pairing import pair_up
+from trainium_trainer.checkpoint.survey import survey
 from trainium_trainer.exits import TrainerError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.commit import Committed, FenceToken
+    from trainium_trainer.checkpoint.commit import FenceToken
     from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
     from trainium_trainer.checkpoint.memory import MemoryTier
     from trainium_trainer.checkpoint.storage import Retry, Storage
+    from trainium_trainer.checkpoint.survey import Committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,10 @@ class Outcome:
     """Whether every shard has a rank that keeps snapshots."""
     durable_step: int
     """Newest good committed step, -1 for none."""
-    known_bad: frozenset[int]
+    milestone_tokens: int
+    """Position of the newest milestone; 0 for none."""
+    known_bad: frozenset[str]
+    """Folders of checkpoints that were found damaged."""
     leftovers: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -71,8 +82,10 @@ class _Report:
     warnings: tuple[str, ...] = ()
     error: TrainerError | None = None
     committed: tuple[Committed, ...] = ()
-    damaged: tuple[tuple[int, str], ...] = ()
+    damaged: tuple[tuple[str, str], ...] = ()
+    """Folder and what is wrong."""
     leftovers: tuple[str, ...] = ()
+    milestone_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -80,8 +93,9 @@ class _Knowledge:
     """What all ranks have learnt so far; equal everywhere."""
 
     committed: dict[int, Committed] = field(default_factory=dict)
-    bad: dict[int, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
+    milestone_tokens: int = 0
     warnings: dict[str, None] = field(default_factory=dict)
     excluded: set[Moment] = field(default_factory=set)
     """Moments that could not be exchanged."""
@@ -103,8 +117,10 @@ class Resumption:
         storage: Storage,
         group: ProcessGroup | None,
         token: FenceToken,
+        settings: Mapping[str, Any],
         config_digest: str,
         retry: Retry,
+        buddies: bool = True,
     ) -> None:
         self._state = state
         self._mesh = mesh
@@ -114,8 +130,10 @@ class Resumption:
         self._storage = storage
         self._group = group
         self._token = token
+        self._settings = settings
         self._config_digest = config_digest
         self._retry = retry
+        self._buddies = buddies
         self._known = _Knowledge()
         self._payloads: dict[ShardKey, torch.Tensor] = {}
         self._keeps: bool | None = None
@@ -127,7 +145,7 @@ class Resumption:
         views = [report.view for report in reports]
         self._take_role(views)
         while True:
-            decision = decide(views, (step for step in self._known.committed if step not in self._known.bad))
+            decision = decide(views, self._good_steps())
             reports = self._gather(self._verify(decision, views))
             self._learn(reports)
             split = self._split_broken_stores(reports)
@@ -159,18 +177,16 @@ class Resumption:
     def _survey(self, report: _Report) -> _Report:
         where = self._storage.location
         self._retry.run(self._storage.prepare, where)
-        self._retry.run(lambda: commits.claim_fence(self._storage, self._token), where)
-        found = self._retry.run(lambda: commits.survey(self._storage), where)
-        if found.committed and found.committed[0].manifest.config_digest != self._config_digest:
-            raise UnusableCheckpointError(
-                f"{where}/step-{found.committed[0].step} was written with other settings (model, tokenizer, data or "
-                "seed): choose another checkpoint.path, or go back to those settings"
-            )
+        self._retry.run(lambda: claim_fence(self._storage, self._token), where)
+        found = self._retry.run(lambda: survey(self._storage), where)
+        refuse_foreign(found, where, self._settings, self._config_digest)
         return replace(
             report,
             committed=tuple(found.committed),
             damaged=tuple(found.damaged.items()),
             leftovers=tuple(found.leftovers),
+            milestone_tokens=max((item.manifest.tokens for item in found.milestones), default=0),
+            warnings=tuple(f"{problem}: it is not used" for problem in found.newer.values()),
         )
 
     def _verify(self, decision: Decision, views: list[RankView]) -> _Report:
@@ -184,12 +200,7 @@ class Resumption:
             opened = [self._open(key, decision, views) for key in sorted(wanted)]
             ok = all(opened)
             return replace(report, ok=ok, view=self._view(), warnings=self._memory_warnings())
-        if isinstance(decision, FromDurable):
-            checkpoint = self._known.committed[decision.step]
-            share = checkpoint.manifest.files[self._mesh.rank :: self._mesh.world_size]
-            problems = commits.verify(self._storage, checkpoint, share)
-            damaged = tuple((decision.step, problem) for problem in problems[:1])
-            return replace(report, ok=not problems, damaged=damaged, warnings=self._memory_warnings())
+        # What is read from storage is verified while it is read, see `_restore`.
         return replace(report, warnings=self._memory_warnings())
 
     def _open(self, key: ShardKey, decision: FromMemory, views: list[RankView]) -> bool:
@@ -210,10 +221,11 @@ class Resumption:
                 raise report.error
             self._known.committed.update({item.step: item for item in report.committed})
             self._known.leftovers += report.leftovers
-            for step, problem in report.damaged:
-                self._known.bad[step] = problem
-                sentence = f"checkpoint of step {step} is damaged and not used: {problem}"
-                self._known.warnings[sentence] = None
+            self._known.milestone_tokens = max(self._known.milestone_tokens, report.milestone_tokens)
+            for name, problem in report.damaged:
+                self._known.bad[name] = problem
+                what = f"checkpoint of step {step_of(name)}" if step_of(name) is not None else name
+                self._known.warnings[f"{what} is damaged and not used: {problem}"] = None
             self._known.warnings.update(dict.fromkeys(report.warnings))
 
     # ---- restoring --------------------------------------------------------------------------------------------------
@@ -223,22 +235,32 @@ class Resumption:
         if isinstance(decision, FromMemory):
             return self._restore_from_memory(decision, views)
         if isinstance(decision, FromDurable):
-            problem = ""
-            try:
-                durable.load(self._storage, self._known.committed[decision.step], self._state)
-            except BaseException as error:  # noqa: BLE001 - DCP wraps failures in a BaseException; all ranks must hear it
-                problem = f"it cannot be loaded: {durable.explain(error, self._storage.location)}"
-            damaged = ((decision.step, problem),) if problem else ()
-            reports = self._gather(_Report(self._view(), keeps=self._keeps, ok=not problem, damaged=damaged))
+            reports = self._gather(self._load(self._known.committed[decision.step]))
             self._learn(reports)
             return ResumeSource.DURABLE if all(report.ok for report in reports) else None
-        if self._known.bad:
-            problems = "; ".join(f"step {step}: {text}" for step, text in sorted(self._known.bad.items()))
+        bad = {name: problem for name, problem in self._known.bad.items() if step_of(name) is not None}
+        if bad:
+            problems = "; ".join(bad[name] for name in sorted(bad))
             raise UnusableCheckpointError(
                 f"{self._storage.location} holds checkpoints but none is whole ({problems}): restore one from a "
                 "backup, or choose another checkpoint.path to start again from the beginning"
             )
         return ResumeSource.FRESH
+
+    def _load(self, checkpoint: Committed) -> _Report:
+        """Fill the live state from storage; the report tells the others of damage, or of a store that fails."""
+        report = _Report(self._view(), keeps=self._keeps)
+        try:
+            durable.load(self._storage, checkpoint, self._state, self._retry)
+        except BaseException as error:
+            cause = durable.explain(error, self._storage.location)
+            if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+                raise cause from error
+            if isinstance(cause, StorageError):
+                # It says nothing about the checkpoint: the run ends here and tries again later.
+                return replace(report, ok=False, error=cause)
+            return replace(report, ok=False, damaged=((folder_name(checkpoint.step), f"it cannot be loaded: {cause}"),))
+        return report
 
     def _restore_from_memory(self, decision: FromMemory, views: list[RankView]) -> ResumeSource | None:
         source = ResumeSource.MEMORY if self._key in self._payloads else ResumeSource.PEER
@@ -297,6 +319,9 @@ class Resumption:
             rank = parent[rank, self._key]
         return claim
 
+    def _good_steps(self) -> list[int]:
+        return [step for step in self._known.committed if folder_name(step) not in self._known.bad]
+
     # ---- small parts ------------------------------------------------------------------------------------------------
 
     def _view(self) -> RankView:
@@ -348,13 +373,16 @@ class Resumption:
             step = -1 if position is None else position.step
             others = self._mesh.rank in caretakers(views)
             self._memory.forget_after(step, own=bool(self._keeps), others=others)
-        good = [step for step in self._known.committed if step not in self._known.bad]
+        if self._buddies and self._group is not None:
+            broken = {report.view.store for report in reports if report.keeps is False}
+            self._known.warnings.update(dict.fromkeys(pair_up(self._memory, self._group, views, broken)))
         return Outcome(
             position=position,
             source=source,
             keeps_snapshots=bool(self._keeps),
             memory_is_safe=all(report.keeps is not False for report in reports),
-            durable_step=max(good, default=-1),
+            durable_step=max(self._good_steps(), default=-1),
+            milestone_tokens=self._known.milestone_tokens,
             known_bad=frozenset(self._known.bad),
             leftovers=self._known.leftovers,
             warnings=tuple(self._known.warnings),

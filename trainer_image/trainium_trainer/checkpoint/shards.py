@@ -2,51 +2,44 @@
 
 DCP plans who writes and reads which part and so reshards to any size; the bytes are ours: every rank writes one
 `shard-<rank>.safetensors` that any safetensors reader opens, and `index.json` says which part of which tensor lies
-where. Invariants: no pickle is ever read from storage; each file is hashed while it is written, and its size and digest
-travel to the coordinator with DCP's own result messages, so a commit needs no further communication.
+where, and the digest of each block of each file. Invariants: no pickle is ever read from storage; a file is hashed
+while it is written and verified while it is read, block by block, so either takes one pass; size and digests travel to
+the coordinator with DCP's own result messages, so a commit needs no further communication.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from trainium_contract.manifest import ManifestFile
+from trainium_contract.manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of, file_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future as Promise
+
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from trainium_trainer.checkpoint.storage import Retry, Storage
 
 INDEX_NAME = "index.json"
-_PIECE_BYTES = 4 << 20
-_SAFETENSORS_TYPES = {
+INDEX_FORMAT = 2
+SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -58,14 +51,24 @@ _SAFETENSORS_TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_TORCH_TYPES = {name: dtype for dtype, name in _SAFETENSORS_TYPES.items()}
+_LOW_PRIORITY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file as it was written."""
+
+    name: str
+    size: int
+    blocks: tuple[str, ...]
+    """Digests of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one part of a tensor lies."""
 
-    file: ManifestFile
+    file: WrittenFile
     start: int
     length: int
 
@@ -112,16 +115,8 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after the last rank's last write: the index, then the commit."""
         written = [result for of_rank in results for result in of_rank]
-        index = json.dumps(_index(metadata, written), separators=(",", ":")).encode()
-
-        def write() -> None:
-            with self._storage.open_write(f"{self._folder}/{INDEX_NAME}") as file:
-                file.write(index)
-
-        self._retry.run(write, f"{self._storage.location}/{self._folder}")
-        files = {result.storage_data.file.name: result.storage_data.file for result in written}
-        files[INDEX_NAME] = ManifestFile(name=INDEX_NAME, size=len(index), digest=hashlib.sha256(index).hexdigest())
-        self._commit([files[name] for name in sorted(files)])
+        files = {file.name: file for file in (result.storage_data.file for result in written)}
+        self._commit(write_index(self._storage, self._folder, _index(metadata, written), files.values(), self._retry))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - DCP's signature
@@ -129,108 +124,59 @@ class ShardWriter(StorageWriter):
         return True
 
     def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        header, spans = _header(items)
-        digest = hashlib.sha256(header)
-        with self._storage.open_write(f"{self._folder}/{name}") as file:
-            file.write(header)
-            for item in items:
-                data: Any = planner.resolve_data(item)
-                _write_tensor(file, digest, data.detach())
-        size = spans[-1][1]
-        report = ManifestFile(name=name, size=size, digest=digest.hexdigest())
+        header, spans = header_of([_entry(item) for item in items])
+        views = [memoryview(header), *(bytes_of(planner.resolve_data(item)) for item in items)]
+        file = write_hashed(self._storage, self._folder, name, views, spans[-1][1])
         return [
-            WriteResult(index=item.index, size_in_bytes=end - start, storage_data=Place(report, start, end - start))
+            WriteResult(index=item.index, size_in_bytes=end - start, storage_data=Place(file, start, end - start))
             for item, (start, end) in zip(items, spans, strict=True)
         ]
 
 
-class ShardReader(StorageReader):
-    """Reads a checkpoint that `ShardWriter` wrote, at any size."""
+def write_index(
+    storage: Storage, folder: str, index: dict[str, Any], files: Iterable[WrittenFile], retry: Retry
+) -> list[ManifestFile]:
+    """Write `index.json`; the manifest's entries of it and of the files that it names."""
+    data = json.dumps(index, separators=(",", ":")).encode()
+    retry.run(
+        lambda: storage.write_stream(f"{folder}/{INDEX_NAME}", [memoryview(data)], len(data)),
+        f"{storage.location}/{folder}",
+    )
+    entries = [ManifestFile(name=file.name, size=file.size, digest=file_digest(file.blocks)) for file in files]
+    entries.append(ManifestFile(name=INDEX_NAME, size=len(data), digest=digest_of(data)))
+    return sorted(entries, key=lambda entry: entry.name)
 
-    def __init__(self, storage: Storage, folder: str) -> None:
-        super().__init__()
-        self._storage = storage
-        self._folder = folder
-        self._places: dict[MetadataIndex, Place] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader reads one checkpoint."""
+def write_hashed(storage: Storage, folder: str, name: str, views: Iterable[memoryview], size: int) -> WrittenFile:
+    """Write a file of `size` bytes; the digest of a block is computed while the store writes it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash", initializer=_lower_priority) as pool:
+        digests: list[Promise[str]] = []
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The contents of `index.json`; OSError or ValueError when it cannot be read."""
-        with self._storage.open_read(f"{self._folder}/{INDEX_NAME}") as file:
-            raw = json.loads(file.read())
-        tensors: dict[str, Any] = {}
-        for name, entry in raw["tensors"].items():
-            chunks: list[ChunkStorageMetadata] = []
-            for part in entry["parts"]:
-                offsets = torch.Size(part["offsets"])
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(part["sizes"])))
-                report = ManifestFile(name=part["file"], size=0, digest="")
-                self._places[MetadataIndex(name, offsets)] = Place(report, part["start"], part["bytes"])
-            properties = TensorProperties(dtype=_TORCH_TYPES[entry["dtype"]])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-        self._types = {name: value.properties.dtype for name, value in tensors.items()}
-        self._sizes = {
-            MetadataIndex(name, chunk.offsets): chunk.sizes for name, value in tensors.items() for chunk in value.chunks
-        }
-        return Metadata(state_dict_metadata=tensors, storage_data=self._places)
+        def pieces() -> Iterator[memoryview]:
+            for block in blocks_of(views):
+                digests.append(pool.submit(block_digest, block))
+                yield from block
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        storage.write_stream(f"{folder}/{name}", pieces(), size)
+        return WrittenFile(name, size, tuple(digest.result() for digest in digests))
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The planner's plan as it is."""
-        return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The planners' plans as they are."""
-        return plans
-
-    @torch.no_grad()
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            if item.type != LoadItemType.TENSOR:
-                raise ValueError(f"{item.storage_index.fqn}: checkpoints hold tensors only")
-            by_file.setdefault(self._places[item.storage_index].file.name, []).append(item)
-        for name, items in by_file.items():
-            items.sort(key=lambda item: self._places[item.storage_index].start)
-            with self._storage.open_read(f"{self._folder}/{name}") as file:
-                for item in items:
-                    target: torch.Tensor = planner.resolve_tensor(item).detach()
-                    target.copy_(self._read_part(file, item))
-                    planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - DCP's signature
-        """Any id; it is not used."""
-        return True
-
-    def _read_part(self, file: BinaryIO, item: ReadItem) -> torch.Tensor:
-        """The wanted box of a stored part; only the wanted rows are read."""
-        place, dtype = self._places[item.storage_index], self._types[item.storage_index.fqn]
-        sizes = list(self._sizes[item.storage_index])
-        start, length = place.start, place.length
-        offsets, lengths = list(item.storage_offsets), list(item.lengths)
-        if sizes and sizes[0]:
-            row = length // sizes[0]
-            start, length = start + offsets[0] * row, lengths[0] * row
-            sizes[0], offsets[0] = lengths[0], 0
-        file.seek(start)
-        buffer = bytearray(length)
-        if file.readinto(buffer) != length:  # type: ignore[attr-defined]
-            raise ValueError(f"{self._folder}/{place.file.name} ends too early")
-        if length == 0:
-            return torch.empty(lengths, dtype=dtype)
-        tensor = torch.frombuffer(buffer, dtype=dtype).view(sizes)
-        for dimension, (offset, size) in enumerate(zip(offsets, lengths, strict=True)):
-            tensor = tensor.narrow(dimension, offset, size)
-        return tensor
+def blocks_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The bytes of the views one after the other, cut into blocks of BLOCK_BYTES; each block is a list of pieces."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for view in views:
+        at = 0
+        while at < len(view):
+            piece = view[at : at + room]
+            block.append(piece)
+            at += len(piece)
+            room -= len(piece)
+            if not room:
+                yield block
+                block, room = [], BLOCK_BYTES
+    if block:
+        yield block
 
 
 def _giving_way(work: Callable[[], list[WriteResult]]) -> list[WriteResult]:
@@ -242,9 +188,7 @@ def _giving_way(work: Callable[[], list[WriteResult]]) -> list[WriteResult]:
     outcome: list[list[WriteResult] | BaseException] = []
 
     def run() -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        _lower_priority()
         try:
             outcome.append(work())
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
@@ -259,6 +203,12 @@ def _giving_way(work: Callable[[], list[WriteResult]]) -> list[WriteResult]:
     return result
 
 
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+
+
 def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
@@ -269,21 +219,22 @@ def _properties(item: WriteItem) -> TensorProperties:
     return item.tensor_data.properties
 
 
-def _header(items: list[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The safetensors header of a file and each item's start and end in it, bytes."""
+def _entry(item: WriteItem) -> tuple[str, torch.dtype, torch.Size]:
+    """Name, type and size of one part of a tensor."""
+    data = item.tensor_data
+    assert data is not None
+    whole = data.chunk.sizes == data.size
+    name = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+    return name, data.properties.dtype, data.chunk.sizes
+
+
+def header_of(parts: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The safetensors header of a file and each part's start and end in it, bytes."""
     entries: dict[str, Any] = {}
     offset = 0
-    for item in items:
-        data = item.tensor_data
-        assert data is not None
-        whole = data.chunk.sizes == data.size
-        name = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
-        end = offset + data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        entries[name] = {
-            "dtype": _SAFETENSORS_TYPES[data.properties.dtype],
-            "shape": list(data.chunk.sizes),
-            "data_offsets": [offset, end],
-        }
+    for name, dtype, sizes in parts:
+        end = offset + sizes.numel() * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_TYPES[dtype], "shape": list(sizes), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -292,12 +243,11 @@ def _header(items: list[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
     return len(text).to_bytes(8, "little") + text, spans
 
 
-def _write_tensor(file: BinaryIO, digest: Any, tensor: torch.Tensor) -> None:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(data), _PIECE_BYTES):
-        piece = data[start : start + _PIECE_BYTES]
-        digest.update(piece)
-        file.write(piece)
+def bytes_of(tensor: Any) -> memoryview:
+    """A tensor's bytes, sharing its memory when it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    view: memoryview = flat.numpy().data
+    return view
 
 
 def _index(metadata: Metadata, written: list[WriteResult]) -> dict[str, Any]:
@@ -318,6 +268,12 @@ def _index(metadata: Metadata, written: list[WriteResult]) -> dict[str, Any]:
                     "bytes": place.length,
                 }
             )
-        dtype = _SAFETENSORS_TYPES[entry.properties.dtype]
+        dtype = SAFETENSORS_TYPES[entry.properties.dtype]
         tensors[name] = {"dtype": dtype, "shape": list(entry.size), "parts": parts}
-    return {"format": 1, "tensors": tensors}
+    return index_of(tensors, [place.file for place in places.values()])
+
+
+def index_of(tensors: dict[str, Any], files: Iterable[WrittenFile]) -> dict[str, Any]:
+    """What `index.json` holds."""
+    entries = {file.name: {"size": file.size, "blocks": list(file.blocks)} for file in files}
+    return {"format": INDEX_FORMAT, "blockBytes": BLOCK_BYTES, "files": entries, "tensors": tensors}

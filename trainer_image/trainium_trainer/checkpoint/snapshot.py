@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAGIC = b"TRNSNAP1"
-_HEADER_BYTES = 4096
+HEADER_BYTES = 4096
 _TEXT_START = 16
 
 
@@ -53,7 +53,7 @@ class Header:
                 "gradNorm": moment.position.grad_norm,
                 "generation": moment.generation,
                 "session": moment.session,
-                "key": [key.tp_rank, key.tp_size, key.dp_rank, key.dp_size],
+                "key": [key.tp_rank, key.tp_size, key.dp_rank, key.dp_size, key.pp_rank, key.pp_size],
                 "layout": self.claim.layout,
                 "checksum": self.claim.checksum,
                 "config": self.config_digest,
@@ -81,21 +81,26 @@ class Header:
 def read_header(path: Path) -> Header | None:
     """The header of a finished snapshot, None for an unfinished one; DamagedSnapshotError when it is altered or cut."""
     with path.open("rb") as file:
-        page = file.read(_HEADER_BYTES)
+        page = file.read(HEADER_BYTES)
         size = os.fstat(file.fileno()).st_size
+    header = parse_header(page, path.name)
+    if header is not None and size != HEADER_BYTES + header.payload_bytes:
+        raise DamagedSnapshotError(f"{path.name}: {size} bytes where {HEADER_BYTES + header.payload_bytes} belong")
+    return header
+
+
+def parse_header(page: bytes, name: str) -> Header | None:
+    """The header in a page; None for an unfinished one. DamagedSnapshotError, with the name, when it is altered."""
     if page[:8] != _MAGIC:
         return None
     length = int.from_bytes(page[8:12], "little")
     text = page[_TEXT_START : _TEXT_START + length]
     if zlib.crc32(text) != int.from_bytes(page[12:16], "little"):
-        raise DamagedSnapshotError(f"{path.name}: the header is altered")
+        raise DamagedSnapshotError(f"{name}: the header is altered")
     try:
-        header = Header.from_text(text)
+        return Header.from_text(text)
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedSnapshotError(f"{path.name}: the header is of another format") from error
-    if size != _HEADER_BYTES + header.payload_bytes:
-        raise DamagedSnapshotError(f"{path.name}: {size} bytes where {_HEADER_BYTES + header.payload_bytes} belong")
-    return header
+        raise DamagedSnapshotError(f"{name}: the header is of another format") from error
 
 
 class SnapshotFile:
@@ -108,23 +113,27 @@ class SnapshotFile:
         descriptor = os.open(path, os.O_RDWR)
         try:
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(descriptor, _HEADER_BYTES + payload_bytes, flags)
+            self._map = mmap.mmap(descriptor, HEADER_BYTES + payload_bytes, flags)
         finally:
             os.close(descriptor)
-        self.payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
+        self.payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
     @staticmethod
     def create(path: Path, payload_bytes: int) -> SnapshotFile:
         """A new, unfinished snapshot with all of its space reserved; OSError when there is no room."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + payload_bytes)
+            os.posix_fallocate(descriptor, 0, HEADER_BYTES + payload_bytes)
         except OSError:
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
         return SnapshotFile(path, payload_bytes, None)
+
+    def page(self) -> bytes:
+        """The header page as it is."""
+        return self._map[:HEADER_BYTES]
 
     def invalidate(self, path: Path) -> None:
         """Declare the file unfinished and give it the name of its next owner."""
@@ -148,8 +157,8 @@ class SnapshotFile:
 def open_verified(path: Path, header: Header) -> torch.Tensor:
     """The payload of a finished snapshot, privately mapped; DamagedSnapshotError when its checksum is another."""
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), _HEADER_BYTES + header.payload_bytes, access=mmap.ACCESS_COPY)
-    payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEADER_BYTES)
+        mapped = mmap.mmap(file.fileno(), HEADER_BYTES + header.payload_bytes, access=mmap.ACCESS_COPY)
+    payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES)
     if checksum(payload) != header.claim.checksum:
         raise DamagedSnapshotError(f"{path.name}: the contents do not have the checksum that was recorded")
     return payload

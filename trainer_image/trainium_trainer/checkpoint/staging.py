@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainium_trainer.checkpoint.layout import copy_all
+from trainium_trainer.checkpoint.part import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -36,24 +37,35 @@ class Staging:
         """Make the buffers and touch their pages, which costs more than ten copies into them."""
         live = flatten(state)
         self._names = list(live)
-        self._buffers = [torch.zeros_like(_local(live[name]), device="cpu") for name in self._names]
+        self._buffers = [_room(live[name]) for name in self._names]
         self.tensors = {
             name: _like(live[name], buffer) for name, buffer in zip(self._names, self._buffers, strict=True)
         }
         """What DCP writes."""
 
-    def fill(self, state: Mapping[str, Any]) -> None:
-        """Copy the live state; complete on return."""
+    def fill(self, state: Mapping[str, Any], wanted: Callable[[str], bool] = lambda _: True) -> dict[str, Any]:
+        """Copy the live values of the wanted names, complete on return; those names with the copies."""
         live = flatten(state)
-        copy_all(self._buffers, [_local(live[name]) for name in self._names])
+        chosen = [(name, buffer) for name, buffer in zip(self._names, self._buffers, strict=True) if wanted(name)]
+        copy_all([buffer for _, buffer in chosen], [_local(live[name]) for name, _ in chosen])
+        return {name: self.tensors[name] for name, _ in chosen}
 
 
-def _is_dtensor(value: torch.Tensor) -> bool:
+def _room(value: Any) -> torch.Tensor:
+    """Host memory for a value's local part; nothing is asked of the device for it."""
+    if isinstance(value, Part):
+        return torch.zeros(value.sizes, dtype=value.dtype)
+    return torch.zeros_like(_local(value), device="cpu")
+
+
+def _is_dtensor(value: Any) -> bool:
     # By name: importing DTensor takes a second, and a state without one does not need it.
     return type(value).__name__ == "DTensor"
 
 
 def _local(value: Any) -> torch.Tensor:
+    if isinstance(value, Part):
+        return value.local
     local: torch.Tensor = value.detach()
     if _is_dtensor(value):
         local = value.to_local().detach()
@@ -62,6 +74,8 @@ def _local(value: Any) -> torch.Tensor:
 
 def _like(value: Any, buffer: torch.Tensor) -> torch.Tensor:
     """The buffer, sharded on paper as `value` is."""
+    if isinstance(value, Part):
+        return value.over(buffer)
     if not _is_dtensor(value):
         return buffer
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - see _is_dtensor

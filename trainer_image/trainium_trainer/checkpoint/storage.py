@@ -1,26 +1,25 @@
-"""Where durable checkpoints live: a small protocol, its POSIX implementation, and retries.
+"""Where durable checkpoints live: a small protocol over a store, its retries, and the way from a path to a store.
 
-Invariants: names are relative to the root, with `/`; a file is on stable storage when its writer is closed; a rename is
-atomic and on stable storage when it returns; only this file and its peers for other stores know how a store works.
+Invariants: names are relative to the root, with `/`; nothing of a file that was not written to its end is ever taken
+for the file (`write`, `create`) or is ever named by a commit (`write_stream`); what a call has written is on stable
+storage when it returns; nothing is renamed, because object stores cannot. `posix.py` and `s3.py` are the stores.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trainium_trainer.checkpoint.errors import is_transient, storage_error
+from trainium_trainer.checkpoint.errors import DamagedFileError, is_transient, storage_error
+from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
+S3_SCHEME = "s3://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,11 @@ class Entry:
     """Bytes; 0 for a folder."""
     is_folder: bool
     modified: float
-    """Unix seconds."""
+    """Unix seconds; 0 where the store does not know it (folders of an object store)."""
 
 
 class Storage(Protocol):
-    """What the durable tier needs of a store; every method raises OSError when the store fails."""
+    """What checkpoints need of a store; every method raises OSError when the store fails."""
 
     @property
     def location(self) -> str:
@@ -44,108 +43,63 @@ class Storage(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Make the root; OSError when it cannot be made."""
-        ...
-
-    def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A new file, folders made as needed; on stable storage when the context ends without an exception."""
-        ...
-
-    def open_read(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A seekable file; FileNotFoundError when it is not there."""
+        """Make the root, or see that it can be used; OSError when not."""
         ...
 
     def list(self, folder: str) -> list[Entry]:
-        """The names in a folder ("" is the root); empty when it does not exist."""
+        """All names directly in a folder ("" is the root), sorted, however many; empty when it does not exist."""
         ...
 
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file (over an existing one) or a folder (to a name that is free)."""
+    def read(self, name: str) -> bytes:
+        """A small file; FileNotFoundError when it is not there."""
         ...
 
-    def remove(self, name: str) -> None:
-        """Remove a file or a whole folder; nothing happens when it does not exist."""
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on; DamagedFileError when the file ends before that."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a small file; a reader sees the old contents or the new ones."""
+        ...
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small file that is not there yet; FileExistsError when it is. Of several writers one succeeds."""
+        ...
+
+    def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
+        """Write `size` bytes, given in pieces, under a name that nobody else writes; folders are made as needed."""
+        ...
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file; nothing happens when it does not exist."""
+        ...
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder and all in it; nothing happens when it does not exist."""
         ...
 
 
-class PosixStorage:
-    """A folder of a file system: a local disk, NFS, Lustre, EFS."""
+def open_storage(path: str) -> Storage:
+    """The store behind `checkpoint.path`: `s3://bucket/prefix`, or a folder (FSx, NFS, a local disk).
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    UserError for a path of another kind. Nothing is contacted yet.
+    """
+    if path.startswith(S3_SCHEME):
+        from trainium_trainer.checkpoint.s3 import S3Storage  # noqa: PLC0415 - an optional package
 
-    @property
-    def location(self) -> str:
-        """The root, for sentences."""
-        return str(self._root)
+        return S3Storage.of(path)
+    scheme, separator, _ = path.partition("://")
+    if separator:
+        raise UserError(f"checkpoint.path {path}: there is no store {scheme!r}: give a folder or s3://bucket/prefix")
+    from trainium_trainer.checkpoint.posix import PosixStorage  # noqa: PLC0415 - as the other one
 
-    def prepare(self) -> None:
-        """Make the root."""
-        self._root.mkdir(parents=True, exist_ok=True)
-
-    @contextmanager
-    def open_write(self, name: str) -> Iterator[BinaryIO]:
-        """A new file, synchronised to the device at the end."""
-        path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-
-    @contextmanager
-    def open_read(self, name: str) -> Iterator[BinaryIO]:
-        """A file to read."""
-        with (self._root / name).open("rb") as file:
-            yield file
-
-    def list(self, folder: str) -> list[Entry]:
-        """The names in a folder."""
-        entries: list[Entry] = []
-        try:
-            with os.scandir(self._root / folder) as scan:
-                for item in scan:
-                    try:
-                        status = item.stat()
-                    except FileNotFoundError:  # removed while we looked
-                        continue
-                    is_folder = item.is_dir()
-                    entries.append(Entry(item.name, 0 if is_folder else status.st_size, is_folder, status.st_mtime))
-        except FileNotFoundError:
-            return []
-        return sorted(entries, key=lambda entry: entry.name)
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename and synchronise the folder that holds the new name."""
-        target = self._root / new
-        (self._root / old).rename(target)
-        _sync_folder(target.parent)
-
-    def remove(self, name: str) -> None:
-        """Remove a file or a folder."""
-        path = self._root / name
-        try:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        except FileNotFoundError:
-            return
-
-
-def write_small(storage: Storage, name: str, data: bytes) -> None:
-    """Write a small file so that a reader sees the old contents or the new ones, never a part."""
-    draft = f"{name}.draft"
-    with storage.open_write(draft) as file:
-        file.write(data)
-    storage.rename(draft, name)
+    return PosixStorage(Path(path))
 
 
 def read_small(storage: Storage, name: str) -> bytes | None:
     """The contents of a small file, None when it does not exist."""
     try:
-        with storage.open_read(name) as file:
-            return file.read()
+        return storage.read(name)
     except FileNotFoundError:
         return None
 
@@ -154,8 +108,8 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 class Retry:
     """How often and how long a failed access is tried again when the fault may pass."""
 
-    delays: tuple[float, ...] = (0.5, 2.0, 8.0)
-    """Seconds before each further try."""
+    delays: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+    """Seconds before each further try: a store that fails five times in a row costs time and nothing else."""
     sleep: Callable[[float], None] = time.sleep
 
     def run(self, action: Callable[[], T], where: str) -> T:
@@ -173,9 +127,16 @@ class Retry:
             raise storage_error(error, where) from error
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def read_part(storage: Storage, name: str, start: int, target: memoryview, retry: Retry) -> None:
+    """Fill `target` from a file that must be there; DamagedFileError when it is not, or ends too early.
+
+    StorageError when the store fails for good, which says nothing about the file.
+    """
+
+    def read() -> None:
+        try:
+            storage.read_into(name, start, target)
+        except FileNotFoundError as error:
+            raise DamagedFileError(f"{name} is missing") from error
+
+    retry.run(read, storage.location)

@@ -1,28 +1,29 @@
-"""Ordered streams of text: local .txt, .jsonl, Arrow and Parquet files, folders of them, and Hugging Face data sets.
+"""Sources: ordered streams of documents, in blocks that can be read alone.
 
-Invariants: the order of pieces depends on names and contents only, so every rank of every size reads the same stream;
-files are read piece by piece, never as a whole; what cannot be used is refused in a sentence that names file, line or
-column.
+Invariants: order and blocks depend on names, sizes and contents only, so every rank of every size reads the same
+stream; what is unusable in a source is either refused in a sentence that names file, line or column, or handed on as
+`Skipped`, so that somebody counts it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from trainium_trainer.exits import UserError
+from trainium_trainer.data.files import S3, SUFFIXES, DataFile, find_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+    from typing import Any
 
-SUFFIXES = (".txt", ".jsonl", ".arrow", ".parquet")
+    from numpy.typing import NDArray
+
 PYTHON_DOCS = "python-docs"
-_BLOCK = 1 << 20
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
+_COUNTED_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,76 @@ class Piece:
 
     text: str
     ends_document: bool = True
+    document: str | None = None
+    """What names the document; omitted: its text does. Pieces of one document have the same name."""
+    ids: NDArray[Any] | None = None
+    """Token ids in place of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A line or row that cannot be used."""
+
+    file: DataFile
+    reason: str
+    number: int | None
+    """Number of the line or row, from 1; omitted where only its place is known."""
+    offset: int = 0
+    """Place of the line's beginning, in bytes."""
+
+    def sentence(self) -> str:
+        """Where it is and what is wrong; may read the file up to the line."""
+        number = self.number if self.number is not None else self._lines_before() + 1
+        unit = "row" if self.file.format in (".arrow", ".parquet") else "line"
+        return f"{self.file.shown} {unit} {number}: {self.reason}"
+
+    def _lines_before(self) -> int:
+        count, left = 0, self.offset
+        with self.file.open() as stream:
+            while left and (data := stream.read(min(left, _COUNTED_AT_ONCE))):
+                count += data.count(b"\n")
+                left -= len(data)
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of one file, as its format counts: bytes, row groups, record batches or rows."""
+
+    file: int
+    start: int
+    end: int
+    size: int
+    """Bytes, about: how much work it is."""
 
 
 class Source(Protocol):
-    """An ordered stream of text with an identity."""
+    """An ordered stream of documents with an identity."""
 
-    def identity(self, memo: Path) -> str:
+    @property
+    def size(self) -> int:
+        """Bytes as stored; 0 when unknown."""
+        ...
+
+    @property
+    def divisible(self) -> bool:
+        """Whether there can be many blocks."""
+        ...
+
+    def identity(self, memo: Path | None) -> str:
         """A digest that changes with the contents; `memo` is a folder for remembered digests of files."""
         ...
 
-    def pieces(self) -> Iterator[Piece]:
-        """The text from its beginning. Raises UserError for what cannot be read."""
+    def blocks(self, target: int) -> list[Block]:
+        """The stream in blocks of about `target` bytes. Raises UserError or StorageError."""
+        ...
+
+    def read(self, block: Block) -> Iterator[Piece | Skipped]:
+        """The documents of a block. Raises UserError for what cannot be read, OSError when the store fails."""
+        ...
+
+    def named(self, block: Block) -> str:
+        """The file of a block, for sentences."""
         ...
 
 
@@ -51,176 +111,58 @@ def open_source(name: str, text_field: str) -> Source:
         from trainium_trainer.data.python_docs import PythonDocs  # noqa: PLC0415 - parses Python, few runs need it
 
         return PythonDocs()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise UserError(f"data.source {name}: the folder holds no {', '.join(SUFFIXES)} file: put text into it")
-        return Files(tuple(files), text_field, root=path)
-    if path.exists():
-        if path.suffix not in SUFFIXES:
-            raise UserError(f"data.source {name}: files end in {', '.join(SUFFIXES)}: convert or rename it")
-        return Files((path,), text_field, root=path.parent)
-    if path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or not _HUB_NAME.match(name):
-        raise UserError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
-    return HubDataset(name, text_field)
+    if is_data_set(name):
+        from trainium_trainer.data.hub import HubDataset  # noqa: PLC0415 - rare
+
+        return HubDataset(name, text_field)
+    return Files(find_files(name), text_field)
+
+
+def is_data_set(name: str) -> bool:
+    """Whether a name can only be that of a Hugging Face data set."""
+    from pathlib import Path  # noqa: PLC0415 - for annotations elsewhere
+
+    if name == PYTHON_DOCS or name.startswith((".", "/", "~", S3)) or name.endswith(SUFFIXES):
+        return False
+    return bool(_HUB_NAME.match(name)) and not Path(name).exists()
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Local files, in the order of their paths."""
+    """Files, in the order of their names."""
 
-    files: tuple[Path, ...]
+    files: tuple[DataFile, ...]
     text_field: str
-    root: Path
 
-    def identity(self, memo: Path) -> str:
+    @property
+    def size(self) -> int:
+        """Sum of the files' sizes."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def divisible(self) -> bool:
+        """Compressed text is one stretch from beginning to end."""
+        return all(file.compression is None for file in self.files)
+
+    def identity(self, memo: Path | None) -> str:
         """Digest of names, contents and the column."""
         total = hashlib.sha256(self.text_field.encode())
         for file in self.files:
-            total.update(f"{file.relative_to(self.root).as_posix()}\0{_file_digest(file, memo)}\n".encode())
+            total.update(f"{file.relative}\0{file.digest(memo)}\n".encode())
         return total.hexdigest()
 
-    def pieces(self) -> Iterator[Piece]:
+    def blocks(self, target: int) -> list[Block]:
         """All files, one after the other."""
-        for file in self.files:
-            try:
-                yield from _READERS[file.suffix](file, self.text_field)
-            except UnicodeDecodeError as error:
-                raise UserError(f"data.source {file}: not UTF-8 text at byte {error.start}: convert it") from error
-            except OSError as error:
-                reason = error.strerror or " ".join(str(error).split())
-                raise UserError(
-                    f"data.source {file}: cannot be read ({reason}): correct or replace the file"
-                ) from error
+        from trainium_trainer.data.formats import divide  # noqa: PLC0415 - needs this module
 
+        return [block for number, file in enumerate(self.files) for block in divide(file, number, target)]
 
-def _file_digest(file: Path, memo: Path) -> str:
-    """sha256 of a file, remembered by path, size and time, since a large file takes minutes to read."""
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise UserError(f"data.source {file}: cannot be read ({error.strerror}): check the mount") from error
-    key = f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
-    note = memo / f"digest-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-    if note.exists():
-        return note.read_text(encoding="ascii")
-    try:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"data.source {file}: cannot be read ({error.strerror}): check its permissions") from error
-    temporary = note.with_suffix(f".{hashlib.sha256(repr(stat).encode()).hexdigest()[:8]}")
-    temporary.write_text(digest, encoding="ascii")
-    temporary.replace(note)
-    return digest
+    def read(self, block: Block) -> Iterator[Piece | Skipped]:
+        """One stretch of one file."""
+        from trainium_trainer.data.formats import read  # noqa: PLC0415 - needs this module
 
+        return read(self.files[block.file], block, self.text_field)
 
-def _read_text(file: Path, _: str) -> Iterator[Piece]:
-    """One document, in blocks that end with a line."""
-    with file.open(encoding="utf-8") as stream:
-        while block := stream.read(_BLOCK):
-            block += stream.readline()
-            yield Piece(block, ends_document=False)
-    yield Piece("")
-
-
-def _read_jsonl(file: Path, field: str) -> Iterator[Piece]:
-    with file.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"data.source {file} line {number}: not JSON ({error.msg}): correct the line"
-                ) from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                known = ", ".join(record) if isinstance(record, dict) else "none"
-                raise UserError(
-                    f"data.source {file} line {number}: no text under {field!r} (keys: {known}): set data.textField"
-                )
-            yield Piece(record[field])
-
-
-def _column(file: Path, field: str, names: list[str]) -> None:
-    if field not in names:
-        raise UserError(f"data.source {file}: no column {field!r} (columns: {', '.join(names)}): set data.textField")
-
-
-def _texts(file: Path, column: Any) -> Iterator[Piece]:
-    for value in column.to_pylist():
-        if value is not None:
-            if not isinstance(value, str):
-                raise UserError(
-                    f"data.source {file}: the column holds {type(value).__name__}, not text: set data.textField"
-                )
-            yield Piece(value)
-
-
-def _read_parquet(file: Path, field: str) -> Iterator[Piece]:
-    from pyarrow import ArrowException, parquet  # noqa: PLC0415 - only Parquet data pays for it
-
-    try:
-        with parquet.ParquetFile(file) as table:
-            _column(file, field, table.schema_arrow.names)
-            for batch in table.iter_batches(columns=[field]):
-                yield from _texts(file, batch.column(0))
-    except ArrowException as error:
-        raise UserError(
-            f"data.source {file}: not a Parquet file ({' '.join(str(error).split())}): replace it"
-        ) from error
-
-
-def _read_arrow(file: Path, field: str) -> Iterator[Piece]:
-    import pyarrow as pa  # noqa: PLC0415 - only Arrow data pays for it
-
-    try:
-        with pa.memory_map(str(file)) as memory:
-            try:
-                reader: Any = pa.ipc.open_file(memory)
-                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            except pa.ArrowInvalid:  # the streaming format, as `datasets` writes it
-                memory.seek(0)
-                reader = batches = pa.ipc.open_stream(memory)
-            _column(file, field, reader.schema.names)
-            for batch in batches:
-                yield from _texts(file, batch.column(field))
-    except pa.ArrowException as error:
-        raise UserError(
-            f"data.source {file}: not an Arrow file ({' '.join(str(error).split())}): replace it"
-        ) from error
-
-
-_READERS = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet, ".arrow": _read_arrow}
-
-
-@dataclass(frozen=True, slots=True)
-class HubDataset:
-    """The training split of a Hugging Face data set, `owner/name` or `owner/name:configuration`."""
-
-    name: str
-    text_field: str
-
-    def identity(self, memo: Path) -> str:  # noqa: ARG002 - other sources need it
-        """The name: asking for a fingerprint would load the data set at every start."""
-        return hashlib.sha256(f"hub\0{self.name}\0{self.text_field}".encode()).hexdigest()
-
-    def pieces(self) -> Iterator[Piece]:
-        """The rows of the training split."""
-        import datasets  # noqa: PLC0415 - takes two seconds, only for the first tokenisation
-
-        name, _, configuration = self.name.partition(":")
-        try:
-            rows = datasets.load_dataset(name, configuration or None, split="train")
-        except Exception as error:
-            raise UserError(
-                f"data.source {self.name}: neither a local file or folder nor a data set that could be loaded "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): correct the name or use a local file"
-            ) from error
-        _column(Path(self.name), self.text_field, rows.column_names)
-        for batch in rows.select_columns([self.text_field]).iter(1000):
-            for value in batch[self.text_field]:
-                if isinstance(value, str):
-                    yield Piece(value)
+    def named(self, block: Block) -> str:
+        """The file."""
+        return self.files[block.file].shown

@@ -1,66 +1,28 @@
-"""Batches by global sample position: which samples a step sees does not depend on how many ranks share it.
+"""Batches for one rank, made ready ahead of the step.
 
-Invariants: sample number g (0, 1, 2, ...) is `order(seed, g // n)[g % n]`, a fresh permutation of the n samples each
-epoch; a step takes the next `global_size` numbers and each data-parallel rank a contiguous slice of them; the position
-(the count of samples consumed) is the whole state, so a run may stop and go on at any size.
+Invariants: a step takes the next `global_size` samples and each data-parallel rank a contiguous slice of them, so that
+the loss and the order of samples are the same at every size.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from trainium_trainer.models.llama import IGNORED_LABEL
+from trainium_trainer.data.samples import positions_of
+from trainium_trainer.models.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
 
-    from trainium_trainer.data.packing import TokenFile
-
-_ROUNDS = 6
-
-
-class Permutation:
-    """A pseudo-random permutation of range(size) that needs no memory: a Feistel network with cycle walking."""
-
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        self.size = size
-        self._half_bits = max(1, -(-max(1, (size - 1).bit_length()) // 2))
-        self._mask = (1 << self._half_bits) - 1
-        self._keys = [f"{seed}:{epoch}:{number}".encode() for number in range(_ROUNDS)]
-
-    def __getitem__(self, index: int) -> int:
-        """The image of `index`; values outside the range are mapped on until they fall inside."""
-        value = self._encrypt(index)
-        while value >= self.size:
-            value = self._encrypt(value)
-        return value
-
-    def _encrypt(self, value: int) -> int:
-        left, right = value >> self._half_bits, value & self._mask
-        for key in self._keys:
-            digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & self._mask)
-        return left << self._half_bits | right
-
-
-def samples_at(position: int, count: int, *, num_samples: int, seed: int) -> list[int]:
-    """Sample indices of the global numbers position .. position + count - 1."""
-    indices = []
-    epoch, order = -1, None
-    for number in range(position, position + count):
-        if number // num_samples != epoch or order is None:
-            epoch = number // num_samples
-            order = Permutation(num_samples, seed, epoch)
-        indices.append(order[number % num_samples])
-    return indices
+    from trainium_trainer.data.samples import Rules, Sample, Samples, ValidationSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +32,11 @@ class MicroBatch:
     inputs: Tensor
     """[samples, sequence] int64."""
     labels: Tensor
-    """[samples, sequence] int64, the next token of each input; IGNORED_LABEL where there is none."""
+    """[samples, sequence] int64, the next token of each input; IGNORED_LABEL where none is to be predicted."""
     valid_tokens: int
+    positions: Tensor | None = None
+    """[samples, sequence] int64, the place of each token in its document: a 0 begins a document, and tokens attend to
+    their own document only. None: a sample is one stretch, with positions 0, 1, 2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,58 +45,119 @@ class RankBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     samples: tuple[int, ...]
-    """Indices of the samples, for the record."""
+    """What names the samples, for the record."""
+
+
+def micro_batch(samples: Sequence[Sample | None], rules: Rules) -> MicroBatch:
+    """Samples as tensors; a sample that is too short or None is filled up with what does not count."""
+    length, end = rules.sequence_length, rules.end_of_document
+    inputs = torch.zeros(len(samples), length, dtype=torch.int64)
+    labels = torch.full_like(inputs, IGNORED_LABEL)
+    positions = torch.arange(length).repeat(len(samples), 1) if end is not None else None
+    for row, sample in enumerate(samples):
+        if sample is None:
+            continue
+        tokens = torch.from_numpy(sample.tokens.astype("int64"))
+        count = len(tokens) - 1
+        inputs[row, :count] = tokens[:-1]
+        labels[row, :count] = tokens[1:]
+        if positions is not None:
+            assert end is not None
+            labels[row][inputs[row] == end] = IGNORED_LABEL  # nothing foretells how the next document begins
+            labels[row, count:] = IGNORED_LABEL
+            positions[row, :count] = torch.from_numpy(positions_of(sample.tokens[:-1], end))
+    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), positions)
+
+
+def divided(samples: Sequence[Sample | None], rules: Rules, micro_size: int) -> Iterator[MicroBatch]:
+    """Samples in micro-batches."""
+    for start in range(0, len(samples), micro_size):
+        yield micro_batch(samples[start : start + micro_size], rules)
+
+
+def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
+    """One rank's share of a measurement: as many micro-batches on every rank, some of them empty."""
+    return divided(data.share(dp_rank, dp_size), data.rules, micro_size)
+
+
+class Maker(Protocol):
+    """Makes one rank's share of a step."""
+
+    def make(self, position: int) -> RankBatch:
+        """The share of the step that starts at global sample `position`; quick for the step after the last one."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One data-parallel rank's part of every step."""
+
+    global_size: int
+    micro_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def size(self) -> int:
+        """Samples of one step."""
+        return self.global_size // self.dp_size
+
+    @property
+    def offset(self) -> int:
+        """The first of them within the global batch."""
+        return self.dp_rank * self.size
+
+
+class SampleMaker:
+    """Batches from tokens that are all there."""
+
+    def __init__(self, samples: Samples, share: Share) -> None:
+        self._samples = samples
+        self._share = share
+
+    def make(self, position: int) -> RankBatch:
+        """Read the samples. Raises UserError."""
+        samples = self._samples.at(position + self._share.offset, self._share.size)
+        micro_batches = tuple(divided(samples, self._samples.rules, self._share.micro_size))
+        return RankBatch(micro_batches, tuple(sample.number for sample in samples))
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class Loader:
-    """Endless batches of one data-parallel rank; the next one is prepared in the background."""
+    """Endless batches of one data-parallel rank; the next ones are prepared in the background."""
 
-    def __init__(
-        self, tokens: TokenFile, *, seed: int, global_size: int, micro_size: int, dp_rank: int, dp_size: int
-    ) -> None:
-        self._tokens = tokens
-        self._seed = seed
+    def __init__(self, maker: Maker, *, global_size: int, ahead: int = 1) -> None:
+        self._maker = maker
         self._global = global_size
-        self._micro = micro_size
-        self._share = global_size // dp_size
-        self._offset = dp_rank * self._share
+        self._ahead = ahead
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[int, Future[RankBatch]] | None = None
+        self._ready: deque[tuple[int, Future[RankBatch]]] = deque()
 
     def batch_at(self, position: int) -> RankBatch:
-        """This rank's share of the step that starts at global sample `position`."""
-        if self._ahead is not None and self._ahead[0] == position:
-            batch = self._ahead[1].result()
-        else:
-            batch = self._make(position)
+        """This rank's share of the step that starts at global sample `position`. Raises UserError."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        following = position + self._global
-        self._ahead = (following, self._thread.submit(self._make, following))
-        return batch
+        if not self._ready or self._ready[0][0] != position:
+            for _, waiting in self._ready:
+                waiting.cancel()
+            self._ready.clear()
+            self._ready.append((position, self._thread.submit(self._maker.make, position)))
+        _, batch = self._ready.popleft()
+        while len(self._ready) < self._ahead:
+            following = (self._ready[-1][0] if self._ready else position) + self._global
+            self._ready.append((following, self._thread.submit(self._maker.make, following)))
+        return batch.result()
 
     def close(self) -> None:
-        """Stop the background thread."""
+        """Stop the background thread and what it works with."""
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _make(self, position: int) -> RankBatch:
-        indices = samples_at(
-            position + self._offset, self._share, num_samples=self._tokens.num_samples, seed=self._seed
-        )
-        starts = range(0, self._share, self._micro)
-        micro_batches = tuple(self._micro_batch(indices[start : start + self._micro]) for start in starts)
-        return RankBatch(micro_batches, tuple(indices))
-
-    def _micro_batch(self, indices: Sequence[int]) -> MicroBatch:
-        length = self._tokens.sequence_length
-        inputs = torch.zeros(len(indices), length, dtype=torch.int64)
-        labels = torch.full_like(inputs, IGNORED_LABEL)
-        valid = 0
-        for row, index in enumerate(indices):
-            tokens = torch.from_numpy(self._tokens.sample(index).astype("int64"))
-            count = len(tokens) - 1
-            inputs[row, :count] = tokens[:-1]
-            labels[row, :count] = tokens[1:]
-            valid += count
-        return MicroBatch(inputs, labels, valid)
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._maker.close()  # wakes a thread that waits for it
+            self._thread.shutdown(wait=True)
+        self._maker.close()  # what that thread may have started at the last moment

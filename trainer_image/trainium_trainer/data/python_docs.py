@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.documents import Piece
+from trainium_trainer.data.documents import Block, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,11 +30,22 @@ _SHORTEST = 40  # characters; shorter docstrings say little more than the name
 class PythonDocs:
     """Language reference topics first, then one document per standard-library module."""
 
-    def identity(self, memo: Path) -> str:  # noqa: ARG002 - other sources need it
+    size = 0
+    divisible = False
+
+    def blocks(self, target: int) -> list[Block]:  # noqa: ARG002 - other sources need it
+        """One."""
+        return [Block(0, 0, 0, 0)]
+
+    def named(self, block: Block) -> str:  # noqa: ARG002 - as above
+        """The source."""
+        return "python-docs"
+
+    def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - as above
         """The Python build: its files do not change without it."""
         return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
 
-    def pieces(self) -> Iterator[Piece]:
+    def read(self, block: Block) -> Iterator[Piece]:  # noqa: ARG002 - as above
         """Topics and docstrings."""
         root = Path(sysconfig.get_path("stdlib"))
         topics = root / "pydoc_data" / "topics.py"

@@ -1,11 +1,13 @@
 """Tokenizers: a user's `tokenizer.json`, or a byte-level BPE trained on the data.
 
 Invariants: the same text gives the same tokenizer; a trained one never has more entries than configured, and every byte
-can be encoded, so no text has unknown tokens.
+can be encoded, so no text has unknown tokens; a special token that stands in the text is text, so that the token that
+ends a document stands nowhere else.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +15,14 @@ from typing import TYPE_CHECKING
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tokenizers import Tokenizer
 
-    from trainium_contract.trainer import TokenizerConfig
-    from trainium_trainer.data.documents import Source
+    from trainium_contract.trainer_data import TokenizerConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _TRAINING_CHARACTERS = 64 * 1024 * 1024
 
@@ -29,7 +31,7 @@ def tokenizer_file(config: TokenizerConfig) -> Path:
     """The `tokenizer.json` that the configuration names. Raises UserError."""
     assert config.path is not None
     path = Path(config.path).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(
             f"data.tokenizer.path {config.path}: there is no tokenizer.json: correct the path or leave it out"
@@ -37,11 +39,8 @@ def tokenizer_file(config: TokenizerConfig) -> Path:
     return file
 
 
-def vocabulary_of(config: TokenizerConfig) -> int:
-    """Entries of the configured tokenizer; of a file by its JSON alone. Raises UserError for an unusable file."""
-    if config.path is None:
-        return config.vocab_size
-    file = tokenizer_file(config)
+def vocabulary_of(file: Path) -> int:
+    """Entries of a tokenizer file, by its JSON alone. Raises UserError for an unusable file."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         model = document["model"]["vocab"]
@@ -55,14 +54,27 @@ def vocabulary_of(config: TokenizerConfig) -> int:
     return int(size)
 
 
+def digest_of(file: Path) -> str:
+    """Digest of a tokenizer: of what its file says, whatever its layout."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.tokenizer.path {file}: cannot be read ({error}): replace the file") from error
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
 def load_tokenizer(file: Path) -> Tokenizer:
     """Read a `tokenizer.json`. Raises UserError."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - not needed when the tokens are cached
 
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(f"data.tokenizer.path {file}: cannot be read ({error}): replace the file") from error
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()  # some files carry a limit that was meant for another purpose
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def end_of_document(tokenizer: Tokenizer, file: Path) -> int:
@@ -71,13 +83,32 @@ def end_of_document(tokenizer: Tokenizer, file: Path) -> int:
         number = tokenizer.token_to_id(name)
         if number is not None:
             return int(number)
-    raise UserError(
+    raise _endless(file)
+
+
+def end_of_document_of(file: Path) -> int:
+    """As `end_of_document`, by the file's JSON alone. Raises UserError."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = document["model"]["vocab"]
+    ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: number for number, piece in enumerate(vocabulary)}
+    ids = ids | {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
+    for name in _END_NAMES:
+        if name in ids:
+            return int(ids[name])
+    raise _endless(file)
+
+
+def _endless(file: Path) -> UserError:
+    return UserError(
         f"data.tokenizer.path {file}: no end-of-document token ({', '.join(_END_NAMES)}): add one to the vocabulary"
     )
 
 
-def train_tokenizer(source: Source, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries, trained on the first 64 million characters."""
+def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` entries, trained on the first 64 million characters.
+
+    Of several streams of text each gives an equal part.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - as above
 
     tokenizer = Tokenizer(models.BPE())
@@ -89,14 +120,15 @@ def train_tokenizer(source: Source, vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first_characters(source), trainer)
+    streams = list(texts)
+    share = _TRAINING_CHARACTERS // len(streams)
+    tokenizer.train_from_iterator((text for stream in streams for text in _first(stream, share)), trainer)
     return tokenizer
 
 
-def _first_characters(source: Source) -> Iterator[str]:
-    left = _TRAINING_CHARACTERS
-    for piece in source.pieces():
-        yield piece.text[:left]
-        left -= len(piece.text)
+def _first(stream: Iterator[str], left: int) -> Iterator[str]:
+    for text in stream:
+        yield text[:left]
+        left -= len(text)
         if left <= 0:
             return

@@ -15,39 +15,56 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
+from trainium_trainer.models.rope import at_positions, rotary, rotate
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.models.rope import Rotary
     from trainium_trainer.models.shapes import ModelShape
 
-IGNORED_LABEL = -100
-_INIT_STD = 0.02
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, each [sequence, head width], float32."""
+
+class _Weighted(nn.Module):
+    """A module with one weight, of which a parallel plan may have it use a part."""
+
+    weight: Tensor
+    part: Callable[[Tensor], Tensor] | None = None
+    """Set by a plan: from the parameter to the tensor that this rank computes with."""
+
+    def own_weight(self) -> Tensor:
+        """What this rank computes with."""
+        return self.weight if self.part is None else self.part(self.weight)
+
+    def reset_parameters(self) -> None:
+        """Leave the values undefined: they come later, from a seed or a checkpoint.
+
+        The library's own initialisation would also run on the meta device, where it imports the compiler stack (3 s).
+        """
 
 
-class Linear(nn.Linear):
-    """A projection without bias whose values come later, from a seed or a checkpoint.
-
-    The library's own initialisation would also run on the meta device, where it imports the compiler stack (3 s).
-    """
+class Linear(_Weighted, nn.Linear):
+    """A projection without bias."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__(width, outputs, bias=False)
 
-    def reset_parameters(self) -> None:
-        """Leave the values undefined."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] to [..., outputs]."""
+        return F.linear(x, self.own_weight())
 
 
-class Embedding(nn.Embedding):
-    """An embedding whose values come later, for the same reason."""
+class Embedding(_Weighted, nn.Embedding):
+    """A table of one row per token."""
 
-    def reset_parameters(self) -> None:
-        """Leave the values undefined."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] ids to [..., width]."""
+        return F.embedding(tokens, self.own_weight())
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation, computed in float32."""
+class RMSNorm(_Weighted):
+    """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -58,23 +75,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype)
-
-
-def rotary(length: int, width: int, theta: float, device: torch.device) -> Rotary:
-    """The rotary table in Hugging Face's layout: the two halves of a head rotate against each other."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, table: Rotary) -> Tensor:
-    """Apply the rotary embedding to [batch, heads, sequence, head width]."""
-    cos, sin = table
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+        return (wide * self.own_weight()).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -98,10 +99,15 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(query, table), rotate(key, table)
-        shared = query.shape[1] // key.shape[1]
-        if shared > 1:
-            key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        # Torch chooses the device's kernel: flash attention on CPU and CUDA, the vendor's on Neuron.
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=table.mask,
+            is_causal=table.mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -172,28 +178,35 @@ class Llama(nn.Module):
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, sequence] token ids to [batch, sequence, vocabulary] logits."""
-        length = tokens.shape[1]
+    def rotary_table(self, length: int, device: torch.device) -> Rotary:
+        """The rotary embedding of `length` positions, computed when it is first asked for."""
         if self._table is None or self._table[0].shape[0] != length:
-            self._table = rotary(length, self.shape.head_dim, self.shape.rope_theta, tokens.device)
-        logits: Tensor = self.lm_head(self.model(tokens, self._table))
+            self._table = rotary(self.shape, length, device)
+        return self._table
+
+    def forward(self, tokens: Tensor, *, length: int | None = None, positions: Tensor | None = None) -> Tensor:
+        """[batch, sequence] token ids to [batch, sequence, vocabulary] logits.
+
+        `length` is that of the sequence where the input is a part of it. `positions` [batch, sequence] mask documents
+        from each other, see `rope.at_positions`.
+        """
+        table = self.rotary_table(length or tokens.shape[1], tokens.device)
+        if positions is not None:
+            table = at_positions(table, positions)
+        logits: Tensor = self.lm_head(self.model(tokens, table))
         return logits
 
 
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the token losses of a micro-batch, in float32; ignored labels add nothing."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+def initial_weight(name: str, size: torch.Size, *, seed: int, num_layers: int, std: float = 0.02) -> Tensor:
+    """The full initial value of one parameter: normal(0, std), residual outputs scaled by 1/sqrt(2 layers), norms 1.
 
-
-def initial_weight(name: str, size: torch.Size, *, seed: int, num_layers: int) -> Tensor:
-    """The full initial value of one parameter: normal(0, 0.02), residual outputs scaled by 1/sqrt(2 layers), norms 1.
-
-    Each parameter has a generator of its own, so that a rank may make only those that it needs, in any order.
+    That is HLAT's initialisation (arXiv 2404.10630, section 3), without which its training diverged. Each parameter has
+    a generator of its own, so that a rank may make only those that it needs, in any order.
     """
     if len(size) == 1:
         return torch.ones(size)
-    std = _INIT_STD / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else _INIT_STD
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        std /= math.sqrt(2 * num_layers)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(size).normal_(0.0, std, generator=generator)

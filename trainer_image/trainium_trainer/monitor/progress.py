@@ -1,5 +1,7 @@
 """The progress record: a few numbers in shared memory that a training process writes and its agent reads.
 
+The process's pulse (`monitor.pulse`) lies behind the record in the same file.
+
 Invariants: one writer, any number of readers, no system call per write; a reader gets a whole record or None (a
 sequence count that is odd while a write is under way, and a checksum); the layout is fixed and versioned, so the two
 sides may be different builds; importing this module imports nothing heavy.
@@ -7,21 +9,27 @@ sides may be different builds; importing this module imports nothing heavy.
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import os
 import struct
 import time
 import zlib
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from trainium_trainer.monitor.pulse import PULSE_BYTES, Pulse, PulseReading, unpack_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainium_trainer.monitor.figures import StepFigures
+
 _MAGIC = 0x544E5250
-_VERSION = 1
+_VERSION = 3
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
@@ -53,6 +61,8 @@ class ProgressRecord:
     samples: int = 0
     memory_step: int = -1
     durable_step: int = -1
+    spikes: int = 0
+    """Spikes of the gradient norm in the whole run."""
     loss: float = math.nan
     grad_norm: float = math.nan
     learning_rate: float = math.nan
@@ -66,10 +76,21 @@ class ProgressRecord:
     """Length of the newest step."""
     productive_seconds: float = 0.0
     """Time in steps that are in the history, over all attempts of the generation."""
+    validation_loss: float = math.nan
+    """The newest one."""
+    parameter_norm: float = math.nan
+    """The newest one."""
+    utilisation: float = math.nan
+    """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
+    goodput: float = math.nan
+    """Share of the time since the first step that went into steps of the history, 0 to 1; known to rank 0."""
 
 
-_PAYLOAD = struct.Struct("<10q8d")
-_SIZE = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
+_PAYLOAD = struct.Struct("<11q12d")
+_RECORD = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
+_PULSE_AT = (_RECORD + 7) // 8 * 8
+_SIZE = _PULSE_AT + PULSE_BYTES
+_values = attrgetter(*(field.name for field in fields(ProgressRecord)))
 
 
 class ProgressWriter:
@@ -80,7 +101,10 @@ class ProgressWriter:
         self._previous = read_progress(path) if path else None
         self._map = _map(path) if path else mmap.mmap(-1, _SIZE)
         self._notice = notice_path(path) if path else None
+        self._alerts = alerts_path(path) if path else None
+        self._told: dict[str, dict[str, object]] = {}
         self._sequence = 0
+        self.pulse = Pulse(memoryview(self._map)[_PULSE_AT:])
         self.record = ProgressRecord(pid=os.getpid(), generation=generation, attempt=attempt)
         self._write()
 
@@ -101,35 +125,32 @@ class ProgressWriter:
             productive_seconds=productive,
         )
         self._write()
+        self.pulse.begin_steps()
 
-    def step_done(
-        self,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        tokens: int,
-        samples: int,
-        seconds: float,
-        tokens_per_second: float,
-    ) -> None:
+    def step_done(self, figures: StepFigures, *, seconds: float) -> None:
         """Record a completed step that took `seconds`."""
+        record = self.record
         self.record = replace(
-            self.record,
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            tokens=tokens,
-            samples=samples,
-            tokens_per_second=tokens_per_second,
+            record,
+            step=figures.step,
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
+            learning_rate=figures.learning_rate,
+            tokens=figures.tokens,
+            samples=figures.samples,
+            spikes=figures.stability.spikes,
+            tokens_per_second=_or_nan(figures.tokens_per_second),
             updated=time.time(),
             monotonic=time.monotonic(),
             step_seconds=seconds,
-            productive_seconds=self.record.productive_seconds + seconds,
+            productive_seconds=record.productive_seconds + seconds,
+            validation_loss=_or_nan(figures.validation_loss, record.validation_loss),
+            parameter_norm=_or_nan(figures.parameter_norm, record.parameter_norm),
+            utilisation=_or_nan(figures.utilisation),
+            goodput=_or_nan(figures.goodput),
         )
         self._write()
+        self.pulse.step_done(seconds)
 
     def checkpoints(self, *, memory_step: int, durable_step: int) -> None:
         """Record the newest checkpoints."""
@@ -144,6 +165,14 @@ class ProgressWriter:
             draft.write_text(sentence)
             draft.replace(self._notice)
 
+    def alert(self, kind: str, step: int, sentence: str) -> None:
+        """Leave an alert beside the record; of each kind the newest counts."""
+        if self._alerts is not None:
+            self._told[kind] = {"step": step, "message": sentence}
+            draft = self._alerts.with_suffix(".draft")
+            draft.write_text(json.dumps(self._told))
+            draft.replace(self._alerts)
+
     def phase(self, phase: ProgressPhase) -> None:
         """Record what the process does now."""
         self.record = replace(self.record, phase=phase)
@@ -151,12 +180,13 @@ class ProgressWriter:
 
     def close(self) -> None:
         """Unmap; the file stays for its readers."""
+        self.pulse.close()
         self._map.close()
 
     def _write(self) -> None:
-        payload = _PAYLOAD.pack(*astuple(self.record))
+        payload = _PAYLOAD.pack(*_values(self.record))
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence + 1)
-        self._map[_HEADER.size :] = payload + _CHECKSUM.pack(zlib.crc32(payload))
+        self._map[_HEADER.size : _RECORD] = payload + _CHECKSUM.pack(zlib.crc32(payload))
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence)
 
@@ -164,6 +194,15 @@ class ProgressWriter:
 def notice_path(path: Path) -> Path:
     """Where the sentence belonging to a record is."""
     return path.with_name(f"{path.name}.notice")
+
+
+def alerts_path(path: Path) -> Path:
+    """Where the alerts belonging to a record are: a JSON object, kind -> step and message."""
+    return path.with_name(f"{path.name}.alerts")
+
+
+def _or_nan(value: float | None, otherwise: float = math.nan) -> float:
+    return otherwise if value is None else value
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -178,6 +217,12 @@ def _map(path: Path) -> mmap.mmap:
 
 def read_progress(path: Path) -> ProgressRecord | None:
     """The newest whole record; None when there is none, it has another layout, or it keeps changing."""
+    found = read_with_pulse(path)
+    return None if found is None else found[0]
+
+
+def read_with_pulse(path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
+    """The newest whole record and the pulse behind it; None as for `read_progress`."""
     for _ in range(_READ_ATTEMPTS):
         try:
             data = path.read_bytes()
@@ -188,9 +233,10 @@ def read_progress(path: Path) -> ProgressRecord | None:
         magic, version, sequence = _HEADER.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION):
             return None
-        payload = data[_HEADER.size : -_CHECKSUM.size]
-        if sequence % 2 == 0 and _CHECKSUM.unpack_from(data, _SIZE - _CHECKSUM.size)[0] == zlib.crc32(payload):
-            return _unpack(payload)
+        payload = data[_HEADER.size : _RECORD - _CHECKSUM.size]
+        if sequence % 2 == 0 and _CHECKSUM.unpack_from(data, _RECORD - _CHECKSUM.size)[0] == zlib.crc32(payload):
+            record = _unpack(payload)
+            return None if record is None else (record, unpack_pulse(data[_PULSE_AT:]))
         time.sleep(0.0005)
     return None
 

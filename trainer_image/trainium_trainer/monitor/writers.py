@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import mmap
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.exits import StorageError
@@ -22,6 +20,8 @@ from trainium_trainer.monitor.tensorboard import ScalarWriter
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from trainium_trainer.monitor.figures import StepFigures
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
@@ -65,43 +65,38 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def step_record(
-    *,
-    step: int,
-    loss: float,
-    grad_norm: float,
-    learning_rate: float,
-    tokens: int,
-    samples: int,
-    seconds: float | None,
-) -> dict[str, Any]:
-    """One line of metrics.jsonl; `seconds` is None for a step whose end nobody lived to measure."""
-    return {
-        "step": step,
-        "loss": _finite(loss),
-        "gradNorm": _finite(grad_norm),
-        "learningRate": learning_rate,
-        "tokens": tokens,
-        "samples": samples,
-        "seconds": None if seconds is None else round(seconds, 6),
-        "time": round(time.time(), 6),
-    }
+def newest_lines(path: Path, count: int) -> list[dict[str, Any]]:
+    """The last lines, at most `count`, oldest first, of a file that `forget_after` has left whole.
 
-
-def _last(path: Path) -> dict[str, Any] | None:
-    """The last line of a file that `forget_after` has left whole."""
+    Raises StorageError.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             if not size:
-                return None
+                return []
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                line: dict[str, Any] = json.loads(data[data.rfind(b"\n", 0, size - 1) + 1 :])
-                return line
+                begin = size
+                for _ in range(count):
+                    begin = data.rfind(b"\n", 0, max(begin - 1, 0)) + 1
+                return [json.loads(line) for line in data[begin:].splitlines()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _storage(path, error) from error
+
+
+def first_line(path: Path) -> dict[str, Any] | None:
+    """The first line of such a file; None when there is none. Raises StorageError."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _storage(path, error) from error
+    found: dict[str, Any] | None = json.loads(line) if line else None
+    return found
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
@@ -167,63 +162,39 @@ class Recorder:
             forget_after(path, step)
 
     @staticmethod
-    def mend(root: Path, record: dict[str, Any], samples: Sequence[int]) -> None:
-        """Append what `rewind` did not find of the resumed step: its metrics, and those of `samples` nobody recorded.
+    def lacks(root: Path, step: int) -> bool:
+        """Whether `rewind` found all steps before `step`, but not the line of it: then `mend` writes that line."""
+        newest = newest_lines(root / METRICS_NAME, 1)
+        return bool(newest) and newest[0]["step"] == step - 1
+
+    @staticmethod
+    def mend(root: Path, figures: StepFigures) -> None:
+        """Append the metrics of the resumed step, which `lacks` has found missing."""
+        _append(root / METRICS_NAME, figures.to_json())
+
+    @staticmethod
+    def mend_samples(root: Path, step: int, samples: Sequence[int]) -> None:
+        """Append those of the resumed step's samples that nobody recorded.
 
         A step that is in the state has summed all ranks' samples, whether or not each of them got to record its own.
         """
-        step = record["step"]
-        newest = _last(root / METRICS_NAME)
-        if newest is not None and newest["step"] == step - 1:
-            _append(root / METRICS_NAME, record)
-        if samples:
-            lines = [_last(path) for path in root.glob("samples-*.jsonl")]
-            recorded = {one for line in lines if line is not None and line["step"] == step for one in line["samples"]}
-            missing = [one for one in samples if one not in recorded]
-            if missing:
-                _append(root / "samples-0.jsonl", {"step": step, "samples": missing})
+        lines = [line for path in root.glob("samples-*.jsonl") for line in newest_lines(path, 1)]
+        recorded = {one for line in lines if line["step"] == step for one in line["samples"]}
+        missing = [one for one in samples if one not in recorded]
+        if missing:
+            _append(root / "samples-0.jsonl", {"step": step, "samples": missing})
 
     def samples(self, step: int, samples: Sequence[int]) -> None:
         """Record which samples this rank saw in `step`. Raises StorageError."""
         if self._samples is not None:
             self._samples.write({"step": step, "samples": list(samples)})
 
-    def step(
-        self,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        tokens: int,
-        samples: int,
-        seconds: float,
-        tokens_per_second: float,
-    ) -> None:
-        """Record a completed step; `tokens` and `samples` count from the beginning of the run. Raises StorageError."""
+    def step(self, figures: StepFigures) -> None:
+        """Record a completed step. Raises StorageError."""
         if self._metrics is None:
             return
-        self._metrics.write(
-            step_record(
-                step=step,
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=learning_rate,
-                tokens=tokens,
-                samples=samples,
-                seconds=seconds,
-            )
-        )
-        self._write_tensorboard(
-            step,
-            {
-                "train/loss": loss,
-                "train/gradNorm": grad_norm,
-                "train/learningRate": learning_rate,
-                "train/tokensPerSecond": tokens_per_second,
-                "train/tokens": float(tokens),
-            },
-        )
+        self._metrics.write(figures.to_json())
+        self._write_tensorboard(figures.step, figures.scalars())
 
     def _write_tensorboard(self, step: int, scalars: dict[str, float]) -> None:
         if self._tensorboard_folder is None:
@@ -240,8 +211,3 @@ class Recorder:
         for writer in (self._metrics, self._samples, self._tensorboard):
             if writer is not None:
                 writer.close()
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None

@@ -1,0 +1,85 @@
+"""The Neuron runtime's status in the output of a training process: it is in no exit code, only in text.
+
+Statuses appear as names (`Failure: NRT_RESOURCE in nrt_load()`), as numbers (`nrt_execute: status=1004`, `nrt status
+code 5`, `NMGR:... err: 4`) and as sentences of the runtime's log, which tell more than the status that follows them.
+Invariants: bounded work per line and no exception for any bytes; a number counts only where the text says that it is
+the runtime's and only when the table has it; of what was said shortly before the end the most telling counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainium_contract.faults import STATUSES, status_row
+
+_SHORTLY_SECONDS = 180.0
+_LONGEST_LINE = 4096
+_NAMES = {row.name: row.status for row in STATUSES}
+_ORDER = {row.status: index for index, row in enumerate(STATUSES)}
+_SENTENCES: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"Uncorrectable HBM memory error.*reload the neuron driver", re.IGNORECASE), 1205),
+    (re.compile(r"Uncorrectable HBM memory error", re.IGNORECASE), 1201),
+    (re.compile(r"\[N[CD] \d+\].*Uncorrectable memory error", re.IGNORECASE), 1202),
+    (re.compile(r"DMA [TR]X engine \d+ is in an abort state", re.IGNORECASE), 1203),
+    (re.compile(r"missing collectives status|suspected hang in collectives", re.IGNORECASE), 1200),
+    (re.compile(r"FATAL-RT.*execution timeout", re.IGNORECASE), 5),
+)
+_HINTS = (b"nrt", b"NRT", b"NMGR:", b"TDRV:", b"FATAL-RT", b"ncorrectable", b"abort state", b"ollectives")
+_NAME = re.compile(r"\bNRT_[A-Z_]{3,40}\b")
+_NUMBER = re.compile(
+    r"(?:\b[Nn][Rr][Tt][\w:]{0,40}|\b(?:NMGR|TDRV):\w{0,60})\b[^\n]{0,400}?"
+    r"\b(?:status(?:[ _]code)?|error(?:[ _]code)?|err|code)\b[^\w\n]{0,4}(\d{1,4})\b"
+)
+_HARMLESS = re.compile(r"\s(?:INFO|DEBUG|TRACE|WARN)\s+\w{2,8}:")
+"""A line of the runtime's own log below the level of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeWord:
+    """One thing that the runtime said."""
+
+    status: int
+    line: str
+    at: float
+    """Unix seconds."""
+
+
+def status_in(line: str) -> int | None:
+    """The most telling runtime status that a line of output names; None when it names none."""
+    text = line[:_LONGEST_LINE]
+    if _HARMLESS.search(text):
+        return None
+    found = [status for pattern, status in _SENTENCES if pattern.search(text)][:1]
+    found += [_NAMES[name] for name in _NAME.findall(text) if name in _NAMES]
+    found += [int(number) for number in _NUMBER.findall(text)]
+    return min((status for status in found if status in _ORDER), key=_ORDER.__getitem__, default=None)
+
+
+class RuntimeWords:
+    """What the runtime said through one process's output."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, RuntimeWord] = {}
+
+    def read(self, line: bytes, at: float) -> None:
+        """Take in one line of output, seen at `at` (Unix seconds)."""
+        if not any(hint in line for hint in _HINTS):
+            return
+        text = line[:_LONGEST_LINE].decode(errors="replace").strip()
+        status = status_in(text)
+        if status is not None:
+            self._newest[status] = RuntimeWord(status, text, at)
+
+    def last(self, at: float) -> RuntimeWord | None:
+        """The most telling word shortly before a process ended at `at` (Unix seconds)."""
+        # A copy: the thread that reads the output may still be at it.
+        near = [word for word in tuple(self._newest.values()) if word.at >= at - _SHORTLY_SECONDS]
+        return min(near, key=lambda word: _ORDER[word.status], default=None)
+
+
+def named(word: RuntimeWord) -> str:
+    """`NRT_TIMEOUT (5): <the line>`, for people."""
+    row = status_row(word.status)
+    assert row is not None
+    return f"{row.name} ({row.status}): {word.line}"

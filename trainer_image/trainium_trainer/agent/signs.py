@@ -1,0 +1,124 @@
+"""What the end of a training process stands for, all signs of this pod together: the agent's side of the fault table.
+
+Code, runtime status, kernel lines and the job's rules are read as the operator reads them (`trainium_contract.faults`).
+Invariants: rules are read anew for each failure, so a change reaches pods that run; rules that cannot be read are as
+good as none, because training must heal without them; nothing here waits longer than a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainium_contract.exit_codes import Blame, Cause, Response, verdict_of
+from trainium_contract.faults import lines_near, meaning_of
+from trainium_contract.recovery import RecoveryRule
+from trainium_contract.redaction import without_secrets
+from trainium_trainer.agent.kernel_log import KernelEvents
+from trainium_trainer.agent.runtime_status import named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trainium_contract.exit_codes import Verdict
+    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.runtime_status import RuntimeWord
+
+_log = logging.getLogger(__name__)
+_RULES: TypeAdapter[tuple[RecoveryRule, ...]] = TypeAdapter(tuple[RecoveryRule, ...])
+_LAST_WORDS_SECONDS = 0.25
+_REMEMBERED = 32
+_MEMORY_SECONDS = 7 * 86_400.0
+MESSAGE_CHARACTERS = 1024
+"""What a failure's message holds at most."""
+_WORD_CHARACTERS = 320
+_SIGNAL_BASE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The meaning of one exit, and whether this pod's node has failed the same way before."""
+
+    verdict: Verdict
+    seen_before: bool
+    """For a cause of this node: within a week, in this pod's life."""
+
+
+def last_word(process: RankProcess) -> RuntimeWord | None:
+    """The most telling thing that the runtime said through the process's output before it ended."""
+    return process.output.runtime.last(process.ended_at or time.time())
+
+
+def describe_exit(process: RankProcess) -> str:
+    """The last lines of output, as many as fit, without secrets; what the code means when they do not tell.
+
+    The runtime's word is repeated at the beginning when what came after it has driven it out of the last lines.
+    """
+    code, output = process.exit_code or 0, without_secrets(process.output.text(2 * MESSAGE_CHARACTERS))
+    word = last_word(process)
+    heads = []
+    if code > _SIGNAL_BASE:
+        heads.append(f"killed by signal {code - _SIGNAL_BASE}")
+    elif not output:
+        heads.append(verdict_of(code).sentence)
+    if word is not None and word.line not in output[-MESSAGE_CHARACTERS // 2 :]:
+        heads.append(without_secrets(named(word))[:_WORD_CHARACTERS])
+    head = "\n".join(heads)
+    room = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
+    return "\n".join(part for part in (head, output[-room:]) if part)
+
+
+def weight(verdict: Verdict) -> tuple[bool, bool, bool]:
+    """Of several exits at the same moment the one with the greatest weight decides."""
+    replaces = verdict.response in (Response.REPLACE_NODE, Response.REPLACE_WORKER)
+    return verdict.response is Response.STOP, replaces, not verdict.hearsay
+
+
+class Signs:
+    """Reads the signs of this pod's failures; any thread may call."""
+
+    def __init__(self, rules_path: Path | None, on_event: Callable[[], None]) -> None:
+        self._rules_path = rules_path
+        self._earlier: deque[tuple[float, Cause]] = deque(maxlen=_REMEMBERED)
+        self._complained = ""
+        self.kernel = KernelEvents(on_event)
+
+    def diagnose(self, process: RankProcess) -> Diagnosis:
+        """What the end of this process stands for; remembers it."""
+        verdict = self.meaning(process)
+        at = process.ended_at
+        seen = any(cause is verdict.cause and at - before < _MEMORY_SECONDS for before, cause in self._earlier)
+        self._earlier.append((at, verdict.cause))
+        return Diagnosis(verdict, seen and verdict.blame is Blame.NODE and not verdict.hearsay)
+
+    def meaning(self, process: RankProcess) -> Verdict:
+        """What the end of this process stands for."""
+        process.output.complete.wait(_LAST_WORDS_SECONDS)  # the last lines are on their way through a pipe
+        word = last_word(process)
+        return meaning_of(
+            process.exit_code or 0,
+            runtime_status=word.status if word is not None else None,
+            message=describe_exit(process),
+            kernel=lines_near(self.kernel.newest, process.ended_at),
+            rules=self._rules(),
+        )
+
+    def _rules(self) -> tuple[RecoveryRule, ...]:
+        if self._rules_path is None:
+            return ()
+        try:
+            return _RULES.validate_json(self._rules_path.read_bytes())
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValidationError) as error:
+            complaint = f"{type(error).__name__} {error}".splitlines()[0]
+            if complaint != self._complained:
+                _log.warning("the job's rules in %s cannot be read (%s); going without", self._rules_path, complaint)
+                self._complained = complaint
+            return ()

@@ -1,0 +1,124 @@
+"""Which device this rank computes on, and how the ranks meet: CPU (gloo), CUDA (nccl) or Neuron (TorchNeuron).
+
+Invariants: nothing is initialised on a device before the choice is known to be possible; small agreements always have
+gloo beside the device's own library; a Neuron device that cannot be used is an error, never a slow run on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from trainium_contract import worker_env
+from trainium_contract.trainer_parallelism import DeviceChoice
+from trainium_trainer.exits import UserError
+from trainium_trainer.neuron_environment import DEVICE_FILES
+
+if TYPE_CHECKING:
+    from trainium_trainer.config import Launch
+
+_TIMEOUT = timedelta(minutes=30)
+"""Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""
+_GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "neuron": "cpu:gloo,neuron:neuron"}
+WHERE_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com (setup for PyTorch)"
+
+
+def pick_device(
+    local_rank: int, choice: DeviceChoice = DeviceChoice.AUTO, *, devices: Path = Path("/dev")
+) -> torch.device:
+    """The device of this node's process number `local_rank`: Neuron, CUDA, else the CPU, or the one that is asked for.
+
+    Raises UserError when the choice is not there, or when the node has Neuron devices that nothing here can drive.
+    `devices` is the folder of device files.
+    """
+    neuron: Any = getattr(torch, "neuron", None)  # registered by TorchNeuron when torch is imported
+    if choice is DeviceChoice.CPU:
+        return torch.device("cpu")
+    if choice in (DeviceChoice.AUTO, DeviceChoice.NEURON) and neuron is not None and neuron.is_available():
+        _refuse_more_ranks_than(neuron.device_count(), local_rank, "Neuron cores")
+        return torch.device("neuron", local_rank)
+    if choice is DeviceChoice.NEURON:
+        raise UserError(_neuron_is_missing("device is Neuron", installed=neuron is not None))
+    if torch.cuda.is_available():
+        _refuse_more_ranks_than(torch.cuda.device_count(), local_rank, "CUDA devices")
+        return torch.device("cuda", local_rank)
+    if choice is DeviceChoice.CUDA:
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise UserError(
+            f"device is Cuda, but no CUDA device can be used (torch {torch.__version__} {built}): give the worker a "
+            "GPU and its driver, install a CUDA build of torch (https://pytorch.org/get-started), or set device to Cpu"
+        )
+    if any(devices.glob(DEVICE_FILES)):
+        raise UserError(_neuron_is_missing("this node has Neuron devices", installed=neuron is not None))
+    return torch.device("cpu")
+
+
+def _neuron_is_missing(premise: str, *, installed: bool) -> str:
+    if installed:
+        return (
+            f"{premise}, but TorchNeuron finds no core that it can use: look at neuron-ls, give the worker "
+            "aws.amazon.com/neuron devices, or set device to Cpu"
+        )
+    return (
+        f"{premise}, but torch {torch.__version__} has no neuron device: on Trainium 2 and 3 install TorchNeuron "
+        f"(torch-neuronx 2.13 or newer), on Trainium 1 the packages of backend Nxd, both from {WHERE_NEURON}; "
+        "or set device to Cpu"
+    )
+
+
+def _refuse_more_ranks_than(count: int, local_rank: int, what: str) -> None:
+    if local_rank >= count:
+        raise UserError(
+            f"process {local_rank} of this node has no device of its own, there are {count} {what}: start at most "
+            f"{count} processes per node (workers.accelerator.coresPerNode), or set device to Cpu"
+        )
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this process, with deterministic kernels."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+        torch.backends.cudnn.deterministic = True
+
+
+def join_process_group(device: torch.device, launch: Launch) -> None:
+    """Meet the other ranks over gloo and the device's own library."""
+    if launch.alone:
+        _join_alone(device, launch)
+    else:
+        meet(_GROUP_BACKENDS[device.type], launch)
+
+
+def meet(backend: str, launch: Launch) -> None:
+    """Make the default process group, as torchrun's variables say; without any, a world of one."""
+    address = os.environ.get(worker_env.ENV_POD_IP) or os.environ.get("MASTER_ADDR", "localhost")
+    if address.startswith("127.") or address == "localhost":
+        # gloo would look up the host name, which need not resolve to a loopback address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=launch.rank, world_size=launch.world_size)
+
+
+def _join_alone(device: torch.device, launch: Launch) -> None:
+    """Be one rank of a world whose others do not exist: torch's process group that moves nothing."""
+    # Importing it registers the backend `fake`; it is what torchtitan's dry runs use, under the same private name.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    # Before its first micro-batch a pipeline votes, by plain messages, whether shapes are known: the others say yes.
+    dist.recv = _yes
+    backend = "fake" if device.type in {"cpu", "cuda"} else f"cpu:fake,{device.type}:fake"
+    dist.init_process_group(backend, store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
+
+
+def _yes(tensor: torch.Tensor, *_: Any, **__: Any) -> int:
+    """What a peer that agrees would send."""
+    tensor.fill_(1)
+    return 0

@@ -1,0 +1,193 @@
+"""The one Llama (`models.llama`) divided by NxD's layers, put in from outside as the native plan is.
+
+Query, key and value come from one coalesced projection with key/value heads repeated where ranks outnumber them, gate
+and up from another (HLAT, arXiv 2404.10630, section 3.3). Invariants: parameters are those that `models.nxd_layout`
+describes; with sequence parallelism activations are [sequence / ranks, batch, hidden] between the divided regions, the
+layout that NxD's layers communicate without transposing; the loss is computed on divided logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
+from neuronx_distributed.parallel_layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    parallel_cross_entropy,
+)
+from neuronx_distributed.utils.activation_checkpoint import apply_activation_checkpointing
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+
+from trainium_contract.trainer_parallelism import Recompute
+from trainium_trainer.models.llama import Block, Llama
+from trainium_trainer.models.loss import IGNORED_LABEL
+from trainium_trainer.models.rope import rotate
+
+if TYPE_CHECKING:
+    from trainium_trainer.models.nxd_layout import TensorRank
+    from trainium_trainer.models.rope import Rotary
+    from trainium_trainer.models.shapes import ModelShape
+
+_FLASH_LENGTH = 2048
+_FLASH_HEAD = 128
+"""NKI's kernel takes sequences that are multiples of the one, and heads up to the other."""
+
+
+class CoreAttention(nn.Module):
+    """Causal attention of heads that are already projected: what selective recompute computes twice."""
+
+    def __init__(self, *, flash: bool) -> None:
+        super().__init__()
+        self._flash = flash
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[batch, heads, sequence, width] each, fewer heads in key and value, to the query's size."""
+        shared = query.shape[1] // key.shape[1]
+        if shared > 1:
+            key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        length, width = query.shape[-2:]
+        if self._flash and length % _FLASH_LENGTH == 0 and width <= _FLASH_HEAD:
+            return _flash_attention(query, key, value)
+        scores = query @ key.transpose(-1, -2) * width**-0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        weights = scores.masked_fill(later, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32)
+        mixed: Tensor = weights.to(value.dtype) @ value
+        return mixed
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func  # noqa: PLC0415 - compiled for Neuron only
+
+    turned = (heads.transpose(-1, -2) for heads in (query, key, value))
+    mixed: Tensor = nki_flash_attn_func(*turned, causal=True, transpose_nki_inputs=True)
+    return mixed
+
+
+class NxdAttention(nn.Module):
+    """Grouped-query attention over this rank's heads."""
+
+    def __init__(self, rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        shape = rank.shape
+        query = shape.num_attention_heads * shape.head_dim
+        self._head_dim, self._sequence = shape.head_dim, sequence
+        self.qkv_proj = GQAQKVColumnParallelLinear(
+            shape.hidden_size,
+            [query, shape.num_key_value_heads * shape.head_dim],
+            bias=False,
+            gather_output=False,
+            dtype=dtype,
+            sequence_parallel_enabled=sequence,
+            kv_size_multiplier=rank.key_value_copies,
+            fuse_qkv=True,
+        )
+        self.core = CoreAttention(flash=flash)
+        self.o_proj = _row(query, shape.hidden_size, sequence=sequence, dtype=dtype)
+
+    def forward(self, x: Tensor, table: Rotary) -> Tensor:
+        """[batch, sequence, hidden], or [sequence part, batch, hidden], to the same."""
+        query, key, value = (self._heads(projected) for projected in self.qkv_proj(x))
+        mixed = self.core(rotate(query, table), rotate(key, table), value)
+        joined = mixed.permute(2, 0, 1, 3) if self._sequence else mixed.transpose(1, 2)
+        out: Tensor = self.o_proj(joined.flatten(2).contiguous())
+        return out
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """To [batch, heads, sequence, width]."""
+        heads = _ContiguousGradient.apply(projected).unflatten(-1, (-1, self._head_dim))  # type: ignore[no-untyped-call]
+        turned: Tensor = heads.permute(1, 2, 0, 3) if self._sequence else heads.transpose(1, 2)
+        return turned
+
+
+class NxdMLP(nn.Module):
+    """SwiGLU feed-forward over this rank's share of the inner width."""
+
+    def __init__(self, shape: ModelShape, *, sequence: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = shape.intermediate_size
+        self.gate_up_proj = _column(shape.hidden_size, 2 * width, sequence=sequence, dtype=dtype, stride=2)
+        self.down_proj = _row(width, shape.hidden_size, sequence=sequence, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the size of `x`."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+def _column(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype, stride: int = 1) -> nn.Module:
+    """A projection whose outputs are divided."""
+    # Without sequence parallelism the gradient of the input is summed in `dtype`: asked for another type, NxD 0.18 sums
+    # a copy and goes on with this rank's part (`_linear_autograd_bwd_grad_reduce`).
+    layer: nn.Module = ColumnParallelLinear(
+        width,
+        outputs,
+        bias=False,
+        gather_output=False,
+        dtype=dtype,
+        stride=stride,
+        reduce_dtype=torch.float32 if sequence else dtype,
+        **_along_sequence(sequence),
+    )
+    return layer
+
+
+def _row(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype) -> nn.Module:
+    layer: nn.Module = RowParallelLinear(
+        width, outputs, bias=False, input_is_parallel=True, dtype=dtype, **_along_sequence(sequence)
+    )
+    return layer
+
+
+def _along_sequence(sequence: bool) -> dict[str, Any]:
+    return {"sequence_parallel_enabled": True, "sequence_dimension": 0} if sequence else {}
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity with a contiguous gradient: NxD's linear layers `view` it, which eager tensors do not always allow."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> Llama:
+    """This rank's share of the model, on the meta device, with all parameters of type `dtype`."""
+    shape = rank.shape
+    with torch.device("meta"):
+        model = Llama(shape).to(dtype)
+        model.model.embed_tokens = ParallelEmbedding(
+            shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=sequence
+        )
+        for block in model.model.layers:
+            assert isinstance(block, nn.Module)
+            block.self_attn = NxdAttention(rank, sequence=sequence, flash=flash, dtype=dtype)
+            block.mlp = NxdMLP(shape, sequence=sequence, dtype=dtype)
+        model.lm_head = _column(shape.hidden_size, shape.vocab_size, sequence=sequence, dtype=dtype)  # type: ignore[assignment]
+        model.tie()
+    return model
+
+
+def apply_recompute(model: Llama, mode: Recompute) -> None:
+    """Let the backward pass compute again what `mode` says; names of parameters change, so collect them before."""
+    if mode is not Recompute.NONE:
+        again = CoreAttention if mode is Recompute.SELECTIVE else Block
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, again))
+
+
+def loss_sum(model: Llama, tokens: Tensor, labels: Tensor, *, sequence: bool) -> Tensor:
+    """Sum of the token losses of a micro-batch, [batch, sequence] each, in float32; the same on all tensor ranks."""
+    logits = _ContiguousGradient.apply(model(tokens)).float()  # type: ignore[no-untyped-call]
+    if sequence:
+        labels = labels.transpose(0, 1).contiguous()
+    valid = labels != IGNORED_LABEL
+    losses: Tensor = parallel_cross_entropy(logits, torch.where(valid, labels, 0)) * valid
+    return losses.sum()

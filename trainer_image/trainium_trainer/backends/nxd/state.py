@@ -1,0 +1,123 @@
+"""The training state of one rank of the nxd backend under its checkpoint names.
+
+Invariants: names and boxes are those of whole tensors with Hugging Face's names, whatever NxD's layers coalesce, repeat
+or pad; the weights of a checkpoint are the master weights; values reach the host in one transfer, and only when asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainium_trainer.checkpoint.part import Part as Box
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from trainium_trainer.backends.nxd.device import Device
+    from trainium_trainer.backends.nxd.stores import Held
+    from trainium_trainer.models.nxd_layout import Piece
+
+
+class NxdState:
+    """Master weights and moments."""
+
+    def __init__(self, held: Sequence[Held], device: Device) -> None:
+        self._device = device
+        self._tensors: dict[tuple[Part, str], Tensor] = {}
+        self._pieces: dict[str, tuple[Piece, ...]] = {}
+        for entry in held:
+            self._pieces[entry.name] = entry.pieces
+            self._tensors[Part.WEIGHT, entry.name] = entry.master
+            self._tensors[Part.EXP_AVG, entry.name] = entry.exp_avg
+            self._tensors[Part.EXP_AVG_SQ, entry.name] = entry.exp_avg_sq
+        self.step = torch.zeros((), dtype=torch.int64)
+        self._lent: list[Tensor] = []
+        self._settled = False
+
+    def _boxes(self) -> Iterator[tuple[str, tuple[Part, str], Piece]]:
+        """Checkpoint name, key of the tensor, and rows of every box that this rank holds."""
+        for key in self._tensors:
+            for piece in self._pieces[key[1]]:
+                yield state_name(key[0], piece.name), key, piece
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainState.state_dict`; the values are fetched when the first of them is used."""
+
+        @functools.cache
+        def host() -> dict[tuple[Part, str], Tensor]:
+            return dict(zip(self._tensors, self._fetch(), strict=True))
+
+        def rows(key: tuple[Part, str], piece: Piece) -> Callable[[], Tensor]:
+            return lambda: host()[key][piece.start : piece.end]
+
+        found: dict[str, Any] = {OPTIMIZER_STEP: self.step}
+        for name, key, piece in self._boxes():
+            found[name] = Box(
+                rows(key, piece),
+                whole=piece.whole,
+                offsets=piece.offsets,
+                sizes=piece.sizes,
+                dtype=self._tensors[key].dtype,
+            )
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy every value in; the names must be exactly this state's."""
+        expected = {name for name, _, _ in self._boxes()} | {OPTIMIZER_STEP}
+        if expected != state.keys():
+            raise KeyError(sorted(expected ^ state.keys()))
+        if state[OPTIMIZER_STEP] is not self.step:
+            self.step.copy_(state[OPTIMIZER_STEP])
+        self._replace(lambda part, piece: state[state_name(part, piece.name)].local)
+
+    def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
+        """Set the weights to this rank's boxes of whole tensors (by name and size), and the moments to zero."""
+
+        def box(part: Part, piece: Piece) -> Tensor | None:
+            if part is not Part.WEIGHT:
+                return None
+            values = value(piece.name, torch.Size(piece.whole))
+            for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+                values = values.narrow(dimension, offset, size)
+            return values
+
+        self._replace(box)
+
+    @torch.no_grad()
+    def _replace(self, values: Callable[[Part, Piece], Tensor | None]) -> None:
+        """Make every tensor anew on the host, zero where there is no value, and send it to the device."""
+        for (part, name), tensor in self._tensors.items():
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            for piece in self._pieces[name]:
+                box = values(part, piece)
+                if box is not None:
+                    made[piece.start : piece.end] = box
+            tensor.copy_(made.to(tensor.device))
+        self._lent = []
+        self._device.sync()
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """See `TrainState.local_tensors`; on a device they are copies, so `settle` has to follow writing."""
+        copies = self._fetch()
+        if not self._settled:
+            self._lent = copies
+        names = [state_name(*key) for key in self._tensors]
+        return dict(zip(names, copies, strict=True)) | {OPTIMIZER_STEP: self.step}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before the first step: bring to the device what was written into the `local_tensors` that were given last."""
+        for tensor, copy in zip(self._tensors.values(), self._lent, strict=False):
+            if copy.device != tensor.device:
+                tensor.copy_(copy.to(tensor.device))
+        self._lent, self._settled = [], True
+        self._device.sync()
+
+    def _fetch(self) -> list[Tensor]:
+        return self._device.fetch(list(self._tensors.values()))

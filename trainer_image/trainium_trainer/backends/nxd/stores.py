@@ -1,0 +1,231 @@
+"""Where weights, master weights, gradients and moments live on the nxd backend: replicated, or by NxD's ZeRO-1.
+
+Invariants: the master weights (of the type that the optimizer computes in) are the state; the model's weights are made
+from them by `derive` and by every step, never the other way round, so no order of loading can bring back old weights;
+gradients are summed and reduced in float32, to means over the data-parallel ranks, and keep their memory between steps,
+so every micro-batch is the same graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from neuronx_distributed.optimizer import NeuronZero1Optimizer
+from neuronx_distributed.parallel_layers import grads, parallel_state
+from torch import Tensor, nn
+
+from trainium_trainer.backends.nxd.adamw import GraphAdamW, adamw_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainium_contract.trainer_optimizer import OptimizerConfig
+    from trainium_trainer.backends.nxd.adamw import Controls
+    from trainium_trainer.models.nxd_layout import Piece
+
+    Decide = Callable[[Tensor], Controls]
+    """From this rank's sum of squares of reduced gradients to the numbers of the step."""
+
+_BUCKET_MIB = 130
+"""Size of ZeRO-1's collectives; NxD warns of wrong numbers above 140."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter of the divided model."""
+
+    name: str
+    parameter: nn.Parameter
+    pieces: tuple[Piece, ...]
+    """What its rows are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this rank holds of one parameter's state."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    """What the rows of the three tensors are; rows beyond the last piece are padding."""
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class Store(Protocol):
+    """One layout of the training state."""
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """The state."""
+        ...
+
+    @property
+    def inner(self) -> GraphAdamW:
+        """What updates the state."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's accumulated gradients, in the order of the parameters, not yet reduced."""
+        ...
+
+    def step(self, decide: Decide) -> None:
+        """Reduce the gradients, ask for the numbers, update, make the model's weights. Collective."""
+        ...
+
+    def derive(self) -> None:
+        """Make the model's weights from the master weights. Collective."""
+        ...
+
+    def forget(self) -> None:
+        """Set the gradients to zero; they keep their memory."""
+        ...
+
+
+class ReplicatedStore:
+    """Every data-parallel rank holds the state of its tensor-parallel rank."""
+
+    def __init__(self, named: Sequence[Named], config: OptimizerConfig, dtype: torch.dtype) -> None:
+        """`dtype` is that of the optimizer; where the model has another, it gets master weights beside its own."""
+        self._named = named
+        self._masters = [
+            entry.parameter if entry.parameter.dtype == dtype else nn.Parameter(entry.parameter.data.to(dtype))
+            for entry in named
+        ]
+        self.inner = GraphAdamW(self._masters, **adamw_settings(config))
+        self._gradients = [torch.zeros_like(master.data, dtype=torch.float32) for master in self._masters]
+        for entry, total in zip(named, self._gradients, strict=True):
+            entry.parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+        states = [self.inner.state[master] for master in self._masters]
+        self.held = [
+            Held(entry.name, entry.pieces, master, state["exp_avg"], state["exp_avg_sq"])
+            for entry, master, state in zip(named, self._masters, states, strict=True)
+        ]
+
+    def gradients(self) -> list[Tensor]:
+        """See `Store.gradients`."""
+        return self._gradients
+
+    @torch.no_grad()
+    def step(self, decide: Decide) -> None:
+        """See `Store.step`."""
+        grads.bucket_allreduce_gradients(self._gradients)
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient.to(master.dtype)
+        self.inner.controls = decide(square_sum(self._gradients, [held.pieces for held in self.held]))
+        self.inner.step()
+        for master in self._masters:
+            master.grad = None
+        self.derive()
+
+    @torch.no_grad()
+    def derive(self) -> None:
+        """See `Store.derive`."""
+        for entry, master in zip(self._named, self._masters, strict=True):
+            if entry.parameter is not master:
+                entry.parameter.copy_(master)
+
+    def forget(self) -> None:
+        """See `Store.forget`."""
+        for gradient in self._gradients:
+            gradient.zero_()
+
+
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's gradient to `total` and lets go of it."""
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+class Zero1Store:
+    """Each data-parallel rank holds a run of rows of every parameter's state (NxD's ZeRO-1)."""
+
+    def __init__(self, named: Sequence[Named], config: OptimizerConfig, dtype: torch.dtype) -> None:
+        """`dtype` is that of the optimizer: of master weights and moments."""
+        size = parallel_state.get_data_parallel_size()
+        self._optimizer = _GuidedZero1(
+            [entry.parameter for entry in named],
+            GraphAdamW,
+            optimizer_dtype=dtype,
+            pin_layout=False,
+            grad_norm_groups=parallel_state.get_tensor_model_parallel_replica_groups(),
+            bucket_cap_mb_reduce_scatter=_BUCKET_MIB,
+            bucket_cap_mb_all_gather=max(1, _BUCKET_MIB // size),
+            use_grad_acc_hook=True,
+            save_master_weights=True,
+            **adamw_settings(config),
+        )
+        self.inner: GraphAdamW = self._optimizer.base_optimizer
+        self._shards: list[nn.Parameter] = self.inner.param_groups[0]["params"]
+        rank, self.held = self._optimizer.local_rank, list[Held]()
+        for entry, shard in zip(named, self._shards, strict=True):
+            rows, state = shard.shape[0], self.inner.state[shard]
+            own = [piece.within(rank * rows, (rank + 1) * rows) for piece in entry.pieces]
+            pieces = tuple(piece for piece in own if piece is not None)
+            self.held.append(Held(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"]))
+            # The library would make them in the first backward pass, which would then be a graph of its own.
+            gradient = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
+            shard.main_grad = entry.parameter.main_grad = gradient  # type: ignore[attr-defined]
+
+    def gradients(self) -> list[Tensor]:
+        """See `Store.gradients`."""
+        found: list[Tensor] = [shard.main_grad for shard in self._shards]  # type: ignore[attr-defined]
+        return found
+
+    def step(self, decide: Decide) -> None:
+        """See `Store.step`."""
+
+        def before_update() -> None:
+            gradients = [shard.grad for shard in self._shards]
+            sums = square_sum([gradient for gradient in gradients if gradient is not None], self._pieces())
+            self.inner.controls = decide(sums)
+
+        self._optimizer.before_update = before_update
+        self._optimizer.step()
+
+    def _pieces(self) -> list[tuple[Piece, ...]]:
+        return [held.pieces for held in self.held]
+
+    @torch.no_grad()
+    def derive(self) -> None:
+        """See `Store.derive`."""
+        self._optimizer.allgather_weights_and_update_full_parameter()
+
+    def forget(self) -> None:
+        """See `Store.forget`."""
+        for gradient in self.gradients():
+            gradient.zero_()
+
+
+class _GuidedZero1(NeuronZero1Optimizer):  # type: ignore[misc]
+    """NxD's ZeRO-1 with our numbers in the place of its clipping."""
+
+    before_update: Callable[[], None]
+
+    def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> None:  # noqa: ARG002 - the library's signature
+        """Called between reducing and updating."""
+        self.before_update()
+
+
+def square_sum(tensors: Sequence[Tensor], pieces: Sequence[tuple[Piece, ...]]) -> Tensor:
+    """Sum of squares, float32; what several tensor-parallel ranks hold counts for its share on each."""
+    terms = []
+    for tensor, parts in zip(tensors, pieces, strict=True):
+        copies = {piece.replicas for piece in parts}
+        if len(copies) <= 1:
+            terms.append(_squares(tensor) / next(iter(copies), 1))
+        else:
+            terms += [_squares(tensor[piece.start : piece.end]) / piece.replicas for piece in parts]
+    return torch.stack(terms).sum()
+
+
+def _squares(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values.float())
+    return norm * norm

@@ -1,0 +1,193 @@
+"""Pipeline parallelism by torch's own schedules: this rank's stages, and one call for all micro-batches of a step.
+
+Schedules: 1F1B (PipeDream-Flush, arXiv 2006.09503), GPipe (arXiv 1811.06965), and with several stages per rank the
+interleaved forms of both (arXiv 2104.04473 and 2211.05953). Invariants: shapes and types between stages are given, not
+inferred, so that no pass runs twice; gradients are sums over the micro-batches; micro-batches are of one size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
+from torch.nn import functional
+
+from trainium_contract.trainer_parallelism import PipelineSchedule
+from trainium_trainer.backends.store import local_of
+from trainium_trainer.data.loader import MicroBatch
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from trainium_trainer.backends.base import Mesh
+    from trainium_trainer.models.stages import LlamaStage
+
+_log = logging.getLogger("trainium.pipeline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What flows through the pipeline: sizes of one micro-batch."""
+
+    samples: int
+    length: int
+    """Tokens of a sample."""
+    part: int
+    """Tokens of a sample that travel between stages: fewer under sequence parallelism."""
+    hidden: int
+    vocabulary: int
+    between: torch.dtype
+    """Type of hidden states between stages."""
+    logits: torch.dtype
+
+    def input_of(self, stage: int) -> Tensor:
+        """A tensor without values like the input of a stage."""
+        if stage == 0:
+            return torch.empty(self.samples, self.length, dtype=torch.int64, device="meta")
+        return torch.empty(self.samples, self.part, self.hidden, dtype=self.between, device="meta", requires_grad=True)
+
+    def output_of(self, *, last: bool) -> Tensor:
+        """A tensor without values like the output of a stage."""
+        if not last:
+            return self.input_of(1)
+        return torch.empty(
+            self.samples, self.length, self.vocabulary, dtype=self.logits, device="meta", requires_grad=True
+        )
+
+
+class Pipeline:
+    """The stages of this rank under one schedule."""
+
+    def __init__(
+        self,
+        stages: Sequence[LlamaStage],
+        mesh: Mesh,
+        traffic: Traffic,
+        *,
+        schedule: PipelineSchedule,
+        micro_batches: int,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """`stages`: numbers pp_rank, pp_rank + pp_size, ... of the whole; `micro_batches`: of each step."""
+        total = len(stages) * mesh.pp_size
+        self._samples = micro_batches * traffic.samples
+        self._device = mesh.device
+        parts = [
+            PipelineStage(
+                stage,
+                number,
+                total,
+                mesh.device,
+                input_args=traffic.input_of(number),
+                output_args=traffic.output_of(last=number == total - 1),
+                group=mesh.pp,
+            )
+            for number, stage in zip(range(mesh.pp_rank, total, mesh.pp_size), stages, strict=True)
+        ]
+        self._is_first = mesh.pp_rank == 0
+        self._is_last = mesh.pp_rank == mesh.pp_size - 1
+        kind = schedule_kind(schedule, stages=total, ranks=mesh.pp_size, micro_batches=micro_batches)
+        if mesh.rank == 0:
+            _log.info("pipeline of %d stages on %d ranks: %s", total, mesh.pp_size, kind.__name__)
+        # The sum of losses is what the loop divides, so gradients are not scaled.
+        self._schedule = kind(parts if len(parts) > 1 else parts[0], micro_batches, loss_fn=loss, scale_grads=False)
+
+    def run(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Forward and backward of all micro-batches of a step; their losses, which the last rank has.
+
+        Collective over the pipeline's ranks.
+        """
+        return self._run(self._schedule.step, self._filled(batches))
+
+    def evaluate(self, batch: MicroBatch) -> list[Tensor]:
+        """The same without the backward pass, of micro-batches that were `joined`. Collective."""
+        with torch.no_grad():
+            return self._run(self._schedule.eval, batch)
+
+    def joined(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Micro-batches laid one after another, as many samples as a step has.
+
+        Only the last micro-batch may be smaller than the others; the end is filled up with what does not count.
+        """
+        waiting: list[MicroBatch] = []
+        for batch in batches:
+            waiting.append(batch)
+            if sum(len(one.inputs) for one in waiting) == self._samples:
+                yield self._filled(waiting)
+                waiting = []
+        if waiting:
+            yield self._filled(waiting)
+
+    def _filled(self, batches: Sequence[MicroBatch]) -> MicroBatch:
+        missing = (0, 0, 0, self._samples - sum(len(batch.inputs) for batch in batches))
+        positions = [batch.positions for batch in batches if batch.positions is not None]
+        return MicroBatch(
+            functional.pad(torch.cat([batch.inputs for batch in batches]), missing),
+            functional.pad(torch.cat([batch.labels for batch in batches]), missing, value=IGNORED_LABEL),
+            sum(batch.valid_tokens for batch in batches),
+            functional.pad(torch.cat(positions), missing) if positions else None,
+        )
+
+    def _run(self, call: Callable[..., object], batch: MicroBatch) -> list[Tensor]:
+        losses: list[Tensor] = []
+        given = (batch.inputs.to(self._device),) if self._is_first else ()
+        target = batch.labels.to(self._device) if self._is_last else None
+        # Every stage needs to know where documents begin.
+        more = {} if batch.positions is None else {"positions": batch.positions.to(self._device)}
+        call(*given, target=target, losses=losses if self._is_last else None, return_outputs=False, **more)
+        return [local_of(loss) for loss in losses]
+
+
+def check_torch() -> None:
+    """Raise UserError on a torch whose schedules cannot do this; 2.9 keeps all logits, and does not start on gloo."""
+    if "return_outputs" not in inspect.signature(Schedule1F1B.step).parameters:
+        raise UserError(
+            f"parallelism.pipeline is above 1, which torch {torch.__version__} cannot do well enough: install a newer "
+            "torch (2.13 is tested), or set parallelism.pipeline to 1"
+        )
+
+
+def schedule_kind(schedule: PipelineSchedule, *, stages: int, ranks: int, micro_batches: int) -> Any:
+    """Torch's class for a schedule; its GPipe form where there are too few micro-batches for the one that is asked for.
+
+    Elastic training changes the number of micro-batches per rank, so that this cannot be an error of the configuration.
+    """
+    interleaved = stages > ranks
+    one_by_one = schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
+    if interleaved:
+        fits = micro_batches % max(1, micro_batches // ranks) == 0  # in rounds of one size, as torch has it
+        return ScheduleInterleaved1F1B if one_by_one and fits else ScheduleLoopedBFS
+    return Schedule1F1B if one_by_one and micro_batches >= stages else ScheduleGPipe
+
+
+def add_other_end(gradient: Tensor, mesh: Mesh) -> None:
+    """Add to the gradient of a weight that first and last stage share that of the other one, in place.
+
+    Called on the first and the last rank of the pipeline; both end with the same bits.
+    """
+    if not gradient.numel():
+        return
+    other = torch.empty_like(gradient)
+    peer = mesh.pp_size - 1 - mesh.pp_rank
+    operations = [
+        dist.P2POp(dist.isend, gradient, group=mesh.pp, group_peer=peer),
+        dist.P2POp(dist.irecv, other, group=mesh.pp, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    gradient.add_(other)

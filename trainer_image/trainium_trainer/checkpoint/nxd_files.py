@@ -1,0 +1,163 @@
+"""NxD's own checkpoints on disk: which files a tag has, what is in them, reading and writing.
+
+A tag is a folder: `checkpoint` (a mark, written first), `model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt`,
+`optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt` (all data-parallel ranks with ZeRO-1, else rank 0), `scheduler.pt`,
+`user_content.pt`, `done` (written last). With `xser` a `.pt` file holds references, the tensors are in
+`X.pt.tensors/tensor_N.pt`, and `X.pt.info.pt` has their types and sizes; weights may be left out where the optimizer
+has master weights (`avoid_saving_lower_precision_weights`), and are then tensors on the device `meta` here.
+
+Invariants: nothing but tensors and plain values is ever unpickled (NxD itself unpickles anything); of a large file only
+the tensors that are used are read; `done` is written last.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_FILE = re.compile(r"^dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt$")
+_BEGUN, _DONE = "checkpoint", "done"
+_OPEN_FILES = 256
+"""Mapped at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Degrees that a tag was written at."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    """Ranks that share the optimizer's state by ZeRO-1; 1 without it."""
+
+
+class TensorReference:
+    """Stands for torch_xla's class of this name in files that were written with `xser`."""
+
+    tid: int
+
+
+class Tag:
+    """A complete tag."""
+
+    def __init__(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Look at the files. UserError when it is not a tag, or not a complete one."""
+        self.folder = folder
+        self._cached = functools.lru_cache(_OPEN_FILES)(self._load)
+        if not (folder / _BEGUN).exists():
+            raise UserError(f"{folder} is not a tag of an NxD checkpoint: name the folder that has `model` and `done`")
+        if not (folder / _DONE).exists():
+            raise UserError(f"{folder} has no `done`: the save of that tag never ended; take an older one")
+        model, optimizer = _ranks(folder / "model"), set() if weights_only else _ranks(folder / "optim")
+        self.sizes = Sizes(
+            tensor=1 + max((tp for _, tp, _ in model), default=-1),
+            pipeline=1 + max((pp for _, _, pp in model), default=-1),
+            data=1 + max((dp for dp, _, _ in optimizer), default=0),
+        )
+        self.has_optimizer = bool(optimizer)
+        self._expect("model", model, 1)
+        if optimizer:
+            self._expect("optim", optimizer, self.sizes.data)
+
+    def model(self, tensor: int, pipeline: int) -> dict[str, torch.Tensor]:
+        """A rank's weights by the names of its modules' parameters; read when they are used."""
+        content = self._cached(f"model/{name_of(0, tensor, pipeline)}")
+        if not isinstance(content, dict):
+            raise UserError(f"{self.folder}/model: not a dictionary of weights")
+        return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+
+    def optimizer(self, data: int, tensor: int, pipeline: int) -> dict[str, Any]:
+        """A rank's state of the optimizer: `state` and `param_groups`, with ZeRO-1 `base_state` and more."""
+        content = self._cached(f"optim/{name_of(data, tensor, pipeline)}")
+        if not isinstance(content, dict) or "param_groups" not in content:
+            raise UserError(f"{self.folder}/optim: not the state of an optimizer")
+        return content
+
+    def user_content(self) -> dict[str, Any]:
+        """What the training script kept, if those are plain values; else nothing."""
+        try:
+            content = self._load("user_content.pt")
+        except UserError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _expect(self, kind: str, found: set[tuple[int, int, int]], data: int) -> None:
+        sizes = self.sizes
+        wanted = {(d, t, p) for d in range(data) for t in range(sizes.tensor) for p in range(sizes.pipeline)}
+        if missing := sorted(wanted - found):
+            raise UserError(f"{self.folder}/{kind}/{name_of(*missing[0])} is missing")
+        if not wanted:
+            raise UserError(f"{self.folder}/{kind} holds no files of ranks")
+
+    def _load(self, name: str) -> Any:
+        path = self.folder / name
+        safe = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
+        try:
+            with torch.serialization.safe_globals(safe):  # type: ignore[arg-type]
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except FileNotFoundError as error:
+            raise UserError(f"{path} is missing") from error
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+            reason = str(error).splitlines()[0][:200]
+            raise UserError(f"{path} cannot be read, or holds more than tensors and plain values: {reason}") from error
+        return self._resolved(content, path)
+
+    def _resolved(self, content: Any, path: Path) -> Any:
+        """The content with references replaced by the tensors that they mean."""
+        if isinstance(content, TensorReference):
+            return self._referenced(content.tid, path)
+        if isinstance(content, dict):
+            return {key: self._resolved(value, path) for key, value in content.items()}
+        return content
+
+    def _referenced(self, number: int, path: Path) -> torch.Tensor:
+        tensor: torch.Tensor
+        file = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
+        if file.exists():
+            tensor = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            return tensor
+        about = path.with_name(f"{path.name}.info.pt")
+        if not about.exists() or path.parent.name != "model":
+            raise UserError(f"{file} is missing")
+        known = torch.load(about, weights_only=True)[number]
+        return torch.empty(known["shape"], dtype=known["dtype"], device="meta")
+
+
+def name_of(data: int, tensor: int, pipeline: int) -> str:
+    """A rank's file."""
+    return f"dp_rank_{data:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
+
+
+def begin(folder: Path) -> None:
+    """Make a new tag. UserError when the folder is not empty."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: name a new folder, DIRECTORY/TAG")
+    for kind in ("model", "optim"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    (folder / _BEGUN).write_text("1")
+
+
+def finish(folder: Path) -> None:
+    """Declare a tag complete."""
+    (folder / _DONE).write_text("1")
+
+
+def _ranks(folder: Path) -> set[tuple[int, int, int]]:
+    return set(_matches(folder)) if folder.is_dir() else set()
+
+
+def _matches(folder: Path) -> Iterator[tuple[int, int, int]]:
+    for path in folder.iterdir():
+        if match := _FILE.match(path.name):
+            yield int(match[1]), int(match[2]), int(match[3])

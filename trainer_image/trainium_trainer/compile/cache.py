@@ -1,0 +1,214 @@
+"""The compiler's folder on a node, and the folder that nodes share: copied in before a start, out after a compilation.
+
+A shared folder holds `files/<digest>` (each file once, named by its SHA-256) and `keys/<key>.json` (which files a key
+needs, and where they belong). Invariants: a file appears under its name only when it is whole (written aside, then
+renamed), and a key only when all of its files have; a file whose digest is not its name is never copied into a node's
+folder; what a compiler has not finished is not copied out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, ValidationError
+
+from trainium_contract.base import ContractModel, MessageModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger("trainium.compile")
+_CHUNK = 1 << 22
+_OWN = ".trainium"
+_MODULE = "MODULE_"
+_FINISHED = "model.done"
+_COMPILED = "model.neff"
+_UNFINISHED_SUFFIXES = (".lock", ".tmp", ".part")
+
+
+class CachedFile(ContractModel):
+    """One file of the compiler's folder."""
+
+    path: str = Field(min_length=1, max_length=1024, pattern=r"^[^/].*$")
+    """Relative to the folder."""
+    size: int = Field(ge=0)
+    """Bytes."""
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256."""
+
+
+class CacheEntry(MessageModel):
+    """What is kept for one key."""
+
+    key: str
+    files: tuple[CachedFile, ...] = ()
+
+
+class DamagedError(Exception):
+    """A file of the shared folder is not what its name says; the text names it."""
+
+
+class LocalCache:
+    """The folder that the compiler of this node reads and writes, with a note for each key that is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def lock_path(self, key: str) -> Path:
+        """Where the lock of a key is."""
+        return self.folder / _OWN / "locks" / key
+
+    def has(self, key: str) -> bool:
+        """Whether everything of the key is there, by name and size."""
+        entry = _read(self._note(key), key)
+        return entry is not None and all(_size(self.folder / file.path) == file.size for file in entry.files)
+
+    def finished(self) -> Iterator[Path]:
+        """The files that a compiler is done with."""
+        for root, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            here = Path(root)
+            if here.name.startswith(_MODULE) and not {_FINISHED, _COMPILED} <= set(names):
+                folders.clear()
+                continue
+            for name in sorted(names):
+                if not name.startswith(".") and not name.endswith(_UNFINISHED_SUFFIXES):
+                    yield here / name
+
+    def entry(self, key: str) -> CacheEntry:
+        """What the folder holds now, as the entry of a key."""
+        files = [
+            CachedFile(path=str(path.relative_to(self.folder)), size=path.stat().st_size, digest=_digest(path))
+            for path in self.finished()
+        ]
+        return CacheEntry(key=key, files=tuple(files))
+
+    def note(self, entry: CacheEntry) -> None:
+        """Remember that the key is complete."""
+        _write(self._note(entry.key), entry)
+
+    def _note(self, key: str) -> Path:
+        return self.folder / _OWN / f"{key}.json"
+
+
+class SharedCache:
+    """A folder that all nodes see; it may be deleted as a whole at any time when nobody compiles."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def lock_path(self, key: str) -> Path:
+        """Where the lock of a key is."""
+        return self.folder / "locks" / key
+
+    def has(self, key: str) -> bool:
+        """Whether the key was published."""
+        return self._note(key).exists()
+
+    def fetch(self, key: str, local: LocalCache) -> CacheEntry | None:
+        """Copy in what the node lacks of a key; None when the key is not there or was damaged, and is set aside."""
+        entry = _read(self._note(key), key)
+        if entry is None:
+            return None
+        try:
+            # A compiler takes a folder with its mark for complete: marks come last.
+            for file in sorted(entry.files, key=lambda file: file.path.endswith(_FINISHED)):
+                target = _below(local.folder, file.path)
+                if _size(target) != file.size:
+                    self._copy_in(file, target)
+        except DamagedError as damage:
+            _log.warning("%s: it is set aside and compiled again", damage)
+            with contextlib.suppress(OSError):
+                self._note(key).rename(self._note(key).with_suffix(f".damaged-{uuid.uuid4().hex[:8]}"))
+            return None
+        local.note(entry)
+        return entry
+
+    def publish(self, key: str, local: LocalCache) -> CacheEntry:
+        """Copy out what the shared folder lacks, then the key."""
+        entry = local.entry(key)
+        for file in entry.files:
+            target = self._file(file)
+            if _size(target) != file.size:
+                _copy(local.folder / file.path, target, file.digest)
+        _write(self._note(key), entry)
+        local.note(entry)
+        return entry
+
+    def _copy_in(self, file: CachedFile, target: Path) -> None:
+        source = self._file(file)
+        try:
+            _copy(source, target, file.digest)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{source}, which {file.path} needs, is not there") from error
+        except DamagedError:
+            with contextlib.suppress(OSError):
+                source.rename(source.with_suffix(f".damaged-{uuid.uuid4().hex[:8]}"))
+            raise
+
+    def _file(self, file: CachedFile) -> Path:
+        return self.folder / "files" / file.digest[:2] / file.digest
+
+    def _note(self, key: str) -> Path:
+        return self.folder / "keys" / f"{key}.json"
+
+
+def _copy(source: Path, target: Path, digest: str) -> None:
+    """Copy whole or not at all. Raises DamagedError when the source does not have the digest."""
+    with source.open("rb") as stream:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex}.part")
+        seen = hashlib.sha256()
+        try:
+            with aside.open("xb") as copy:
+                while chunk := stream.read(_CHUNK):
+                    seen.update(chunk)
+                    copy.write(chunk)
+                copy.flush()
+                os.fsync(copy.fileno())
+            if seen.hexdigest() != digest:
+                raise DamagedError(f"{source} does not have the SHA-256 {digest}")
+            aside.rename(target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _write(path: Path, entry: CacheEntry) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    aside.write_text(entry.model_dump_json(by_alias=True), encoding="utf-8")
+    aside.rename(path)
+
+
+def _read(path: Path, key: str) -> CacheEntry | None:
+    """The entry of a key; None when there is none, or none that can be read."""
+    try:
+        entry = CacheEntry.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return entry if entry.key == key else None
+
+
+def _below(folder: Path, path: str) -> Path:
+    """`path` in the folder. Raises DamagedError for one that leads out of it."""
+    if ".." in Path(path).parts:
+        raise DamagedError(f"the cache names a file outside of its folder: {path}")
+    return folder / path
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

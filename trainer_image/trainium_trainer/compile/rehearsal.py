@@ -1,0 +1,155 @@
+"""One rank of a world that is not there: forward, backward, update and validation, so that their graphs are compiled.
+
+Run as `python -m trainium_trainer.compile.rehearsal`, a `Request` as JSON on its standard input, in a process of its
+own for each place in the model. Every collective has its shape and its group, and moves nothing; so one process stands
+for a rank of 4,096. Invariants: no data is read, and nothing is written but by the compiler: neither checkpoints nor
+metrics nor progress; the values are without meaning and end with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.base import MessageModel
+from trainium_contract.trainer import TrainingConfig
+from trainium_trainer import exits, neuron_environment
+from trainium_trainer.compile.key import micro_batches
+from trainium_trainer.config import Launch, Settings, settle
+
+if TYPE_CHECKING:
+    from trainium_trainer.data.loader import MicroBatch
+
+_STEPS = 2
+"""The second one meets the state as every later one does."""
+_MICRO_BATCHES = 2
+"""The last one of a step is a graph of its own; those before it are the same."""
+
+
+class Request(MessageModel):
+    """What to rehearse."""
+
+    config: dict[str, Any]
+    """A `TrainingConfig`."""
+    rank: int
+    world_size: int
+    local_world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the model: ranks that differ only in their data-parallel rank have the same graphs."""
+
+    pipeline: int
+    tensor: int
+
+
+def places(config: TrainingConfig) -> tuple[Place, ...]:
+    """All places of a configuration."""
+    degrees = config.parallelism
+    return tuple(Place(stage, part) for stage in range(degrees.pipeline) for part in range(degrees.tensor))
+
+
+def rank_of(place: Place, settings_config: TrainingConfig, world_size: int, *, apart: int = 1) -> int:
+    """The first rank at a place; pipeline x data x tensor, tensor the fastest.
+
+    `apart` is how far the ranks of a tensor-parallel group are from each other.
+    """
+    degrees = settings_config.parallelism
+    data = world_size // (degrees.tensor * degrees.pipeline)
+    return place.pipeline * data * degrees.tensor + place.tensor * apart
+
+
+def launch_at(rank: int, world_size: int, local_world_size: int = 1) -> Launch:
+    """A launch of a rank that has no peers; it takes this node's first device."""
+    return Launch(
+        rank=rank,
+        local_rank=0,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        generation=0,
+        attempt=0,
+        run_id="",
+        progress_file=None,
+        memory_directory=None,
+        alone=True,
+    )
+
+
+def rehearse(settings: Settings) -> None:
+    """Build the model and make steps with it; updates are made also where a value is by chance not finite."""
+    import torch  # noqa: PLC0415 - nobody else who imports this needs it
+    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+
+    from trainium_trainer.backends.choose import find_backend, make_backend  # noqa: PLC0415
+
+    class ZeroedBuffers(TorchFunctionMode):
+        """What a peer would have filled is zeros: leftover memory may be no number at all."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            if function in {torch.empty, torch.empty_strided}:
+                with torch.no_grad():
+                    made.zero_()
+            return made
+
+    backend = make_backend(find_backend(settings), settings)
+    with ZeroedBuffers():
+        backend.build()
+        backend.initialize(settings.config.seed)
+        batches = _batches(settings)
+        for _ in range(_STEPS):
+            for number, batch in enumerate(batches, start=1):
+                backend.accumulate(batch, last=number == len(batches))
+            backend.totals(stop=False, memory_ends=False, vote=0.0)
+            backend.step(
+                tokens=sum(batch.valid_tokens for batch in batches),
+                learning_rate=settings.config.optimizer.learning_rate,
+                clip_norm=settings.config.optimizer.clip_norm,
+            )
+            backend.parameter_norm()
+        backend.evaluate(batches)
+    backend.close()
+
+
+def _batches(settings: Settings) -> list[MicroBatch]:
+    """Micro-batches of any tokens; all of the step for a pipeline, whose schedule counts them."""
+    import torch  # noqa: PLC0415
+
+    from trainium_trainer.data.loader import MicroBatch  # noqa: PLC0415
+
+    config = settings.config
+    shape = (config.batch.micro_size, config.data.sequence_length)
+    count = micro_batches(settings)
+    if config.parallelism.pipeline == 1:
+        count = min(count, _MICRO_BATCHES)
+    made = torch.Generator().manual_seed(0)
+    return [
+        MicroBatch(
+            inputs=torch.randint(settings.shape.vocab_size, shape, generator=made),
+            labels=torch.randint(settings.shape.vocab_size, shape, generator=made),
+            valid_tokens=shape[0] * shape[1],
+            positions=torch.arange(shape[1]).repeat(shape[0], 1) if config.data.mask_documents else None,
+        )
+        for _ in range(count)
+    ]
+
+
+def main() -> None:
+    """Rehearse the request on standard input."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s", force=True)
+    try:
+        request = Request.model_validate_json(sys.stdin.read())
+        config = TrainingConfig.model_validate(request.config)
+        settings = settle(config, launch_at(request.rank, request.world_size, request.local_world_size))
+        neuron_environment.apply(config)  # before a device library is imported
+        rehearse(settings)
+    except BaseException as error:  # noqa: BLE001 - this is where an error becomes a code
+        exits.leave(exits.report(error))
+    exits.leave(0)
+
+
+if __name__ == "__main__":
+    main()

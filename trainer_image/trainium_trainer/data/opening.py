@@ -1,0 +1,143 @@
+"""From a data configuration to data that can be trained on: what every rank does first, before it touches a device.
+
+Invariants: all that can be wrong with the data is found here, or is counted while training; every rank that reads the
+same data under the same configuration gets the same identity; what is held back for validation is never trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.trainer_data import ValidationSplit
+from trainium_trainer.data.cache import cache_directory, prepared_folder, usable
+from trainium_trainer.data.encoding import SourceSpec
+from trainium_trainer.data.online import open_streams, wants_streams
+from trainium_trainer.data.order import Mixture
+from trainium_trainer.data.origins import Origin, origins_of, same_tokenizer, shared_tokenizer, tokens_of
+from trainium_trainer.data.prepared import Prepared, Selection, Stretch
+from trainium_trainer.data.samples import Part, Rules, Samples, ValidationSet
+from trainium_trainer.data.tokenizer import digest_of, end_of_document_of, vocabulary_of
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainium_contract.trainer_data import DataConfig
+    from trainium_trainer.data.online import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Open data."""
+
+    training: Samples | Streams
+    validation: ValidationSet | None
+    identity: str
+    """Digest of the stream of samples: equal on all ranks that read the same data."""
+    tokenizer: Path
+    """The `tokenizer.json` of these tokens."""
+
+    @property
+    def fingerprint(self) -> int:
+        """The identity as a 62-bit number, to compare among ranks."""
+        return int(self.identity[:16], 16) >> 2
+
+
+def open_data(config: DataConfig, global_size: int) -> Data:
+    """Open the data for batches of `global_size` samples; what is needed and not in the cache is tokenised first.
+
+    Raises UserError for unusable data or a cache folder that can never be written, StorageError for a store that is
+    full or fails.
+    """
+    with usable(cache_directory(config)) as cache:
+        origins = origins_of(config, cache)
+        tokenizer = shared_tokenizer(config, origins, cache)
+        rules = Rules(
+            sequence_length=config.sequence_length,
+            vocabulary=vocabulary_of(tokenizer),
+            end_of_document=end_of_document_of(tokenizer) if config.mask_documents else None,
+        )
+        training: Samples | Streams
+        if wants_streams(config, origins):
+            training, held, facts = open_streams(config, origins, tokenizer, cache, rules, global_size)
+        else:
+            whole = [tokens_of(config, origin, tokenizer, cache) for origin in origins]
+            kept, held = _divided(config, origins, whole, cache)
+            training = _samples(config, kept, rules, [origin.weight for origin in origins])
+            facts = {"tokens": [prepared.manifest.identity for prepared in whole]}
+        validation = _validation(config, origins, held, rules, tokenizer, cache)
+    return Data(training, validation, _identity(config, facts, origins, tokenizer), tokenizer)
+
+
+def _identity(config: DataConfig, facts: dict[str, Any], origins: Sequence[Origin], tokenizer: Path) -> str:
+    """Of one whole source that of its tokens; else a digest of all that the stream of samples depends on."""
+    held = config.validation
+    fraction = held.fraction if held is not None else None
+    if list(facts) == ["tokens"] and len(origins) == 1 and fraction is None and not config.mask_documents:
+        return str(facts["tokens"][0])
+    facts |= {
+        "tokenizer": digest_of(tokenizer),
+        "weights": [origin.weight for origin in origins],
+        "validation": [fraction, held.split] if held is not None and fraction is not None else None,
+        "maskDocuments": config.mask_documents,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _divided(
+    config: DataConfig, origins: Sequence[Origin], whole: Sequence[Prepared], cache: Path
+) -> tuple[list[Part], list[Part]]:
+    """What is trained on, and what is held back."""
+    parts = [Part(origin.spec.name, prepared) for origin, prepared in zip(origins, whole, strict=True)]
+    held = config.validation
+    if held is None or held.fraction is None:
+        return parts, []
+    if held.split is ValidationSplit.TAIL:
+        marks = [int(prepared.tokens * (1 - held.fraction)) for prepared in whole]
+        cut = list(zip(origins, whole, marks, strict=True))
+        kept = [Part(origin.spec.name, Stretch(prepared, 0, mark)) for origin, prepared, mark in cut]
+        tails = [Part(origin.spec.name, Stretch(prepared, mark, prepared.tokens)) for origin, prepared, mark in cut]
+        return kept, tails
+
+    def chosen(part: Part, prepared: Prepared, *, validation: bool) -> Part:
+        assert held is not None
+        assert held.fraction is not None
+        return Part(part.name, Selection(prepared, held.fraction, validation=validation, memo=cache))
+
+    pairs = list(zip(parts, whole, strict=True))
+    return [chosen(*pair, validation=False) for pair in pairs], [chosen(*pair, validation=True) for pair in pairs]
+
+
+def _samples(config: DataConfig, parts: list[Part], rules: Rules, weights: list[float]) -> Samples:
+    for part in parts:
+        if part.run.tokens - 1 < config.sequence_length:
+            raise UserError(
+                f"data.source {part.name}: holds {part.run.tokens} tokens to train on, fewer than one sequence of "
+                f"{config.sequence_length} and its next token: add text or lower data.sequenceLength"
+            )
+    return Samples(parts, Mixture(weights, config.seed), seed=config.seed, rules=rules)
+
+
+def _validation(
+    config: DataConfig, origins: Sequence[Origin], parts: list[Part], rules: Rules, tokenizer: Path, cache: Path
+) -> ValidationSet | None:
+    """The samples of a measurement: the first ones of each source, as many of each as it has a share in."""
+    held = config.validation
+    if held is None:
+        return None
+    weights = [origin.weight for origin in origins]
+    if held.source is not None:
+        origin = Origin(SourceSpec(held.source, config.text_field), 1.0, prepared_folder(held.source, cache))
+        same_tokenizer(tokenizer, [origin])
+        parts, weights = [Part(held.source, tokens_of(config, origin, tokenizer, cache))], [1.0]
+    for part in parts:
+        if part.run.tokens < 2:
+            raise UserError(
+                f"data.validation: {part.name} has no document to hold back: raise data.validation.fraction, set "
+                "data.validation.split to Tail, or give data.validation.source"
+            )
+    return ValidationSet(Samples(parts, Mixture(weights, config.seed), seed=config.seed, rules=rules), held.samples)

@@ -1,0 +1,112 @@
+"""Orders as pure functions: the shuffle of an epoch, and which source a sample is from.
+
+Invariants: nothing is remembered but what can be computed again from seed and position; the results depend on no
+library's random numbers, so they are the same with every version.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_ROUNDS = 6
+WINDOW = 10_000
+"""Samples over which the shares of a mixture are exact."""
+
+
+class Permutation:
+    """A pseudo-random permutation of range(size) that needs no memory: a Feistel network with cycle walking."""
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        self.size = size
+        self._half_bits = max(1, -(-max(1, (size - 1).bit_length()) // 2))
+        self._mask = (1 << self._half_bits) - 1
+        self._keys = [f"{seed}:{epoch}:{number}".encode() for number in range(_ROUNDS)]
+
+    def __getitem__(self, index: int) -> int:
+        """The image of `index`; values outside the range are mapped on until they fall inside."""
+        value = self._encrypt(index)
+        while value >= self.size:
+            value = self._encrypt(value)
+        return value
+
+    def _encrypt(self, value: int) -> int:
+        left, right = value >> self._half_bits, value & self._mask
+        for key in self._keys:
+            digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & self._mask)
+        return left << self._half_bits | right
+
+
+def shuffled(number: int, size: int, seed: int) -> int:
+    """The item of an endless stream of epochs that is its `number`-th: each epoch has each of `size` items once."""
+    epoch, index = divmod(number, size)
+    return _permutation(size, seed, epoch)[index]
+
+
+@functools.lru_cache(maxsize=64)
+def _permutation(size: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(size, seed, epoch)
+
+
+class Mixture:
+    """Which of several sources each number of a stream is from.
+
+    Every window of 10,000 numbers has each source exactly as often as its weight says (rounded once, by largest
+    remainders); within a window a source comes at even distances, so that any stretch is near its share.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int, phase: Sequence[float] = ()) -> None:
+        """`phase` shifts each source within a window, in [0, 1)."""
+        total = sum(weights)
+        exact = [weight / total * WINDOW for weight in weights]
+        self.quotas = [max(1, int(share)) for share in exact]
+        by_remainder = sorted(range(len(weights)), key=lambda number: (int(exact[number]) - exact[number], number))
+        # Weights too small for one in a window get one: the largest give it up.
+        while (missing := WINDOW - sum(self.quotas)) != 0:
+            for number in by_remainder if missing > 0 else [int(np.argmax(self.quotas))]:
+                self.quotas[number] += 1 if missing > 0 else -1
+                if sum(self.quotas) == WINDOW:
+                    break
+        self._seed = seed
+        self._phase = phase or [0.0] * len(weights)
+        self._window = functools.lru_cache(maxsize=2)(self._make_window)
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        """The source of a number, and how many earlier numbers are from that source."""
+        if len(self.quotas) == 1:
+            return 0, number
+        window, place = divmod(number, WINDOW)
+        sources, earlier = self._window(window)
+        source = int(sources[place])
+        return source, window * self.quotas[source] + int(earlier[place])
+
+    def before(self, number: int, source: int) -> int:
+        """How many numbers before this one are from a source."""
+        if len(self.quotas) == 1:
+            return number
+        window, place = divmod(number, WINDOW)
+        within = int((self._window(window)[0][:place] == source).sum()) if place else 0
+        return window * self.quotas[source] + within
+
+    def _make_window(self, window: int) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
+        times, sources = [], []
+        for source, quota in enumerate(self.quotas):
+            key = f"mixture:{self._seed}:{window}:{source}".encode()
+            random = int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "little") / 2.0**48
+            times.append((np.arange(quota) + (random + self._phase[source]) % 1.0) / quota)
+            sources.append(np.full(quota, source, np.int16))
+        order = np.argsort(np.concatenate(times), kind="stable")
+        mixed = np.concatenate(sources)[order]
+        earlier = np.empty(WINDOW, np.int16)
+        for source, quota in enumerate(self.quotas):
+            earlier[mixed == source] = np.arange(quota)
+        return mixed, earlier

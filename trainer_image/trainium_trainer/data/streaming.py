@@ -1,0 +1,111 @@
+"""Training on text while it is tokenised: the rank's side of `lanes`.
+
+Invariants: the samples are the same for any number of processes; at most a few steps are made ahead; an error in a
+process is raised by the step that needs its rows, with its traceback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING
+
+from trainium_trainer.data.counts import BlockCounts
+from trainium_trainer.data.lanes import Rows, install_lanes, rows_of
+from trainium_trainer.data.loader import Loader, Maker, RankBatch, SampleMaker, Share, divided
+from trainium_trainer.data.online import Streams
+from trainium_trainer.data.samples import Sample
+from trainium_trainer.data.workers import Workers
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.data.documents import Skipped
+    from trainium_trainer.data.opening import Data
+
+_log = logging.getLogger("trainium.data")
+_CALLS_AHEAD = 2
+
+
+class StreamMaker:
+    """Batches of one rank's lanes, by processes of its own."""
+
+    def __init__(self, streams: Streams, share: Share, counts: BlockCounts) -> None:
+        assert share.global_size == streams.plan.lanes, "each row of the global batch is a lane"
+        self._streams = streams
+        self._share = share
+        self._counts = counts
+        self._workers: Workers | None = None
+        self._asked = 0  # the step that the processes are asked for next
+        self._answered = 0
+        self._skipped = 0
+
+    def make(self, position: int) -> RankBatch:
+        """See `Maker.make`. Raises UserError, StorageError, WorkerError."""
+        step, rest = divmod(position, self._share.global_size)
+        assert rest == 0, "a run with another global batch is another run"
+        workers = self._started()
+        if step != self._answered:
+            for _ in range(self._answered, self._asked):
+                workers.gather()
+            self._asked = self._answered = step
+        while self._asked < step + _CALLS_AHEAD:
+            workers.broadcast(rows_of, self._asked)
+            self._asked += 1
+        answers: list[Rows] = workers.gather()
+        self._answered = step + 1
+        for answer in answers:
+            self._counts.add(answer.counts)
+            self._count_skipped(answer.skipped)
+        rows = [row for answer in answers for row in answer.rows]
+        first = position + self._share.offset
+        checked = self._streams.rules.checked
+        samples = [Sample(first + number, checked(row, self._streams.name)) for number, row in enumerate(rows)]
+        micro_batches = tuple(divided(samples, self._streams.rules, self._share.micro_size))
+        return RankBatch(micro_batches, tuple(sample.number for sample in samples))
+
+    def _started(self) -> Workers:
+        if self._workers is None:
+            share, plan = self._share, self._streams.plan
+            count = min(self._streams.workers, share.size)
+            marks = [share.offset + number * share.size // count for number in range(count + 1)]
+            known = self._counts.known(len(plan.sources))
+            self._workers = Workers(count)
+            for number, (first, last) in enumerate(itertools.pairwise(marks)):
+                self._workers.send(number, install_lanes, plan, range(first, last), known)
+            self._workers.gather()
+        return self._workers
+
+    def _count_skipped(self, skipped: tuple[Skipped, ...]) -> None:
+        if not skipped:
+            return
+        if self._skipped == 0:
+            _log.warning("data.source %s: skipped", skipped[0].sentence())
+        self._skipped += len(skipped)
+        if self._skipped > self._streams.max_bad_lines:
+            raise UserError(
+                f"data.source {skipped[-1].sentence()} (more such lines than data.maxBadLines "
+                f"{self._streams.max_bad_lines} lets pass)"
+            )
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None:
+            self._workers.close()
+        self._counts.close()
+
+
+def open_loader(data: Data, share: Share, *, ahead: int = 1, notes: Path | None = None, writes: bool = True) -> Loader:
+    """A loader of one rank's batches.
+
+    What it learns of streams is remembered in the folder `notes`; of ranks with the same samples one `writes`.
+    """
+    training = data.training
+    maker: Maker
+    if isinstance(training, Streams):
+        counts = BlockCounts(notes, training.identity, share.dp_rank if writes else None)
+        maker = StreamMaker(training, share, counts)
+    else:
+        maker = SampleMaker(training, share)
+    return Loader(maker, global_size=share.global_size, ahead=ahead)

@@ -1,0 +1,1 @@
+"""What leaves the trainer: models in the form that other programs read."""

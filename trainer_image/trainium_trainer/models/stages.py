@@ -1,0 +1,94 @@
+"""A Llama cut into pipeline stages: each holds some of the layers, under the names that they have in the whole model.
+
+Invariants: a parameter's canonical name does not depend on the cut, so a checkpoint of any number of stages is read at
+any other; what a stage does not hold passes its input through. With tied embeddings the first and the last stage each
+hold a copy of the one weight; both go by the embedding's name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from trainium_trainer.models.llama import Block, Llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_trainer.models.shapes import ModelShape
+
+EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+class Absent(nn.Module):
+    """The place of a module that another stage holds."""
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """The input."""
+        return x
+
+
+def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
+    """The layers of one stage: in order, as even as possible.
+
+    Layers that do not divide evenly go to stages in the middle first: the outer ones also embed or compute the loss.
+    """
+    shares = [num_layers // num_stages] * num_stages
+    for extra in range(num_layers % num_stages):
+        # 1, 2, ... then the last, then the first.
+        shares[(extra + 1) % num_stages] += 1
+    return range(sum(shares[:stage]), sum(shares[: stage + 1]))
+
+
+class LlamaStage(Llama):
+    """Stage `stage` of `num_stages`: token ids or hidden states in, hidden states or logits out."""
+
+    def __init__(self, shape: ModelShape, *, stage: int, num_stages: int, length: int, between: torch.dtype) -> None:
+        """`length` is that of all samples, in tokens; `between` is the type of hidden states that stages exchange."""
+        super().__init__(shape)
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self._length = length
+        self._between = between
+        own = layers_of(stage, num_stages, shape.num_layers)
+        for number in range(shape.num_layers):
+            if number not in own:
+                self.model.layers[number] = Absent()
+        if not self.is_first:
+            self.model.embed_tokens = Absent()  # type: ignore[assignment]
+        if not self.is_last:
+            self.model.norm = Absent()  # type: ignore[assignment]
+            self.lm_head = Absent()  # type: ignore[assignment]
+
+    def tie(self) -> None:
+        """Share the weight where one stage holds both ends."""
+        if not isinstance(self.model.embed_tokens, Absent) and not isinstance(self.lm_head, Absent):
+            super().tie()
+
+    def forward(self, x: Tensor, *, length: int | None = None, positions: Tensor | None = None) -> Tensor:
+        """[batch, sequence] ids, or [batch, part of the sequence, hidden], to the same or to logits."""
+        out = super().forward(x, length=length or self._length, positions=positions)
+        return out if self.is_last else out.to(self._between)
+
+
+def present_layers(model: Llama) -> Iterator[Block]:
+    """The layers that a model or a stage holds."""
+    for layer in model.model.layers:
+        if isinstance(layer, Block):
+            yield layer
+
+
+def canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a model or a stage under the names of the whole model, in order of use."""
+    return [
+        (EMBEDDING if name == _HEAD and model.shape.tie_embeddings else name, parameter)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def shared_with_first(model: Llama) -> frozenset[str]:
+    """Names of what this stage holds as a copy of the first stage's: the tied weight on the last of several."""
+    tied = model.shape.tie_embeddings and isinstance(model.model.embed_tokens, Absent)
+    return frozenset({EMBEDDING} if tied and not isinstance(model.lm_head, Absent) else ())

@@ -1,0 +1,92 @@
+"""Model FLOPs utilisation: the work that the model needs per token, over what the devices could do.
+
+    FLOPs per token = 6 N + 12 L H D S        MFU = tokens/s x FLOPs per token / (devices x peak)
+
+N: parameters that multiply (all but an embedding that is only looked up), 2 FLOPs forward and 4 backward each. L layers
+of H heads of width D at sequence length S: the two products of attention, in full although half of them is masked.
+This is the definition of PaLM (arXiv 2204.02311, appendix B); recomputation is not counted as work.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from trainium_trainer.models.shapes import ModelShape
+
+_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
+_LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
+_CORES_PER_LOGICAL_CORE = 2
+"""The default on trn2 and trn3."""
+_TERA = 1e12
+
+CUDA_PEAKS = {"H200": 989.4, "H100 80GB": 989.4, "H100 PCIe": 756.0, "A100": 312.0}
+"""Part of a device's name -> TFLOP/s in dense bfloat16 (NVIDIA's data sheets, half of what they say with sparsity)."""
+NEURON_PEAKS = {"trn1": 190 / 2, "trn2": 667 / 8, "trn3": 671 / 8}
+"""Instance family -> TFLOP/s in bfloat16 of one physical core: the chip's figure in AWS's Neuron documentation
+(architecture of Trainium, Trainium2, Trainium3) over its 2, 8 and 8 cores."""
+
+
+def flops_per_token(shape: ModelShape, sequence_length: int) -> float:
+    """Forward and backward floating-point operations of one token, as the module says."""
+    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
+    products = shape.num_parameters - looked_up
+    attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
+    return 6.0 * products + 12.0 * attention
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak of a process's device, FLOP/s in dense bfloat16; None for a CPU and for what is not known."""
+    if device.type == "cuda":
+        return cuda_peak(torch.cuda.get_device_name(device))
+    if device.type in ("neuron", "xla"):
+        try:
+            instance = _PRODUCT_NAME.read_text()
+        except OSError:
+            return None
+        return neuron_peak(instance, os.environ.get(_LOGICAL_CORE, ""))
+    return None
+
+
+def cuda_peak(name: str) -> float | None:
+    """Peak of a CUDA device by its name, FLOP/s; None for one that is not in the table."""
+    return next((peak * _TERA for part, peak in CUDA_PEAKS.items() if part in name), None)
+
+
+def neuron_peak(instance: str, logical_core: str = "") -> float | None:
+    """Peak of one core of an EC2 instance type such as `trn2.48xlarge`, FLOP/s; None for another type.
+
+    `logical_core` is how many physical cores make one that a process sees; empty: the SDK's default.
+    """
+    family = next((name for name in NEURON_PEAKS if instance.strip().startswith(name)), None)
+    if family is None:
+        return None
+    default = 1 if family == "trn1" else _CORES_PER_LOGICAL_CORE
+    cores = int(logical_core) if logical_core.isdecimal() else default
+    return NEURON_PEAKS[family] * cores * _TERA
+
+
+def utilisation(tokens_per_second: float, flops: float, *, devices: int, peak: float | None) -> float | None:
+    """MFU, 0 to 1, of `devices` processes' devices of `peak` FLOP/s each; None where the peak is not known."""
+    return None if peak is None else tokens_per_second * flops / (devices * peak)
+
+
+def host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
+    """Resident memory of this process, bytes; None where the system does not tell."""
+    try:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Most memory of the device that tensors of this process have taken so far, bytes; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    module: Any = getattr(torch, device.type, None)
+    most = getattr(module, "max_memory_allocated", None)
+    return int(most(device)) if most is not None else None

@@ -1,0 +1,122 @@
+"""The figures of one step, as they are written to metrics.jsonl and to TensorBoard.
+
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainium_trainer.monitor.stability import Stability
+
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """One completed step; None stands for what was not measured in it."""
+
+    step: int
+    loss: float
+    """Mean of a valid token of the global batch, before the update."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    tokens: int
+    """Valid tokens since the beginning of the run."""
+    samples: int
+    """Samples since the beginning of the run."""
+    seconds: float | None = None
+    """Length of the step; None for one whose end nobody lived to measure."""
+    tokens_per_second: float | None = None
+    """Of the whole job over the newest steps."""
+    utilisation: float | None = None
+    """Model FLOPs utilisation (MFU), 0 to 1."""
+    parameter_norm: float | None = None
+    """Of all parameters, after the update."""
+    validation_loss: float | None = None
+    """Mean of a valid token of the validation split, after the update."""
+    productive_seconds: float = 0.0
+    """Time in the steps of the history up to this one."""
+    goodput: float | None = None
+    """That time over the time since the first step began, 0 to 1."""
+    host_bytes: int | None = None
+    """Resident memory of rank 0."""
+    device_bytes: int | None = None
+    """Most device memory of rank 0 so far."""
+    resumed: bool = False
+    """It is the first step after a restart."""
+    stability: Stability = field(default_factory=Stability)
+
+    def to_json(self) -> dict[str, Any]:
+        """The line of metrics.jsonl."""
+        stability = self.stability
+        line = {
+            "step": self.step,
+            "loss": _finite(self.loss),
+            "gradNorm": _finite(self.grad_norm),
+            "learningRate": self.learning_rate,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "seconds": None if self.seconds is None else round(self.seconds, 6),
+            "time": round(time.time(), 6),
+            "productiveSeconds": round(self.productive_seconds, 3),
+            "lowestLoss": _finite(stability.lowest_loss),
+            "spikes": stability.spikes,
+            "spikeSteps": stability.spike_steps,
+            "alarm": stability.alarm,
+        }
+        measured = {
+            "perplexity": perplexity(self.loss),
+            "validationLoss": self.validation_loss,
+            "validationPerplexity": perplexity(self.validation_loss),
+            "parameterNorm": self.parameter_norm,
+            "tokensPerSecond": self.tokens_per_second,
+            "mfu": self.utilisation,
+            "goodput": self.goodput,
+            "hostBytes": self.host_bytes,
+            "deviceBytes": self.device_bytes,
+            "resumed": self.resumed or None,
+        }
+        return line | {name: value for name, given in measured.items() if (value := _short(given)) is not None}
+
+    def scalars(self) -> dict[str, float]:
+        """What TensorBoard shows."""
+        found = {
+            "train/loss": self.loss,
+            "train/perplexity": perplexity(self.loss),
+            "train/gradNorm": self.grad_norm,
+            "train/parameterNorm": self.parameter_norm,
+            "train/learningRate": self.learning_rate,
+            "train/tokens": self.tokens,
+            "train/spikes": self.stability.spikes,
+            "train/spikeSteps": self.stability.spike_steps,
+            "validation/loss": self.validation_loss,
+            "validation/perplexity": perplexity(self.validation_loss),
+            "train/tokensPerSecond": self.tokens_per_second,
+            "train/mfu": self.utilisation,
+            "train/goodput": self.goodput,
+            "train/hostBytes": self.host_bytes,
+            "train/deviceBytes": self.device_bytes,
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp(loss); None for no loss and for one whose perplexity is no number."""
+    return None if loss is None or not loss < _LARGEST_EXPONENT else math.exp(loss)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _short(value: float | None) -> float | None:
+    """Seven digits: as many as float32 has, and lines are many."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value

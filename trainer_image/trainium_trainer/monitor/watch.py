@@ -1,0 +1,187 @@
+"""What follows from a step and from those before it: stability, speed, utilisation, goodput, memory, and alerts.
+
+Invariant: what is carried from step to step is in the lines of metrics.jsonl, so after a restart it goes on as if
+nothing had happened, whichever process reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.messages import AlertKind
+from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilisation
+from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.stability import Judgement, Rules, Stability, judge
+from trainium_trainer.monitor.throughput import Throughput
+from trainium_trainer.monitor.writers import METRICS_NAME, first_line, newest_lines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from trainium_contract.trainer_monitor import MonitorConfig
+
+_log = logging.getLogger("trainium.monitor")
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the history tells of the steps before."""
+
+    stability: Stability = field(default_factory=Stability)
+    productive_seconds: float = 0.0
+    began: float | None = None
+    """Unix seconds when the first step began; None when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the figures need of the job's devices."""
+
+    device: torch.device
+    """Of this process."""
+    count: int
+    """Processes of the job."""
+    peak: float | None
+    """Peak of each process's device, FLOP/s; None where it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that a person should know at once."""
+
+    kind: AlertKind
+    sentence: str
+
+
+def rules_of(config: MonitorConfig) -> Rules:
+    """The detectors' bounds of a configuration."""
+    return Rules(
+        window=config.spike_window,
+        margin=config.spike_margin,
+        told_after=config.spike_event_steps,
+        alarm_ratio=config.alarm_ratio,
+    )
+
+
+def read_past(root: Path, window: int) -> Past:
+    """The state after the last line of the history below `root`; lines of earlier versions tell less.
+
+    Raises StorageError.
+    """
+    lines = newest_lines(root / METRICS_NAME, 2 * window)  # skipped steps have no norm
+    first = first_line(root / METRICS_NAME)
+    if not lines or first is None:
+        return Past()
+    last = lines[-1]
+    stability = Stability(
+        norms=tuple(line["gradNorm"] for line in lines if line["gradNorm"] is not None)[-window:],
+        spikes=last.get("spikes", 0),
+        spike_steps=last.get("spikeSteps", 0),
+        lowest_loss=_or(last.get("lowestLoss"), math.inf),
+        alarm=last.get("alarm", False),
+    )
+    return Past(stability, last.get("productiveSeconds", 0.0), first["time"] - _or(first["seconds"], 0.0))
+
+
+class Watch:
+    """One rank's view of the run, step by step; rank 0's is the one that is recorded."""
+
+    def __init__(self, config: MonitorConfig, past: Past, devices: Device, *, flops_per_token: float) -> None:
+        """`flops_per_token`: see `efficiency`."""
+        self._rules = rules_of(config)
+        self._stability = past.stability
+        self._productive = past.productive_seconds
+        self._began = past.began
+        self._resumed = past.began is not None
+        self._devices = devices
+        self._flops = flops_per_token
+        self._throughput = Throughput()
+
+    def step(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        tokens: int,
+        samples: int,
+        new_tokens: int = 0,
+        seconds: float | None = None,
+        parameter_norm: float | None = None,
+        validation_loss: float | None = None,
+    ) -> tuple[StepFigures, tuple[Alert, ...]]:
+        """The figures of a step that has just ended, and what to tell of it.
+
+        `seconds` is None for a step of an earlier process; `new_tokens` are this step's, of all ranks.
+        """
+        judgement = judge(self._stability, self._rules, loss=loss, gradient_norm=grad_norm)
+        self._stability = judgement.after
+        here = seconds is not None
+        now = time.time()
+        if self._began is None:
+            self._began = now - (seconds or 0.0)
+        self._productive += seconds or 0.0
+        speed = self._throughput.add(new_tokens, seconds) if seconds is not None else None
+        figures = StepFigures(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            tokens=tokens,
+            samples=samples,
+            seconds=seconds,
+            tokens_per_second=speed,
+            utilisation=self._utilisation(speed),
+            parameter_norm=parameter_norm,
+            validation_loss=validation_loss,
+            productive_seconds=self._productive,
+            goodput=min(1.0, self._productive / (now - self._began)) if now > self._began else None,
+            host_bytes=host_bytes() if here else None,
+            device_bytes=device_bytes(self._devices.device) if here else None,
+            resumed=here and self._resumed,
+            stability=judgement.after,
+        )
+        self._resumed = self._resumed and not here
+        if judgement.spike_ended_after >= self._rules.told_after:
+            _log.info("step %d: gradient norm is back after a spike of %d steps", step, judgement.spike_ended_after)
+        return figures, tuple(_alerts(self._rules, judgement, step=step, loss=loss, norm=grad_norm))
+
+    def _utilisation(self, speed: float | None) -> float | None:
+        if speed is None:
+            return None
+        return utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak)
+
+
+def _alerts(rules: Rules, judgement: Judgement, *, step: int, loss: float, norm: float) -> list[Alert]:
+    found = []
+    if judgement.spike_told:
+        found.append(
+            Alert(
+                AlertKind.LOSS_SPIKE,
+                f"Step {step}: the gradient norm, {norm:.4g}, has been above {judgement.bound:.4g} (the mean of "
+                f"{rules.window} steps + {rules.margin:g}) for {rules.told_after} steps; it is spike "
+                f"{judgement.after.spikes} of this run. If the loss follows, lower optimizer.learningRate or go back "
+                "to an earlier checkpoint.",
+            )
+        )
+    if judgement.alarm_raised:
+        found.append(
+            Alert(
+                AlertKind.LOSS_ALARM,
+                f"Step {step}: the loss, {loss:.4g}, is above {rules.alarm_ratio:g} times its lowest, "
+                f"{judgement.after.lowest_loss:.4g}: the run has diverged unless this passes; look at metrics.jsonl, "
+                "then lower optimizer.learningRate or go back to an earlier checkpoint.",
+            )
+        )
+    return found
+
+
+def _or(value: Any, otherwise: float) -> float:
+    return otherwise if value is None else float(value)

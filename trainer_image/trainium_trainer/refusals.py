@@ -1,0 +1,124 @@
+"""A validation error of pydantic as one sentence for a person: field, value, bound, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of a validation error as one sentence, and how many more there are."""
+    details = error.errors()
+    first = first_problem(details)
+    sentence = _sentence(first, model)
+    more = len(details) - 1
+    return sentence + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def first_problem(details: list[ErrorDetails]) -> ErrorDetails:
+    """The problem to speak of: an unknown field before all others, which often follow from it."""
+    return min(details, key=lambda item: item["type"] != "extra_forbidden")
+
+
+def _sentence(item: ErrorDetails, model: type[BaseModel]) -> str:
+    field = ".".join(str(part) for part in item["loc"]) or "the configuration"
+    context = item.get("ctx", {})
+    value = item["input"]
+    shown = f"{field} is {value!r}" if isinstance(value, (str, int, float, bool)) or value is None else field
+    match item["type"]:
+        case "extra_forbidden":
+            return _unknown_field(item["loc"], model)
+        case "value_error":
+            return str(context["error"])
+        case "enum":
+            return f"{shown}, which is not one of its values: use {context['expected']}"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return f"{shown}: use {_range(item, model)}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return f"{shown}, which is not a whole number: use one"
+        case "float_parsing" | "float_type" | "finite_number":
+            return f"{shown}, which is not a number: use one"
+        case "bool_parsing" | "bool_type":
+            return f"{shown}, which is neither true nor false: use one of them"
+        case "string_type":
+            return f"{shown}, which is not text: use quotes"
+        case "string_too_short":
+            return f"{field} is empty: give a value or leave the field out"
+        case "string_too_long":
+            return f"{field} has {len(value)} characters: use at most {context['max_length']}"
+        case "missing":
+            return f"{field} is missing: give a value"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{field} is {value!r}, but it has fields of its own: write them below it, or leave it out"
+        case _:
+            return f"{shown}: {item['msg']}; correct the value or leave the field out"
+
+
+_WORDS = {"ge": "of at least {}", "gt": "greater than {}", "le": "at most {}", "lt": "less than {}"}
+_LARGEST = 2**31 - 1
+
+
+def _range(item: ErrorDetails, model: type[BaseModel]) -> str:
+    """Both ends of the field's legal range, as far as a person would name them."""
+    bounds = {key: value for key, value in item.get("ctx", {}).items() if key in _WORDS}
+    for part in _constraints(item["loc"], model):
+        for key in _WORDS:
+            bound = getattr(part, key, None)
+            if bound is not None:
+                bounds.setdefault(key, bound)
+    # The limit of a 32-bit number is a bound that nobody meets by mistake, unless it is the one that was broken.
+    if bounds.get("le") == _LARGEST and item["type"] != "less_than_equal":
+        del bounds["le"]
+    words = [_WORDS[key].format(_plain(bounds[key])) for key in ("ge", "gt", "le", "lt") if key in bounds]
+    text = " and ".join(words)
+    return f"a number {text if text.startswith(('of', 'greater')) else 'of ' + text}"
+
+
+def _plain(bound: float) -> float:
+    """1 for 1.0: as people write it."""
+    return int(bound) if float(bound).is_integer() else bound
+
+
+def _constraints(location: tuple[int | str, ...], model: type[BaseModel]) -> list[Any]:
+    """Bounds that the field at `location` declares, in whatever layer of its annotation."""
+    owner: type[BaseModel] | None = model
+    for name in location[:-1]:
+        owner = _child(owner, str(name)) if owner else None
+    if owner is None:
+        return []
+    for key, info in owner.model_fields.items():
+        if location[-1] in (key, info.alias):
+            return [*info.metadata, *_annotated_parts(info.annotation)]
+    return []
+
+
+def _annotated_parts(annotation: Any) -> list[Any]:
+    found: list[Any] = []
+    for part in (annotation, *getattr(annotation, "__args__", ())):
+        for meta in getattr(part, "__metadata__", ()):
+            found += getattr(meta, "metadata", [meta])
+    return found
+
+
+def _unknown_field(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    names = [str(part) for part in location]
+    owner: type[BaseModel] | None = model
+    for name in names[:-1]:
+        owner = _child(owner, name) if owner else None
+    known = sorted(info.alias or key for key, info in owner.model_fields.items()) if owner else []
+    close = difflib.get_close_matches(names[-1], known, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(known)}"
+    return f"{'.'.join(names)} is not a field: {advice}"
+
+
+def _child(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
+    for key, info in model.model_fields.items():
+        if alias in (key, info.alias):
+            for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
+                if isinstance(kind, type) and hasattr(kind, "model_fields"):
+                    return kind
+    return None
