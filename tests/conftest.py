@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 from sites import Site, open_site
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+settings.register_profile("trainium", deadline=None)  # a busy machine is no finding
+settings.load_profile("trainium")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,6 @@ pods, garbage collection by owner, TokenReview. Has faults: failing requests, dr
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,6 +20,7 @@ from trainium_operator.cluster.resources import ALL, Resource
 from trainium_operator.cluster.transport import Answer, ConnectionFailedError, Stream
 
 Json = dict[str, Any]
+POD_GROUPS = Resource("scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup")
 Fault = Callable[[str, str], Answer | Exception | None]
 
 
@@ -58,6 +58,8 @@ class FakeCluster:
         self.tokens: dict[str, Json] = {}
         self._clock = clock
         self.graceful_pods = False
+        self.served: dict[str, tuple[str, ...]] = {}
+        """Further API versions (`group/version`) and the kinds that they serve."""
         self.down = False
         self._version = itertools.count(1)
         self.version = 0
@@ -75,7 +77,7 @@ class FakeCluster:
 
     def add(self, resource: Resource, raw: Json) -> Json:
         """Put an object there as somebody else would."""
-        raw = copy.deepcopy(raw)
+        raw = _copied(raw)
         raw.setdefault("metadata", {}).setdefault("uid", f"uid-{next(self._uids)}")
         raw["metadata"].setdefault("creationTimestamp", self.now)
         if resource.namespaced:
@@ -85,7 +87,7 @@ class FakeCluster:
         return self._store("ADDED", resource, raw)
 
     def change(self, resource: Resource, namespace: str, name: str, change: Callable[[Json], None]) -> Json:
-        raw = copy.deepcopy(self.objects[resource.plural, namespace, name])
+        raw = _copied(self.objects[resource.plural, namespace, name])
         change(raw)
         return self._store("MODIFIED", resource, raw)
 
@@ -123,6 +125,14 @@ class FakeCluster:
             if not watch.stalled:
                 watch.queue.put_nowait(self._bookmark_of(watch.resource))
 
+    def repeat_events(self, resource: Resource, count: int) -> None:
+        """Open streams bring the last events once more, in their old order: duplicates, and states long past."""
+        past = [(kind, raw) for _, plural, kind, raw in self._history if plural == resource.plural][-count:]
+        for watch in self._watches:
+            if watch.resource is resource:
+                for kind, raw in past:
+                    self._offer(watch, kind, raw)
+
     def open_streams(self, resource: Resource) -> int:
         return sum(watch.resource is resource for watch in self._watches)
 
@@ -141,11 +151,13 @@ class FakeCluster:
                 raise outcome
             if outcome is not None:
                 return outcome
+        if path == "/apis" or (path.startswith("/apis/") and path.count("/") == 3):
+            return self._discovery(path)
         resource, namespace, name, subresource = _route(path)
-        taken = copy.deepcopy(body)
+        taken = _copied(body)
         answer = self._dispatch(method, resource, namespace, name, subresource, dict(query), taken, content_type)
         if method != "GET":
-            write = Write(method, path, copy.deepcopy(body), answer.status)
+            write = Write(method, path, _copied(body), answer.status)
             self.writes.append(write)
             self.after_write(write)
         return answer
@@ -222,6 +234,19 @@ class FakeCluster:
             return _ok(self._store("MODIFIED", resource, body))
         return _ok(self._store("MODIFIED", resource, _merged(current, body)))
 
+    def _discovery(self, path: str) -> Answer:
+        if path == "/apis":
+            groups: dict[str, list[Json]] = {}
+            for name in self.served:
+                group, _, version = name.partition("/")
+                groups.setdefault(group, []).append({"groupVersion": name, "version": version})
+            return _ok({"groups": [{"name": name, "versions": versions} for name, versions in groups.items()]})
+        kinds = self.served.get(path.removeprefix("/apis/"))
+        if kinds is None:
+            return refuse(404, "NotFound", "the server could not find the requested resource")
+        verbs = ["create", "get", "list", "patch"]
+        return _ok({"resources": [{"name": f"{kind.lower()}s", "kind": kind, "verbs": verbs} for kind in kinds]})
+
     def _create(self, resource: Resource, namespace: str, body: Json) -> Answer:
         name = body["metadata"]["name"]
         if (resource.plural, namespace, name) in self.objects:
@@ -269,7 +294,7 @@ class FakeCluster:
             else {part: value for part, value in body.items() if part != "status"}
         )
         owned = self._applied.get((*key, manager + subresource), set())
-        result = copy.deepcopy(current)
+        result = _copied(current)
         for path in owned - _leaves(wanted):
             _drop(result, path)
         result = _merged(result, wanted, keep_none=True)
@@ -285,7 +310,7 @@ class FakeCluster:
         if uid is not None and uid != metadata["uid"]:
             return refuse(409, "Conflict", "the UID in the precondition does not match")
         if resource.plural == "pods" and self.graceful_pods and options.get("gracePeriodSeconds") != 0:
-            raw = copy.deepcopy(current)
+            raw = _copied(current)
             raw["metadata"].setdefault("deletionTimestamp", self.now)
             return _ok(self._store("MODIFIED", resource, raw))
         self.remove(resource, metadata.get("namespace", ""), metadata["name"])
@@ -299,7 +324,7 @@ class FakeCluster:
 
     def _store(self, kind: str, resource: Resource, raw: Json) -> Json:
         self.version = next(self._version)
-        raw = copy.deepcopy(raw)
+        raw = _copied(raw)
         raw["metadata"]["resourceVersion"] = str(self.version)
         key = (resource.plural, raw["metadata"].get("namespace", ""), raw["metadata"]["name"])
         old = self.objects.get(key)
@@ -307,10 +332,11 @@ class FakeCluster:
             raw["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         self.objects[key] = raw
         self._tell(kind, resource, raw)
-        return copy.deepcopy(raw)
+        stored: Json = _copied(raw)
+        return stored
 
     def _tell(self, kind: str, resource: Resource, raw: Json) -> None:
-        self._history.append((self.version, resource.plural, kind, copy.deepcopy(raw)))
+        self._history.append((self.version, resource.plural, kind, _copied(raw)))
         for watch in self._watches:
             if watch.resource is resource:
                 self._offer(watch, kind, raw)
@@ -318,7 +344,7 @@ class FakeCluster:
     def _offer(self, watch: _Watch, kind: str, raw: Json) -> None:
         namespace = raw["metadata"].get("namespace", "")
         if not watch.stalled and watch.namespace in ("", namespace) and _matches(raw, watch.labels):
-            watch.queue.put_nowait({"type": kind, "object": copy.deepcopy(raw)})
+            watch.queue.put_nowait({"type": kind, "object": _copied(raw)})
 
     def _bookmark_of(self, resource: Resource) -> Json:
         return {
@@ -327,12 +353,21 @@ class FakeCluster:
         }
 
 
+def _copied(value: Any) -> Any:
+    """A copy of JSON; several times as fast as a general one."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(each) for each in value]
+    return value
+
+
 def _ok(body: Json) -> Answer:
     return Answer(200, {}, json.dumps(body).encode())
 
 
 def _resource(plural: str) -> Resource:
-    return next(resource for resource in ALL if resource.plural == plural)
+    return next(resource for resource in (*ALL, POD_GROUPS) if resource.plural == plural)
 
 
 def _route(path: str) -> tuple[Resource, str, str, str]:
@@ -362,7 +397,7 @@ def _merged(old: Json, new: Json, *, keep_none: bool = False) -> Json:
         elif isinstance(value, dict) and isinstance(result.get(key), dict):
             result[key] = _merged(result[key], value, keep_none=keep_none)
         else:
-            result[key] = copy.deepcopy(value)
+            result[key] = _copied(value)
     return result
 
 

@@ -31,6 +31,9 @@ checkpoint: {durable: {everySteps: 20, keepLast: 3}}
 recovery: {rescaleAfterSeconds: 5, gracefulSeconds: 20}
 """
 
+PATIENCE_SECONDS = 150
+"""How long a test waits for what should come within seconds; a machine that does other work needs it."""
+
 
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """`change` over `base`, mappings merged."""
@@ -125,7 +128,9 @@ class Job:
         items = self.site.get("events.events.k8s.io", "-n", self.namespace)["items"]
         return [f"{item['reason']}: {item['note']}" for item in items if item["regarding"].get("name") == self.name]
 
-    def until(self, what: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 50) -> dict[str, Any]:
+    def until(
+        self, what: str, condition: Callable[[dict[str, Any]], bool], seconds: float = PATIENCE_SECONDS
+    ) -> dict[str, Any]:
         """The status once `condition` holds for it."""
         deadline = time.monotonic() + seconds
         while True:
@@ -148,13 +153,13 @@ class Job:
                 parts.append(self.site.run("kubectl", "logs", "-n", self.namespace, name, "--tail=25").stdout)
         return "\n".join(parts)
 
-    def until_phase(self, phase: str, seconds: float = 50) -> dict[str, Any]:
+    def until_phase(self, phase: str, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
         return self.until(f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
 
-    def until_step(self, step: int, seconds: float = 50) -> dict[str, Any]:
+    def until_step(self, step: int, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
         return self.until(f"step {step}", lambda _: self.log.newest >= step, seconds)
 
-    def until_recovered(self, entries: int = 1, seconds: float = 50) -> dict[str, Any]:
+    def until_recovered(self, entries: int = 1, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
         """The newest history entry, once there are `entries` and it is over."""
         status = self.until(
             f"{entries} finished interruption(s)",
@@ -191,6 +196,10 @@ class Job:
 
     def scale(self, size: int) -> None:
         self.site.kubectl("scale", "trainingjob", self.name, "-n", self.namespace, f"--replicas={size}")
+
+    def suspend(self, *, yes: bool = True) -> None:
+        patch = json.dumps({"spec": {"suspend": yes}})
+        self.site.kubectl("patch", "trainingjob", self.name, "-n", self.namespace, "--type=merge", f"-p={patch}")
 
     def delete(self, *arguments: str) -> None:
         self.site.kubectl("delete", "trainingjob", self.name, "-n", self.namespace, *arguments)

@@ -75,10 +75,11 @@ class Site:
         document: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json"))
         return document
 
-    def workers_possible(self) -> int:
+    def worker_nodes(self) -> list[str]:
         """Nodes that take a worker."""
         nodes = self.get("nodes")["items"]
-        return sum(not any(t["effect"] == "NoSchedule" for t in node["spec"].get("taints", [])) for node in nodes)
+        kept_free = [any(t["effect"] == "NoSchedule" for t in node["spec"].get("taints", [])) for node in nodes]
+        return [node["metadata"]["name"] for node, free in zip(nodes, kept_free, strict=True) if not free]
 
     # --- faults --------------------------------------------------------------------------------------------------
 
@@ -117,6 +118,9 @@ def open_site(kind: str) -> Iterator[Site]:
         with _local() as site:
             yield site
         return
+    for program in ("kubectl", "helm", *(("kind", "docker") if kind == "kind" else ())):
+        if shutil.which(program) is None:
+            pytest.exit(f"--cluster={kind} needs {program} on PATH; --cluster=local needs nothing", returncode=2)
     settings = _settings()
     if kind == "kind":
         with _kind(settings) as site:
@@ -138,21 +142,19 @@ def _settings() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _local() -> Iterator[Site]:
-    from trainium_devcluster.cluster import Cluster, node_specs
+    from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
 
+    nodes = [*node_specs(NODES, cpu="4", memory="8Gi"), system_node()]
     with (
         tempfile.TemporaryDirectory(prefix="trainium-tests-") as folder,
-        Cluster.start(nodes=node_specs(NODES, cpu="4", memory="8Gi")) as cluster,
+        Cluster.start(nodes=nodes) as cluster,
     ):
-        yield Site("local", cluster.variables(), Path(folder), cluster=cluster)
+        yield Site("local", cluster.variables(), Path(folder), {"chartValues": system_values()}, cluster)
 
 
 @contextlib.contextmanager
 def _kind(settings: dict[str, Any]) -> Iterator[Site]:
     """A kind cluster of this session's own; images are built and loaded unless the settings say how pods start."""
-    for program in ("kind", "docker"):
-        if shutil.which(program) is None:
-            pytest.exit(f"--cluster=kind needs {program} on PATH; --cluster=local needs nothing", returncode=2)
     name = f"trainium-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="trainium-kind-", dir=settings.get("shared")) as folder:
         shared = Path(folder)
@@ -180,8 +182,8 @@ def _kind(settings: dict[str, Any]) -> Iterator[Site]:
             for archive in settings.get("images", ()):
                 site.must("kind", "load", "image-archive", archive, "--name", name, seconds=300)
             if not settings.get("images"):
-                for target in ("operator", "trainer"):
-                    image = f"trainium-{target}:test"
+                for name_of_image, target in (("operator", "operator"), ("trainer", "trainer-cpu")):
+                    image = f"trainium-{name_of_image}:test"
                     site.must("docker", "build", "--target", target, "-t", image, str(ROOT), seconds=1800)
                     site.must("kind", "load", "docker-image", image, "--name", name, seconds=600)
                 settings.setdefault("chartValues", {}).update(

@@ -1,6 +1,7 @@
 """An event loop whose clock jumps to the next timer when nothing is left to do: an hour of waiting takes no time.
 
-Only for code without sockets, threads and child processes; a test that would wait for ever fails at once.
+Only for code without sockets, threads and child processes; a test that would wait for ever fails at once, and so does
+one in which tasks keep each other busy without time passing, or that goes on for longer than a day of virtual time.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+LONGEST_SECONDS = 86_400.0
+MOST_TURNS = 200_000
+
+
 class DeadlockError(AssertionError):
-    """Nothing can ever happen again."""
+    """Nothing, or nothing new, can ever happen again."""
 
 
 class _Selector(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
@@ -30,6 +36,9 @@ class _Selector(selectors.SelectSelector):
             return ready
         if timeout is None:
             raise DeadlockError("every task waits for something that no task will do")
+        self._turns = 0 if timeout > 0 else self._turns + 1
+        if self._turns > MOST_TURNS or self.now > LONGEST_SECONDS:
+            raise DeadlockError(f"the tasks never come to rest, after {self.now:.0f} s")
         self.now += timeout
         return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import ssl
 import time
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,25 @@ async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_publishe
     assert time.monotonic() - published < 5
 
 
+async def test_a_large_membership_comes_packed_by_the_long_poll_and_not_with_the_registration(world: World) -> None:
+    large = membership(3, *(f"w-{rank}" for rank in range(1000)))
+    world.state.publish("job-uid", large)
+    assert "membership" not in (await world.post("/v1/register", register()))[1]
+    status, answer = await world.poll(0)
+    assert status == 200
+    assert Membership.model_validate(answer) == large
+    query = {"after": "0", "podUid": "uid-w-0", "timeoutSeconds": "5"}
+    headers = {"Authorization": "Bearer token-of-w-0"}
+    url = f"{world.base}/v1/jobs/team/llama/membership"
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        async with session.get(url, params=query, headers={**headers, "Accept-Encoding": "identity"}) as response:
+            plain = await response.read()
+        async with session.get(url, params=query, headers={**headers, "Accept-Encoding": "gzip"}) as response:
+            packed = await response.read()
+    assert gzip.decompress(packed) == plain
+    assert len(packed) < len(plain) / 4
+
+
 async def test_a_long_poll_without_news_ends_empty(world: World) -> None:
     await world.post("/v1/register", register())
     world.state.publish("job-uid", membership(1))
@@ -231,7 +251,7 @@ async def test_a_message_that_cannot_be_read_gets_a_sentence(world: World, body:
 
 
 async def test_a_message_that_is_too_large_is_refused(world: World) -> None:
-    status, _ = await world.post("/v1/register", register(agentVersion="x" * 100_000))
+    status, _ = await world.post("/v1/register", register(agentVersion="x" * 700_000))
     assert status == 413
 
 

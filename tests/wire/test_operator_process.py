@@ -111,7 +111,7 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
         async with aiohttp.ClientSession() as session:
             url = f"https://127.0.0.1:{port}/v1/register"
             async with session.post(url, json={}, ssl=trust) as response:
-                assert response.status == 400
+                assert response.status == 401
         jobs = {key[2]: raw for key, raw in cluster.objects.items() if key[0] == JOBS.plural}
         assert all("finalizers" not in raw["metadata"] for raw in jobs.values())
         assert all("annotations" not in raw["metadata"] for raw in jobs.values())

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 import kopf
 from fake_kubernetes import FakeCluster
-from operator_process import OperatorProcess, Workers, lose_node, training_job, until, wall_clock
+from fake_workers import Workers, lose_node
+from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
 
 from trainium_operator import handlers
@@ -256,6 +257,32 @@ def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() -> None:
         await process.kill()
 
     run_virtual(scenario())
+
+
+def test_a_job_that_only_progresses_is_planned_for_its_status_and_for_silence_alone() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster(wall_clock)
+        cluster.add(JOBS, training_job())
+        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=4, total_steps=10_000)
+        workers.operator = process
+        running = asyncio.create_task(workers.run())
+        await process.start()
+        await until(lambda: workers.step > 5, 60, "some steps")
+        await asyncio.sleep(60)
+        before = _plans(process)
+        await asyncio.sleep(100)
+        plans = _plans(process) - before
+        running.cancel()
+        await process.kill()
+        return plans
+
+    assert run_virtual(scenario()) <= 42, "twice in each interval of 5 s, and a resync"
+
+
+def _plans(process: OperatorProcess) -> float:
+    text = process.runtime.metrics.exposition().decode()
+    (line,) = [each for each in text.splitlines() if each.startswith("trainingjob_operator_reconcile_seconds_count")]
+    return float(line.split()[-1])
 
 
 def test_metrics_tell_phases_recoveries_and_requests_with_few_labels() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from trainium_contract.sizes import INSTANCES
 from trainium_operator import generate
 from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
 from trainium_operator.settings import parse_settings
@@ -24,12 +25,12 @@ NAME = f"{RELEASE}-trainium-operator"
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.yaml"))
 EVERYTHING = (
-    "replicas=2,podDisruptionBudget.create=true,networkPolicy.create=true,metrics.serviceMonitor.create=true,"
+    "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,"
     "watchNamespace=training,trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
 )
 
 
-def rendered(api: Api, settings: str = "replicas=1") -> list[dict[str, Any]]:
+def rendered(api: Api, settings: str = "replicas=2") -> list[dict[str, Any]]:
     text = api.helm("template", RELEASE, api.chart, "--namespace", "system", "--set", settings)
     return [document for document in yaml.safe_load_all(text) if document]
 
@@ -52,7 +53,12 @@ def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
 
 
 def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
-    names = {NamedAfter.ANY: "", NamedAfter.LEASE: NAME, NamedAfter.TLS_SECRET: f"{NAME}-coordinator-tls"}
+    names = {
+        NamedAfter.ANY: "",
+        NamedAfter.LEASE: NAME,
+        NamedAfter.TLS_SECRET: f"{NAME}-coordinator-tls",
+        NamedAfter.MEMORY: f"{NAME}-quarantine",
+    }
     return {
         (right.group, right.resource, verb, names[right.named_after])
         for right in RIGHTS
@@ -77,6 +83,16 @@ def test_with_one_namespace_the_rights_to_jobs_are_given_there_only(api: Api) ->
     assert only(documents, "RoleBinding", f"{NAME}-jobs")["subjects"][0]["namespace"] == "system"
 
 
+def test_nodes_may_be_written_only_where_that_is_switched_on(api: Api) -> None:
+    roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
+    assert f"{NAME}-taints" not in roles
+    documents = rendered(api, "quarantine.taintNodes=true")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-taints")) == used(Scope.TAINTS)
+    assert only(documents, "ClusterRoleBinding", f"{NAME}-taints")["subjects"][0]["namespace"] == "system"
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert parse_settings(container["args"], {}).taint_nodes
+
+
 def test_no_role_of_the_chart_has_a_wildcard(api: Api) -> None:
     for document in rendered(api, EVERYTHING):
         if document["kind"] in {"Role", "ClusterRole"}:
@@ -91,6 +107,8 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     assert parsed.lease_name == NAME
     assert parsed.coordinator_service == f"{NAME}-coordinator"
     assert parsed.secret_name == f"{NAME}-coordinator-tls"
+    assert parsed.memory_name == f"{NAME}-quarantine"
+    assert not parsed.taint_nodes
     assert parsed.trainer_image == "trainium-trainer:0.1.0"
     assert parsed.watch_namespace == ("training" if settings == EVERYTHING else "")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -107,9 +125,31 @@ def test_agents_find_every_operator_pod_by_the_coordinators_name(api: Api) -> No
 
 
 def test_optional_objects_appear_when_asked_for(api: Api) -> None:
-    optional = {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"}
+    optional = {"NetworkPolicy", "ServiceMonitor"}
     assert not optional & {document["kind"] for document in rendered(api)}
     assert optional <= {document["kind"] for document in rendered(api, EVERYTHING)}
+
+
+def test_the_budget_keeps_one_of_several_replicas_and_never_blocks_a_drain_of_one(api: Api) -> None:
+    budget = only(rendered(api), "PodDisruptionBudget", NAME)
+    assert budget["spec"]["minAvailable"] == 1
+    assert "PodDisruptionBudget" not in {document["kind"] for document in rendered(api, "replicas=1")}
+
+
+def test_operator_pods_rather_keep_away_from_trainium_and_leave_a_lost_node_soon(api: Api) -> None:
+    pod = only(rendered(api), "Deployment", NAME)["spec"]["template"]
+    (machines,) = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (rule,) = machines["preference"]["matchExpressions"]
+    assert (rule["operator"], set(rule["values"])) == ("NotIn", set(INSTANCES))
+    (apart,) = pod["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert {each["key"]: each["tolerationSeconds"] for each in pod["spec"]["tolerations"]} == {
+        "node.kubernetes.io/not-ready": 10,
+        "node.kubernetes.io/unreachable": 10,
+    }
+    own = only(rendered(api, "affinity.podAffinity.x=y,tolerations[0].key=mine"), "Deployment", NAME)
+    assert own["spec"]["template"]["spec"]["affinity"] == {"podAffinity": {"x": "y"}}
+    assert own["spec"]["template"]["spec"]["tolerations"] == [*pod["spec"]["tolerations"], {"key": "mine"}]
 
 
 def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:

@@ -52,12 +52,12 @@ BAD_AT_CREATION = {
     "workers: {replicas: 10001}": "spec.workers.replicas in body should be less than or equal to 10000",
     "workers: {spares: -1}": "spec.workers.spares in body should be greater than or equal to 0",
     "parallelism: {tensor: 0}": "spec.parallelism.tensor in body should be greater than or equal to 1",
-    "parallelism: {pipeline: 2}": "spec.parallelism.pipeline in body should be less than or equal to 1",
+    "parallelism: {pipeline: 257}": "spec.parallelism.pipeline in body should be less than or equal to 256",
     "trainer: {batch: {globalSize: 0}}": "spec.trainer.batch.globalSize in body should be greater than or equal to 1",
     "trainer: {batch: {microSize: -1}}": "spec.trainer.batch.microSize in body should be greater than or equal to 1",
     "workers: {accelerator: {coresPerNode: 0}}": "coresPerNode in body should be greater than or equal to 1",
     "trainer: {optimizer: {learningRate: 0}}": "learningRate in body should be greater than 0",
-    "trainer: {precision: Float8}": 'supported values: "Float32", "BFloat16"',
+    "trainer: {precision: Float8}": 'supported values: "Float32", "BFloat16", "BFloat16Stochastic"',
     # Floors above sizes.
     "workers: {minReplicas: 5}": "minReplicas 5 is above workers.replicas 4: lower minReplicas or raise replicas",
     "workers: {maxReplicas: 3}": "workers.replicas 4 is above workers.maxReplicas 3: lower replicas or raise maxRep",
@@ -80,15 +80,41 @@ BAD_AT_CREATION = {
         "unknown instance type trn9.metal; known are trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge"
     ),
     # Storage.
-    "checkpoint: {storage: {}}": "give exactly one of hostPath and persistentVolumeClaim",
+    "checkpoint: {storage: {}}": "give exactly one of hostPath, persistentVolumeClaim and s3",
     "checkpoint: {storage: {hostPath: {path: /a}, persistentVolumeClaim: {claimName: b}}}": "give exactly one of",
     "checkpoint: {storage: {hostPath: {path: a}}}": "spec.checkpoint.storage.hostPath.path in body should match",
+    "checkpoint: {storage: {hostPath: {path: /a}, s3: {path: 's3://bucket/a'}}}": "give exactly one of",
+    "checkpoint: {storage: {s3: {path: 's3://Bucket'}}}": "spec.checkpoint.storage.s3.path in body should match",
     # The model and the schedule.
     "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}}": (
         "numAttentionHeads 6 is not divisible by parallelism.tensor 4: each rank of the tensor group holds whole heads"
     ),
+    "{trainer: {model: {numLayers: 4}}, parallelism: {pipeline: 2, stagesPerRank: 3}}": (
+        "parallelism.pipeline 2 x stagesPerRank 3 is above trainer.model.numLayers 4: each stage needs a layer"
+    ),
+    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {pipeline: 4},
+    trainer: {batch: {globalSize: 1024}}}""": "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline",
+    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
+    trainer: {batch: {globalSize: 1024}, data: {maskDocuments: true}}}""": "maskDocuments cannot be had on trn1",
     "trainer: {model: {numAttentionHeads: 6, numKeyValueHeads: 4}}": "must be divisible by numKeyValueHeads",
     "trainer: {model: {numAttentionHeads: 6, hiddenSize: 64}}": "hiddenSize must be divisible by numAttentionHeads",
+    "{trainer: {model: {numKeyValueHeads: 6}}, parallelism: {tensor: 4}}": (
+        "numKeyValueHeads 6 neither is divisible by parallelism.tensor 4 nor divides it"
+    ),
+    "trainer: {model: {preset: Small, path: /model}}": "preset and trainer.model.path both name a shape",
+    "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4}}}": "must be less than highFrequencyFactor",
+    "trainer: {schedule: {decaySteps: 95}}": "warmupSteps and decaySteps must together not be above trainer.steps",
+    "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs either fraction or source",
+    # Rules and budgets of recovery.
+    "recovery: {rules: [{cause: UserCode, action: Stop}]}": "a rule needs a condition: give exitCodes, reason or mess",
+    "recovery: {rules: [{exitCodes: [], cause: UserCode, action: Stop}]}": "a rule needs a condition",
+    "recovery: {rules: [{exitCodes: [3], cause: Resize, action: Stop}]}": "Finished, Yielded, Resize are no faults",
+    "recovery: {rules: [{exitCodes: [0], cause: Host, action: AvoidNode}]}": "should be greater than or equal to 1",
+    "recovery: {rules: [{reason: OOMKilled, cause: Memory, action: AvoidNode}]}": (
+        "a node is not to blame for an error of the user: choose action ReplaceWorker, or a cause such as Host"
+    ),
+    "recovery: {rules: [{message: x, cause: Cosmic, action: Stop}]}": "Unsupported value",
+    "recovery: {budgets: {byCause: {Hangs: {maxFailures: 3}}}}": "a key of byCause is not the cause of a fault",
     "trainer: {steps: 5}": "warmupSteps 10 is above trainer.steps 5: the warm-up must end within the run",
 }
 
@@ -121,6 +147,7 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "workers: {accelerator: {device: neuron, instanceType: trn9.metal, coresPerNode: 3, resources: {a.b/c: '1'}}}",
         "workers: {template: {spec: {nodeSelector: {pool: a}, containers: [{name: trainer, env: []}]}}}",
         "checkpoint: {storage: {persistentVolumeClaim: {claimName: fsx}, subPath: runs/one}}",
+        "checkpoint: {storage: {s3: {path: 's3://bucket/runs'}}, milestones: {everyTokens: 50000000000}}",
         "trainer: {schedule: {warmupSteps: 100}}",
     ],
 )
@@ -268,3 +295,24 @@ def test_a_status_word_that_the_definition_does_not_know_is_taken(running: Api) 
 def test_every_field_can_be_explained(defined: Api) -> None:
     said = defined.kubectl("explain", "trn.spec.workers.minReplicas")
     assert "Elastic floor" in said
+
+
+@pytest.mark.parametrize("kind", ["Complete", "Failed"])
+def test_the_end_of_a_job_cannot_be_taken_back_in_its_status(running: Api, kind: str) -> None:
+    ended = {
+        "type": kind,
+        "status": "True",
+        "reason": "It",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    report_status(running, "good", {"phase": "Ended", "conditions": [ended]})
+    for taken_back in ([], [{**ended, "status": "False"}], None):
+        patch = json.dumps({"status": {"conditions": taken_back}})
+        done = running.run(
+            "kubectl", "--namespace", running.namespace, "patch", "trn", "good", "--subresource=status",
+            "--type=merge", "--patch", patch,
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert "a job that has ended stays ended" in done.stderr
+    report_status(running, "good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})

@@ -194,7 +194,7 @@ def test_events_tell_of_containers(lab: Lab) -> None:
 
 
 def test_a_pod_that_is_too_big_for_the_node_it_names_fails_at_once(lab: Lab) -> None:
-    node = lab.site.get("nodes")["items"][-1]["metadata"]["name"]
+    node = lab.site.worker_nodes()[-1]
     big = lab.container("true", resources={"requests": {"cpu": "4000"}})
     pod = lab.ended(lab.pod("big", big, nodeName=node))
     assert (pod["status"]["phase"], pod["status"]["reason"]) == ("Failed", "OutOfcpu")

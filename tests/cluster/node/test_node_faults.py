@@ -27,7 +27,7 @@ def faults(lab: Lab) -> Faults:
 
 
 def test_a_rebooted_node_restarts_some_pods_and_fails_the_others(lab: Lab) -> None:
-    node = lab.site.get("nodes")["items"][-1]["metadata"]["name"]
+    node = lab.site.worker_nodes()[-1]
     always = lab.pod("always", lab.container("exec sleep 600"), restartPolicy="Always", nodeName=node)
     never = lab.pod("never", lab.container("exec sleep 600"), nodeName=node)
     for name in (always, never):
@@ -42,7 +42,7 @@ def test_a_rebooted_node_restarts_some_pods_and_fails_the_others(lab: Lab) -> No
 
 
 def test_a_lost_node_takes_all_its_processes_with_it_and_is_noticed(lab: Lab, faults: Faults) -> None:
-    node = lab.site.get("nodes")["items"][-1]["metadata"]["name"]
+    node = lab.site.worker_nodes()[-1]
     name = lab.pod("lost", lab.container("setsid sleep 654321 & exec sleep 654321"), nodeName=node)
     lab.running(name)
     assert len(sleepers()) == 2
@@ -88,8 +88,7 @@ def test_a_frozen_container_stops_and_goes_on(lab: Lab, faults: Faults) -> None:
 
 
 def test_a_partitioned_node_runs_on_and_catches_up_when_it_is_healed(lab: Lab, faults: Faults) -> None:
-    nodes = lab.site.get("nodes")["items"]
-    node = nodes[0]["metadata"]["name"]
+    node = lab.site.worker_nodes()[0]
     name = lab.pod("cut", lab.container("sleep 1; echo done"), nodeName=node)
     lab.running(name)
     faults.partition_node(node)
@@ -100,7 +99,7 @@ def test_a_partitioned_node_runs_on_and_catches_up_when_it_is_healed(lab: Lab, f
 
 
 def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab: Lab, faults: Faults) -> None:
-    nodes = [node["metadata"]["name"] for node in lab.site.get("nodes")["items"]]
+    nodes = lab.site.worker_nodes()
     echo = (
         "import os, socket\n"
         "server = socket.create_server((os.environ['IP'], 9000)); print('up')\n"
@@ -136,7 +135,7 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
 
 
 def test_a_slow_node_gives_its_containers_a_share_of_the_time(lab: Lab, faults: Faults) -> None:
-    node = lab.site.get("nodes")["items"][0]["metadata"]["name"]
+    node = lab.site.worker_nodes()[0]
     name = lab.pod("slow", lab.python(COUNT), nodeName=node)
     lab.says(name, "5")
     faults.slow_node(node, 0.2)
@@ -150,7 +149,7 @@ def test_a_slow_node_gives_its_containers_a_share_of_the_time(lab: Lab, faults: 
 
 
 def test_a_condition_can_be_set_and_cleared(lab: Lab, faults: Faults) -> None:
-    node = lab.site.get("nodes")["items"][0]["metadata"]["name"]
+    node = lab.site.worker_nodes()[0]
     faults.set_condition(node, "NeuronHealth", "False", "Ecc", "uncorrectable")
     lab.site.kubectl("wait", "--for=condition=NeuronHealth=False", f"node/{node}", "--timeout=10s")
     assert condition(lab.site.get(f"node/{node}"), "NeuronHealth")["reason"] == "Ecc"

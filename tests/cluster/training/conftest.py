@@ -75,18 +75,9 @@ def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
 @pytest.fixture(scope="session")
 def reference(operator: Site) -> dict[int, float]:
     """Step -> loss of the base job on two nodes, undisturbed."""
-    return _undisturbed(operator, "reference")
-
-
-@pytest.fixture(scope="session")
-def long_reference(operator: Site) -> dict[int, float]:
-    """The same with three times as many steps, for what lasts until a new pod is warm."""
-    return _undisturbed(operator, "long-reference", "trainer: {steps: 180}")
-
-
-def _undisturbed(operator: Site, name: str, change: str = "") -> dict[int, float]:
+    name = "reference"
     operator.kubectl("create", "namespace", name)
-    job = Job(operator, name, name, change).apply()
+    job = Job(operator, name, name).apply()
     job.until_phase("Completed", 90)
     losses = job.losses()
     job.delete()

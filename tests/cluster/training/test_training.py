@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from trainium_devcluster.demo.metrics import every_sample_once
+from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.survey import survey, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs import Job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_a_job_trains_real_text_to_the_end_and_says_so(new_job: Callable[..., Job]) -> None:
@@ -42,15 +44,10 @@ def test_checkpoints_are_committed_when_written_and_verify(new_job: Callable[...
 
     committed = sorted(path.parent.name for path in job.folder.glob("step-*/COMMITTED"))
     assert committed == ["step-20", "step-40", "step-60"]
-    for name in committed:
-        folder = job.folder / name
-        commit = json.loads((folder / "COMMITTED").read_text())
-        manifest = (folder / "manifest.json").read_bytes()
-        assert commit["manifestDigest"] == hashlib.sha256(manifest).hexdigest()
-        for file in json.loads(manifest)["files"]:
-            content = (folder / file["name"]).read_bytes()
-            assert len(content) == file["size"]
-            assert hashlib.sha256(content).hexdigest() == file["digest"]
+    storage = PosixStorage(job.folder)
+    found = survey(storage).committed
+    assert [f"step-{item.step}" for item in found] == committed[::-1]
+    assert [verify(storage, item, Retry()) for item in found] == [[], [], []]
 
 
 def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
@@ -67,12 +64,11 @@ def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
 ) -> None:
     job = new_job()
     job.until_step(10)
-    patch = ("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", "-p")
-    job.site.kubectl(*patch, '{"spec":{"suspend":true}}')
+    job.suspend()
     job.until_phase("Suspended")
     assert not job.pods()
 
-    job.site.kubectl(*patch, '{"spec":{"suspend":false}}')
+    job.suspend(yes=False)
     status = job.until_phase("Completed", 60)
 
     assert job.losses() == reference

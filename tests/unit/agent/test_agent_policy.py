@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.exit_codes import Cause, Verdict
+from trainium_contract.faults import STATUSES, meaning_of
 from trainium_trainer.agent.policy import Decision, GenerationState, after_yield, judge
 
 codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
@@ -123,3 +124,49 @@ def test_every_exit_ends_in_a_bump_of_one_a_verdict_or_nothing_new(
 def test_the_shared_state_survives_its_text_and_unknown_fields(state: GenerationState) -> None:
     assert GenerationState.decode(state.encode()) == state
     assert GenerationState.decode(state.encode()[:-1] + ', "later": 1}') == state
+
+
+def meaning(status: int) -> Verdict:
+    return meaning_of(1, runtime_status=status)
+
+
+def test_a_users_error_by_text_alone_is_restarted_once_and_is_a_verdict_when_it_repeats() -> None:
+    first = judge(1, 0, 7, GenerationState(), 3, verdict=meaning(1003))
+    assert (first.decision, first.state.cause) == (Decision.RESTART, Cause.NUMERICAL)
+    again = judge(1, 1, 7, first.state, 3, verdict=meaning(1003))
+    assert (again.decision, again.state.stopped) == (Decision.GIVE_UP, 1)
+    after_a_step = judge(1, 1, 8, first.state, 3, verdict=meaning(1003))
+    assert after_a_step.decision is Decision.RESTART
+
+
+def test_a_repetition_is_seen_even_when_a_victim_began_the_next_attempt_first() -> None:
+    first = judge(1, 0, 7, GenerationState(), 3, verdict=meaning(1003)).state
+    by_victim = judge(76, 1, 7, first, 3).state
+    assert judge(1, 1, 7, by_victim, 3, verdict=meaning(1003)).decision is Decision.GIVE_UP
+    progressed = judge(76, 1, 8, first, 3).state
+    assert judge(1, 1, 8, progressed, 3, verdict=meaning(1003)).decision is Decision.RESTART
+
+
+def test_a_repairable_device_gets_one_restart_and_then_another_node() -> None:
+    assert judge(1, 0, 7, GenerationState(), 3, verdict=meaning(1205)).decision is Decision.RESTART
+    again = judge(1, 1, 9, GenerationState(attempt=1), 3, verdict=meaning(1205), seen_before=True)
+    assert again.decision is Decision.WITHDRAW
+
+
+def test_a_broken_device_withdraws_at_once_and_the_others_go_on() -> None:
+    judgement = judge(1, 0, 7, GenerationState(), 3, verdict=meaning(1202))
+    assert judgement.decision is Decision.WITHDRAW
+    assert judgement.state.stopped is None
+
+
+@given(states, st.sampled_from(STATUSES), st.booleans())
+def test_a_victim_never_withdraws_whatever_came_before(state: GenerationState, row: object, seen: bool) -> None:
+    verdict = row.verdict
+    judgement = judge(1, state.attempt, 5, state, 3, verdict=verdict, seen_before=False)
+    if verdict.hearsay:
+        assert judgement.decision is not Decision.WITHDRAW
+
+
+def test_the_shared_state_survives_being_written_and_read() -> None:
+    state = GenerationState(attempt=2, cause=Cause.NETWORK, previous=Cause.MEMORY)
+    assert GenerationState.decode(state.encode()) == state

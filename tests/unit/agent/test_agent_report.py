@@ -10,9 +10,11 @@ from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import WorkerPhase
 from trainium_trainer.agent.output import Tail
 from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.report import Report, describe_exit
+from trainium_trainer.agent.report import Report
+from trainium_trainer.agent.signs import describe_exit
+from trainium_trainer.monitor.progress import ProgressWriter
 
-SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid")
+SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid", rules_path=None)
 
 
 class Ranks:
@@ -144,11 +146,11 @@ def test_a_newer_generation_clears_the_verdict(report: Report) -> None:
 
 
 def test_messages_stay_within_the_bound_of_the_contract() -> None:
-    text = describe_exit(137, "x" * 5000)
+    text = describe_exit(ended(137, output=b"x" * 5000))
     assert len(text) <= 1024
     assert text.startswith("killed by signal 9\n")
-    assert describe_exit(64, "no such file") == "no such file"
-    assert describe_exit(66, "") == "out of host or device memory"
+    assert describe_exit(ended(64, output=b"no such file")) == "no such file"
+    assert describe_exit(ended(66)) == "out of host or device memory"
 
 
 def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:
@@ -161,3 +163,37 @@ def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:
     for number in range(50):
         tail.feed(f"{number}\n".encode())
     assert len(tail.lines) == 20
+
+
+def test_a_restart_tells_anew_when_its_processes_were_up_and_had_loaded(report: Report, ranks: Ranks) -> None:
+    ranks.at(5)
+    first = report.heartbeat().progress
+    assert first is not None
+    assert 0 < first.started <= first.loaded
+    report.restarting(1, 1, Cause.CRASH, 1000.0)
+    waiting = report.heartbeat().progress
+    assert waiting is not None
+    assert (waiting.started, waiting.loaded) == (0.0, 0.0)
+    ranks.at(5, attempt=1, phase="LOADING")
+    loading = report.heartbeat().progress
+    assert loading is not None
+    assert loading.started >= first.loaded
+    assert loading.loaded == 0.0
+
+
+def test_alerts_of_the_first_rank_are_passed_on_one_of_each_kind(ranks: Ranks, tmp_path: Path) -> None:
+    report = Report(SETTINGS, ranks.read, lambda: None)
+    report.enter_generation(1, WorkerPhase.TRAINING)
+    report.follow([tmp_path / "g1-r0"])
+    ranks.at(3)
+    assert report.heartbeat().progress.alerts == ()
+    writer = ProgressWriter(tmp_path / "g1-r0")
+    for step in (1, 2):
+        writer.alert("LossSpike", step, "s" * 5000)
+    writer.alert("LossAlarm", 3, "It diverges.")
+    found = report.heartbeat().progress.alerts
+    assert [(alert.kind, alert.step, len(alert.message)) for alert in found] == [
+        ("LossSpike", 2, 1024),
+        ("LossAlarm", 3, 12),
+    ]
+    writer.close()

@@ -54,6 +54,7 @@ def test_every_missing_variable_is_named_in_one_sentence(tmp_path: Path) -> None
         ("TRAINIUM_GRACE_SECONDS", "-1", "number of seconds"),
         ("TRAINIUM_RANK_ENTRY", "main", "module:function"),
         ("TRAINIUM_NEURON_DEVICES", "x", "whole number of at least 0"),
+        ("TRAINIUM_BACKGROUND_SIZES", "64,many", "numbers of nodes separated by commas"),
     ],
 )
 def test_a_malformed_variable_gets_a_sentence(tmp_path: Path, name: str, value: str, sentence: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 from checkpoint_world import Place, Run, position, solo
+
+from trainium_trainer.checkpoint.snapshot import SnapshotFile
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:
@@ -20,6 +24,8 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     settings = dict(settings)
     save_at = settings.pop("save_at", ())
     finish = settings.pop("finish", False)
+    if (room := settings.pop("room_for", None)) is not None:
+        limit_snapshots(room)
     run = Run(place, root, memory, **settings)
     report = run.report()
     while run.step < steps:
@@ -31,5 +37,20 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     run.manager.before_update()
     report["reached"] = run.step
     report["durable"] = run.manager.durable_step
+    report["guarded"] = run.manager.guarded_step
     run.manager.close()
     return report
+
+
+def limit_snapshots(count: int) -> None:
+    """Let there be room for so many snapshot files and no more."""
+    create = SnapshotFile.create
+    left = [count]
+
+    def limited(path: Any, payload_bytes: int) -> SnapshotFile:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        return create(path, payload_bytes)
+
+    SnapshotFile.create = staticmethod(limited)

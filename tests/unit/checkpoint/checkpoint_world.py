@@ -7,24 +7,24 @@ import os
 import tempfile
 import time
 import traceback
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from trainium_contract.trainer import CheckpointConfig, DataParallelMode
+from trainium_contract.trainer_checkpoint import CheckpointConfig
+from trainium_contract.trainer_parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.checkpoint.storage import PosixStorage, Retry
+from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.storage import Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
-DIGEST = "settings-1"
 SHAPES = {
     "model.wide": ((12, 10), 0),
     "model.tall": ((10, 12), 1),
@@ -41,6 +41,8 @@ class Place:
     world_size: int
     tp_size: int = 1
     dp_mode: DataParallelMode = DataParallelMode.REPLICATED
+    pp_rank: int = 0
+    pp_size: int = 1
     dp_size: int = field(init=False)
     dp_rank: int = field(init=False)
     tp_rank: int = field(init=False)
@@ -153,8 +155,11 @@ class Run:
         config = CheckpointConfig.model_validate(
             {
                 "path": str(root),
-                "memory": {"everySteps": settings.pop("memory_every", 1)},
-                "durable": {"everySeconds": None, "everySteps": None, "keepLast": 3} | settings.pop("durable", {}),
+                "recordsPath": str(settings.pop("records", root if "://" not in str(root) else ".")),
+                "memory": {"everySteps": settings.pop("memory_every", 1), "buddies": settings.pop("buddies", 1)},
+                "durable": {"everySeconds": None, "everySteps": None, "keepLast": 3, "failureTolerance": 0}
+                | settings.pop("durable", {}),
+                "milestones": settings.pop("milestones", {}),
             }
         )
         self.manager = CheckpointManager(
@@ -163,7 +168,7 @@ class Run:
             mesh=place,
             generation=generation,
             memory_directory=memory,
-            config_digest=settings.pop("digest", DIGEST),
+            settings={"model": settings.pop("settings", "one")},
             run=run,
             storage=storage,
             retry=retry or Retry(delays=()),
@@ -212,18 +217,34 @@ def solo(root: Any, memory: Any = None, **settings: Any) -> Run:
     return Run(SOLO, root, memory, **settings)
 
 
-class SlowStorage(PosixStorage):
+class HookedStorage(PosixStorage):
+    """A store that calls `hook("before write NAME")` and the like before and after it writes a file."""
+
+    def __init__(self, root: Any, hook: Callable[[str], None]) -> None:
+        super().__init__(Path(root))
+        self.hook = hook
+
+    def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
+        self.hook(f"before write {name}")
+        super().write_stream(name, pieces, size)
+        self.hook(f"after write {name}")
+
+    def write(self, name: str, data: bytes) -> None:
+        self.hook(f"before write {name}")
+        super().write(name, data)
+        self.hook(f"after write {name}")
+
+    def create(self, name: str, data: bytes) -> None:
+        self.hook(f"before create {name}")
+        super().create(name, data)
+        self.hook(f"after create {name}")
+
+
+class SlowStorage(HookedStorage):
     """A store that takes `seconds` for every file it writes."""
 
     def __init__(self, root: Any, seconds: float) -> None:
-        super().__init__(Path(root))
-        self.seconds = seconds
-
-    @contextmanager
-    def open_write(self, name: str) -> Iterator[BinaryIO]:
-        with super().open_write(name) as file:
-            time.sleep(self.seconds)
-            yield file
+        super().__init__(root, lambda what: time.sleep(seconds if what.startswith("before") else 0))
 
 
 def _child(

@@ -17,6 +17,7 @@ from trainium_trainer.checkpoint.agreement import (
     ShardKey,
     caretakers,
     decide,
+    guards,
     writers,
 )
 from trainium_trainer.checkpoint.interfaces import Position
@@ -207,3 +208,42 @@ def test_what_is_only_recorded_does_not_divide_the_ranks() -> None:
     decision = decide(views, [])
     assert isinstance(decision, FromMemory)
     assert decision.moment.position.step == 4
+
+
+def test_what_every_node_holds_needs_no_guard() -> None:
+    replicas = [view(rank, [], store=f"node-{rank // 2}", key=ShardKey(rank % 2, 2)) for rank in range(8)]
+    assert guards(replicas, {v.store for v in replicas}) == ()
+    alone = [view(rank, [], store="node", key=ShardKey(0, 1, rank, 4)) for rank in range(4)]
+    assert guards(alone, {"node"}) == ()
+
+
+def test_nodes_guard_each_other_in_pairs_far_apart() -> None:
+    views = [view(rank, [], key=ShardKey(0, 1, rank, 6)) for rank in range(6)]
+    pairs = {(guard.source, guard.target) for guard in guards(views, {v.store for v in views})}
+    assert pairs == {(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)}
+
+
+def test_an_odd_node_makes_a_ring_of_three() -> None:
+    views = [view(rank, [], key=ShardKey(0, 1, rank, 5)) for rank in range(5)]
+    pairs = {(guard.source, guard.target) for guard in guards(views, {v.store for v in views})}
+    assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(clusters(), st.sets(st.integers(0, 4), max_size=2))
+def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_room: set[int]) -> None:
+    stores = {v.store for v in views}
+    usable = stores - {f"node-{number}" for number in without_room}
+    found = guards(views, usable)
+    holders = {v.needs: {w.store for w in views if w.needs == v.needs} for v in views}
+    single = {key for key, where in holders.items() if len(where) == 1 and where <= usable}
+    assert {guard.key for guard in found} == (single if len(usable) > 1 else set())
+    assert len({guard.key for guard in found}) == len(found)
+    store = {v.rank: v.store for v in views}
+    for guard in found:
+        assert guard.source in writers(views)
+        assert store[guard.source] != store[guard.target]
+        assert {store[guard.source], store[guard.target]} <= usable
+    per_keeper = [sum(guard.target == v.rank for guard in found) for v in views]
+    per_node = [sum(v.store == name for v in views) for name in stores]
+    assert max(per_keeper, default=0) <= math.ceil(max(per_node) / min(per_node))

@@ -1,28 +1,29 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import resource
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoint_world import Run, SlowStorage, position, solo
+from checkpoint_world import HookedStorage, Run, SlowStorage, position, solo
 from safetensors import safe_open
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.checkpoint import commit as commits
 from trainium_trainer.checkpoint.commit import FenceToken
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
-from trainium_trainer.checkpoint.inspect import inspect, list_checkpoints
-from trainium_trainer.checkpoint.storage import PosixStorage, Retry
+from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.storage import Retry
 from trainium_trainer.exits import code_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 # The first test pays for importing torch in the server that ranks are forked from.
@@ -47,7 +48,7 @@ def test_a_saved_state_comes_back(tmp_path: Path) -> None:
     report = again.report()
     assert (report["position"], report["wrong"], report["source"], report["durable"]) == (position(3), [], "durable", 3)
     assert folders(tmp_path) == ["step-3"]
-    assert sorted(path.name for path in (tmp_path / "step-3").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "step-3").rglob("*") if path.is_file()) == [
         "COMMITTED",
         "index.json",
         "manifest.json",
@@ -57,7 +58,7 @@ def test_a_saved_state_comes_back(tmp_path: Path) -> None:
 
 def test_any_safetensors_reader_opens_the_files(tmp_path: Path) -> None:
     run = trained(tmp_path, 2)
-    with safe_open(tmp_path / "step-2" / "shard-00000.safetensors", framework="pt") as file:
+    with safe_open(shard_of(tmp_path / "step-2"), framework="pt") as file:
         assert set(file.keys()) == set(run.state.tensors)
         assert file.get_tensor("model.wide").equal(run.state.tensors["model.wide"])
         assert int(file.get_tensor("optimizer.step")) == 2
@@ -93,7 +94,7 @@ def test_saves_follow_the_clock(tmp_path: Path) -> None:
     now = [0.0]
     run = solo(tmp_path, durable={"everySeconds": 60})
     run.manager._clock = lambda: now[0]
-    run.manager._saved_at = 0.0
+    run.manager._policy.saved_at = 0.0
     run.settle()
     assert run.advance() == 0
     now[0] = 59.0
@@ -116,34 +117,30 @@ def test_a_checkpoint_is_committed_when_its_write_ends_and_not_at_the_next_save(
     run.settle()
 
 
-class StoppingStorage(PosixStorage):
-    """A store at which the process dies (here: never returns) before the access that `stop` picks."""
+class StoppingStorage(HookedStorage):
+    """A store at which the process dies (here: never returns) at the access that `stop` picks."""
 
     def __init__(self, root: Any, stop: str) -> None:
-        super().__init__(Path(root))
+        super().__init__(root, self._maybe)
         self.stop = stop
         self.reached = threading.Event()
 
     def _maybe(self, what: str) -> None:
-        if self.stop in what:
+        if re.fullmatch(self.stop, what):
             self.reached.set()
             threading.Event().wait()
-
-    @contextmanager
-    def open_write(self, name: str) -> Iterator[BinaryIO]:
-        self._maybe(f"write {name}")
-        with super().open_write(name) as file:
-            yield file
-            self._maybe(f"written {name}")
-
-    def rename(self, old: str, new: str) -> None:
-        self._maybe(f"rename {new}")
-        super().rename(old, new)
 
 
 @pytest.mark.parametrize(
     "stop",
-    ["write step-6.tmp", "written step-6.tmp", "index.json", "manifest.json", "rename step-6", "step-6/COMMITTED"],
+    [
+        "before write step-6/.*/shard-00000.*",
+        "after write step-6/.*/shard-00000.*",
+        "before write .*/index.json",
+        "before write .*/manifest.json",
+        "after write .*/manifest.json",
+        "before create step-6/COMMITTED",
+    ],
 )
 def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before_it(tmp_path: Path, stop: str) -> None:
     trained(tmp_path, 3)
@@ -167,29 +164,58 @@ def test_a_process_that_dies_right_after_the_commit_leaves_the_new_checkpoint(tm
     assert (again.resumed.step, again.wrong) == (6, [])
 
 
+def shard_of(folder: Path) -> Path:
+    return next(folder.glob("*/shard-00000.safetensors"))
+
+
 def damage_cut(folder: Path) -> None:
-    path = folder / "shard-00000.safetensors"
+    path = shard_of(folder)
     os.truncate(path, path.stat().st_size - 10)
 
 
 def damage_bit(folder: Path) -> None:
-    path = folder / "shard-00000.safetensors"
+    path = shard_of(folder)
     data = bytearray(path.read_bytes())
     data[-100] ^= 8
     path.write_bytes(data)
 
 
 def damage_lost_file(folder: Path) -> None:
-    (folder / "index.json").unlink()
+    next(folder.glob("*/index.json")).unlink()
 
 
 def damage_manifest(folder: Path) -> None:
-    raw = json.loads((folder / "manifest.json").read_text())
+    path = next(folder.glob("*/manifest.json"))
+    raw = json.loads(path.read_text())
     raw["tokens"] += 1
-    (folder / "manifest.json").write_text(json.dumps(raw))
+    path.write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_bit, damage_lost_file, damage_manifest])
+def damage_index(folder: Path) -> None:
+    path = next(folder.glob("*/index.json"))
+    path.write_text(path.read_text().replace('"offsets":[0', '"offsets":[1', 1))
+
+
+def damage_receipt(folder: Path) -> None:
+    (folder / "COMMITTED").write_text("{")
+
+
+def shard_of_another_step(folder: Path) -> None:
+    shard_of(folder).write_bytes(shard_of(folder.parent / "step-2").read_bytes())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_cut,
+        damage_bit,
+        damage_lost_file,
+        damage_manifest,
+        damage_index,
+        damage_receipt,
+        shard_of_another_step,
+    ],
+)
 def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,8 +244,8 @@ def test_when_no_checkpoint_is_whole_a_person_decides(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_instead_of_started_over(tmp_path: Path) -> None:
     trained(tmp_path, 2)
-    with pytest.raises(UnusableCheckpointError, match=r"written with other settings") as caught:
-        solo(tmp_path, digest="settings-2")
+    with pytest.raises(UnusableCheckpointError, match=r"other settings \(model is one there and two here\)") as caught:
+        solo(tmp_path, settings="two")
     assert code_of(caught.value) == ExitCode.USER_ERROR
 
 
@@ -233,6 +259,52 @@ def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> No
     assert folders(tmp_path) == ["step-5"]
 
 
+def test_a_damaged_checkpoint_is_kept_as_long_as_a_good_one_of_its_age_would_be(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2)
+    damage_bit(tmp_path / "step-2")
+    run = solo(tmp_path)
+    assert run.resumed.step == 1
+    run.to(3, save_at=(3,)).settle()
+    assert folders(tmp_path) == ["step-1", "step-2", "step-3"]
+    run.to(4, save_at=(4,)).settle()
+    assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
+    run.to(5, save_at=(5,)).settle()
+    assert folders(tmp_path) == ["step-3", "step-4", "step-5"]
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2)
+    receipt = tmp_path / "step-2" / "COMMITTED"
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9, "novelty": 1}))
+    with pytest.raises(UnusableCheckpointError, match=r"step-2 was written by a newer version .*format 9") as caught:
+        solo(tmp_path)
+    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert folders(tmp_path) == ["step-1", "step-2"]
+
+
+def test_another_start_of_the_run_that_committed_the_step_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    run = solo(tmp_path).settle()
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "COMMITTED").write_text("theirs")
+    run.to(2, save_at=(2,))
+    with pytest.raises(StaleGenerationError, match="another start of the run"):
+        run.settle()
+    assert (tmp_path / "step-2" / "COMMITTED").read_text() == "theirs"
+
+
+def test_a_store_that_cannot_be_read_says_nothing_about_the_checkpoints_in_it(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2)
+
+    class Unreadable(PosixStorage):
+        def read_into(self, name: str, start: int, target: memoryview) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(StorageError, match="Input/output error") as caught:
+        solo(tmp_path, storage=Unreadable(tmp_path))
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert solo(tmp_path).resumed.step == 2
+
+
 def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2, 3)
     run = solo(tmp_path, durable={"keepLast": 1}).settle()
@@ -242,12 +314,13 @@ def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
 
 def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path: Path) -> None:
     trained(tmp_path, 1)
-    for name in ("step-7.tmp-g1-abc", "step-9"):
-        (tmp_path / name).mkdir()
+    for name in ("step-1/g0-other", "step-9/g1-abc"):
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "shard-00000.safetensors").write_text("half")
     (tmp_path / "notes").mkdir()
     solo(tmp_path).settle()
     assert folders(tmp_path) == ["notes", "step-1"]
+    assert len(folders(tmp_path / "step-1")) == 1
 
 
 def test_an_older_generation_cannot_commit(tmp_path: Path) -> None:
@@ -316,20 +389,17 @@ def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(t
     assert run.manager.durable_step == 3
 
 
-class FullStorage(PosixStorage):
+class FullStorage(HookedStorage):
     """A store that is full for the first `failures` files."""
 
     def __init__(self, root: Any, failures: int) -> None:
-        super().__init__(Path(root))
+        super().__init__(root, self._refuse)
         self.failures = failures
 
-    @contextmanager
-    def open_write(self, name: str) -> Iterator[BinaryIO]:
-        if "step-" in name and self.failures:
+    def _refuse(self, what: str) -> None:
+        if "before write step-" in what and self.failures:
             self.failures -= 1
             raise OSError(28, os.strerror(28))
-        with super().open_write(name) as file:
-            yield file
 
 
 def test_a_store_that_is_full_for_a_moment_costs_a_retry(tmp_path: Path) -> None:
@@ -353,6 +423,97 @@ def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_
     assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     assert waits == [0.5, 2.0]
     assert folders(tmp_path) == ["step-1"]
+
+
+def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_path: Path) -> None:
+    now = [0.0]
+    storage = FullStorage(tmp_path, 99)
+    run = solo(tmp_path, storage=storage, durable={"everySeconds": 300, "failureTolerance": 2})
+    run.manager._clock = lambda: now[0]
+    run.manager._policy.saved_at = 0.0
+    run.settle()
+
+    def save_is_due_after(seconds: float) -> bool:
+        now[0] += seconds
+        due = run.advance() > 0
+        if due:
+            run.manager._durable._thread.join()
+        return due
+
+    assert save_is_due_after(300)
+    assert not save_is_due_after(1)  # the failure is heard of here
+    assert run.manager.warnings[0].startswith("a save failed, training goes on (1 in a row, there is no durable")
+    assert "the store is full" in run.manager.warnings[0]
+    assert not save_is_due_after(58)
+    assert save_is_due_after(3)
+    storage.failures = 0
+    assert not save_is_due_after(1)
+    assert save_is_due_after(60)
+    assert not save_is_due_after(1)
+    assert run.manager.warnings[2:] == [f"saving works again: step {run.manager.durable_step} is committed"]
+    assert not save_is_due_after(250)
+
+    storage.failures = 99
+    assert save_is_due_after(60)
+    for failures in (1, 2):
+        assert not save_is_due_after(1)
+        assert f"({failures} in a row" in run.manager.warnings[-1]
+        assert save_is_due_after(61)
+    with pytest.raises(StorageError, match=r"3 saves in a row have failed; the newest durable checkpoint is step 6"):
+        run.advance()
+    assert folders(tmp_path) == ["step-6"]
+
+
+def test_a_save_that_does_not_end_stops_the_run_in_time_and_blocks_no_step(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=StoppingStorage(tmp_path, ".*index.json"), durable={"saveTimeoutSeconds": 1})
+    run.settle()
+    run.to(3, save_at=(1,))
+    assert run.manager.warnings == []
+    with pytest.raises(StorageError, match=r"has not ended after 1 s .*newest durable checkpoint: none") as caught:
+        run.manager.finish(position(3))
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    with pytest.raises(StorageError, match="saveTimeoutSeconds"):
+        run.advance()
+
+
+def test_the_last_save_is_tried_as_often_as_failures_are_borne(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=FullStorage(tmp_path, 2), durable={"failureTolerance": 2}).to(3)
+    run.manager.finish(position(3))
+    assert run.manager.durable_step == 3
+    assert [warning[:13] for warning in run.manager.warnings] == ["a save failed", "a save failed", "saving works "]
+
+
+def test_milestones_hold_the_weights_alone_and_are_never_removed(tmp_path: Path) -> None:
+    settings = {"durable": {"everySteps": 1, "keepLast": 1}, "milestones": {"everyTokens": 2500}}
+    run = solo(tmp_path, **settings).settle()
+    for _ in range(9):  # of 1,000 tokens each
+        run.advance()
+        run.settle()
+    run.manager.finish(position(9))
+    run.manager.close()
+    assert folders(tmp_path) == ["milestone-3", "milestone-5", "milestone-8", "step-9"]
+    with safe_open(shard_of(tmp_path / "milestone-3"), framework="pt") as file:
+        assert sorted(file.keys()) == ["model.norm", "model.tall", "model.wide"]
+        assert file.get_tensor("model.norm").equal(run.state._whole("model.norm", 3))
+    again = solo(tmp_path, **settings).settle()
+    assert (again.resumed.step, again.wrong) == (9, [])
+    again.advance()
+    again.settle()
+    assert folders(tmp_path) == ["milestone-10", "milestone-3", "milestone-5", "milestone-8", "step-10"]
+
+
+def test_a_milestone_that_falls_into_a_save_follows_it(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.05), milestones={"everyTokens": 2000}).settle()
+    run.advance(save=1.0)
+    while run.manager._durable.busy:
+        run.advance()
+    late = run.step + 1
+    assert late > 2
+    run.advance()
+    run.settle()
+    assert folders(tmp_path) == [f"milestone-{late}", "step-1"]
+    run.manager.finish(position(late))
+    assert [name for name in folders(tmp_path) if name.startswith("milestone")] == [f"milestone-{late}"]
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not Path("/dev/shm").is_dir(), reason="needs root to mount a small tmpfs")
@@ -402,23 +563,6 @@ def test_the_newer_of_memory_and_storage_is_resumed(tmp_path: Path) -> None:
     third = solo(tmp_path / "root", tmp_path / "memory")
     assert (third.resumed.step, third.wrong, third.report()["source"]) == (8, [], "durable")
     third.manager.close()
-
-
-def test_inspect_lists_what_is_there(tmp_path: Path) -> None:
-    trained(tmp_path, 1, 2, 3)
-    damage_bit(tmp_path / "step-2")
-    (tmp_path / "step-9").mkdir()
-    rows = {row.step: row for row in list_checkpoints(tmp_path)}
-    assert [(row.committed, row.verified) for _, row in sorted(rows.items())] == [
-        (True, True),
-        (True, False),
-        (True, True),
-        (False, False),
-    ]
-    assert rows[1].size > 2000
-    text = inspect(tmp_path)
-    assert "step-2/shard-00000.safetensors does not have the contents that were written" in text
-    assert "no checkpoints" in inspect(tmp_path / "step-9")
 
 
 def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) -> None:

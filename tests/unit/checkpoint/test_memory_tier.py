@@ -14,6 +14,7 @@ from trainium_trainer.checkpoint.agreement import Moment, ShardKey
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.layout import Layout, checksum
 from trainium_trainer.checkpoint.memory import MemoryTier
+from trainium_trainer.checkpoint.settings import settings_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
         layout=Layout.of(state.local_tensors()),
         generation=1,
         session="s",
-        config_digest="settings-1",
+        config_digest=settings_digest({"model": "one"}),
     )
     assert sorted(claim.moment.position.step for claim in tier.claims()) == [7, 8, 9]
     tier.close()
@@ -148,7 +149,7 @@ def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_pat
 def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory").to(4)
     run.manager.close()
-    other = solo(tmp_path / "other", tmp_path / "memory", digest="settings-2")
+    other = solo(tmp_path / "other", tmp_path / "memory", settings="two")
     assert other.resumed is None
     assert any("other settings" in warning for warning in other.manager.warnings)
     other.manager.close()
@@ -164,7 +165,7 @@ def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
             layout=Layout.of(state.local_tensors()),
             generation=1,
             session="old",
-            config_digest="settings-1",
+            config_digest=settings_digest({"model": "one"}),
         )
         tier.claim_fence()
         assert tier.open_slots()

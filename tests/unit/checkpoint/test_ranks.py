@@ -76,40 +76,77 @@ def test_ranks_that_share_a_node_share_one_snapshot(world: Callable[..., list[di
     assert [report["source"] for report in reports] == ["memory", "memory"]
 
 
+@pytest.mark.parametrize(("buddies", "resumed"), [(0, 4), (1, 5)])
 def test_the_newest_step_that_every_shard_has_is_resumed(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, buddies: int, resumed: int
 ) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
-    world(2, report_after, root, nodes, 5, {}, mode="FullySharded")
-    for path in nodes[1].glob("*.snapshot"):
+    settings = {"buddies": buddies}
+    world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
+    for path in nodes[1].glob("*-d1of2-*.snapshot"):
         data = bytearray(path.read_bytes())
         if b'"step": 5,' in bytes(data[:200]):
             data[4200] ^= 1
             path.write_bytes(data)
-    reports = world(2, report_after, root, nodes, 6, {}, mode="FullySharded")
-    assert_right(reports, 4)
+    reports = world(2, report_after, root, nodes, 6, settings, mode="FullySharded")
+    assert_right(reports, resumed)
+    assert reports[1]["source"] == ("peer" if buddies else "memory")
     assert all(any("damaged" in w and "rank 1" in w for w in report["warnings"]) for report in reports)
 
 
+@pytest.mark.parametrize("buddies", [0, 1])
 def test_sharded_ranks_that_changed_places_exchange_their_snapshots(
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, buddies: int
+) -> None:
+    root, nodes = tmp_path / "root", memories(tmp_path, 2)
+    settings = {"buddies": buddies}
+    world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
+    reports = world(2, report_after, root, nodes[::-1], 9, settings | {"generation": 2}, mode="FullySharded")
+    assert_right(reports, 5)
+    # The other node has a copy already, if there are copies.
+    assert [report["source"] for report in reports] == (["memory"] * 2 if buddies else ["peer"] * 2)
+    assert [len(list(node.glob("*.snapshot"))) for node in nodes] == [3 + 2 * buddies] * 2
+
+
+def test_a_lost_shard_without_a_copy_means_the_durable_tier(
     world: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
-    world(2, report_after, root, nodes, 5, {}, mode="FullySharded")
-    reports = world(2, report_after, root, nodes[::-1], 9, {"generation": 2}, mode="FullySharded")
-    assert_right(reports, 5)
-    assert [report["source"] for report in reports] == ["peer", "peer"]
-    assert [len(list(node.glob("*.snapshot"))) for node in nodes] == [3, 3]
-
-
-def test_a_lost_shard_means_the_durable_tier(world: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
-    root, nodes = tmp_path / "root", memories(tmp_path, 2)
-    world(2, report_after, root, nodes, 5, {"save_at": (3,)}, mode="FullySharded")
-    reports = world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, {}, mode="FullySharded")
+    alone = {"buddies": 0}
+    world(2, report_after, root, nodes, 5, {"save_at": (3,), **alone}, mode="FullySharded")
+    reports = world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, alone, mode="FullySharded")
     assert_right(reports, 3)
     assert {report["source"] for report in reports} == {"durable"}
-    reports = world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, {}, mode="FullySharded")
+    reports = world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, alone, mode="FullySharded")
     assert_right(reports, 4)
+
+
+@pytest.mark.parametrize(("size", "tp", "mode"), [(3, 1, "FullySharded"), (2, 2, "Replicated")])
+def test_the_shard_of_a_lost_node_comes_from_its_buddy(
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, size: int, tp: int, mode: str
+) -> None:
+    root, nodes = tmp_path / "root", memories(tmp_path, size)
+    settings = {"save_at": (2,)}
+    reports = world(size, report_after, root, nodes, 5, settings, tp=tp, mode=mode)
+    assert [report["guarded"] for report in reports] == [5] * size
+    for lost in range(size):
+        nodes[lost] = tmp_path / f"instead-of-{lost}"
+        reports = world(size, report_after, root, nodes, 7 + lost, {}, tp=tp, mode=mode)
+        assert_right(reports, 5 if lost == 0 else 6 + lost)
+        assert [report["source"] for report in reports] == ["peer" if r == lost else "memory" for r in range(size)]
+        assert [report["warnings"] for report in reports] == [[]] * size
+    # Three files of the own shard and two of another's, on each node.
+    assert [len(list(node.glob("*.snapshot"))) for node in nodes] == [5] * size
+
+
+def test_a_node_without_room_for_copies_says_so_and_goes_on(
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    nodes = memories(tmp_path, 2)
+    reports = world(2, report_after, tmp_path / "root", nodes, 3, {"room_for": 3}, mode="FullySharded")
+    assert [report["guarded"] for report in reports] == [-1, -1]
+    assert any("keeps no copies of another's snapshots" in warning for warning in reports[0]["warnings"])
+    assert_right(world(2, report_after, tmp_path / "root", nodes, 3, {}, mode="FullySharded"), 3)
 
 
 def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(
@@ -117,7 +154,7 @@ def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(
 ) -> None:
     root = tmp_path / "root"
     world(2, report_after, root, None, 4, {"save_at": (2, 4)}, tp=2)
-    path = Path(root / "step-4" / "shard-00001.safetensors")
+    path = next(Path(root / "step-4").glob("*/shard-00001.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

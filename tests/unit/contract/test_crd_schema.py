@@ -76,6 +76,7 @@ def test_no_object_but_the_pod_template_takes_unknown_fields() -> None:
         {},
         {"workers": {"replicas": 4, "spares": 1, "accelerator": {"device": "cpu"}}},
         {"trainer": {"steps": 7, "model": {"preset": "Small"}, "data": {"tokenizer": {"path": "t.json"}}}},
+        {"trainer": {"model": {"ropeScaling": {"factor": 4}}}},
         {"checkpoint": {"storage": {"hostPath": {"path": "/data"}}, "durable": {"everySteps": 5}}},
         {"recovery": {"budgets": {"process": {"maxFailures": 1}}}},
     ],
@@ -127,6 +128,27 @@ def test_every_model_field_is_in_the_schema() -> None:
 def test_exclusive_bounds_are_written_in_the_dialect_of_kubernetes() -> None:
     rate = spec_schema()["properties"]["trainer"]["properties"]["optimizer"]["properties"]["learningRate"]
     assert (rate["minimum"], rate["exclusiveMinimum"], rate["maximum"]) == (0, True, 1)
+
+
+def test_a_range_is_told_in_the_description() -> None:
+    trainer = spec_schema()["properties"]["trainer"]["properties"]
+    ends = {
+        path: node["properties"][name]["description"].rpartition("Range: ")[2]
+        for path, node, name in (
+            ("learningRate", trainer["optimizer"], "learningRate"),
+            ("beta1", trainer["optimizer"], "beta1"),
+            ("ropeTheta", trainer["model"], "ropeTheta"),
+            ("vocabSize", trainer["model"], "vocabSize"),
+            ("seed", trainer["data"], "seed"),
+        )
+    }
+    assert ends == {
+        "learningRate": "above 0 and at most 1.",
+        "beta1": "at least 0 and below 1.",
+        "ropeTheta": "above 0.",
+        "vocabSize": "16 to 1000000.",
+        "seed": "at least 0.",
+    }
 
 
 class Undescribed(ContractModel):

@@ -21,7 +21,15 @@ import pytest
 from trainium_devcluster.binaries import cache, catalog
 from trainium_devcluster.binaries.build import SOURCES, find_go, module_root
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
-from trainium_devcluster.binaries.catalog import Architecture, Program, Release, release_of
+from trainium_devcluster.binaries.catalog import (
+    BUILT_ONLY,
+    CLUSTER_PROGRAMS,
+    FLEET_PROGRAMS,
+    Architecture,
+    Program,
+    Release,
+    release_of,
+)
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.progress import Progress
@@ -196,7 +204,7 @@ def test_all_programs_are_downloaded_once_and_then_taken_from_the_cache(host: Re
     found = ensure_binaries(
         root=tmp_path, origin=Origin.DOWNLOAD, write=lines.append, releases=releases_at(host), limits=QUICK
     )
-    assert all(os.access(found.path(program), os.X_OK) for program in Program)
+    assert all(os.access(found.path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
     assert lines[0].startswith("[1/6] downloading etcd")
     asked = len(host.asked)
     again = ensure_binaries(root=tmp_path, write=lines.append, releases=releases_at(host), limits=QUICK)
@@ -213,7 +221,7 @@ def test_without_network_everything_is_built_after_one_line_about_it(
     ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lines.append, releases=releases_at(host), limits=QUICK)
     assert len(host.asked) == 1
     assert sum("built from source instead" in line for line in lines) == 1
-    assert {program for _, programs in built for program in programs} == set(Program)
+    assert {program for _, programs in built for program in programs} == CLUSTER_PROGRAMS
 
 
 def test_only_what_could_not_be_downloaded_is_built(
@@ -228,6 +236,18 @@ def test_only_what_could_not_be_downloaded_is_built(
 
     ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lambda _: None, releases=release, limits=QUICK)
     assert built == [("helm", frozenset({Program.HELM}))]
+
+
+def test_a_program_without_published_checksum_is_built_in_a_folder_of_its_own(
+    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = fake_build(monkeypatch)
+    found = ensure_binaries(
+        programs=FLEET_PROGRAMS, root=tmp_path, write=lambda _: None, releases=releases_at(host), limits=QUICK
+    )
+    assert built == [("kwok", FLEET_PROGRAMS)]
+    assert host.asked == []
+    assert [entry.name for entry in found.folder.iterdir()] == ["kwok"]
 
 
 def test_two_processes_do_not_prepare_the_cache_at_once(
@@ -246,7 +266,7 @@ def test_two_processes_do_not_prepare_the_cache_at_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(host.asked) == sorted(f"/{program}" for program in Program)
+    assert sorted(host.asked) == sorted(f"/{program}" for program in CLUSTER_PROGRAMS)
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
@@ -270,7 +290,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-@pytest.mark.parametrize("program", list(Program))
+@pytest.mark.parametrize("program", sorted(frozenset(Program) - BUILT_ONLY))
 def test_every_release_is_on_an_official_host_and_can_be_checked(program: Program, architecture: Architecture) -> None:
     release = release_of(program, architecture)
     assert release.url.startswith(("https://dl.k8s.io/", "https://github.com/etcd-io/", "https://get.helm.sh/"))
@@ -288,6 +308,7 @@ def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
     assert len(staging) > 30
     assert {version for _, version in staging} == {f"0.{minor}"}
     assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
+    assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
 
 
 def test_every_program_has_a_source() -> None:

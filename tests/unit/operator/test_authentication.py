@@ -132,6 +132,18 @@ async def test_an_answer_is_remembered_for_a_minute() -> None:
     assert len(world.reviews) == 2
 
 
+async def test_an_answer_in_use_is_renewed_before_it_is_too_old_and_nobody_waits_for_that() -> None:
+    world = World()
+    await world.admit()
+    for _ in range(300):
+        world.now += 1.0
+        began = len(world.reviews)
+        await world.admit()
+        assert len(world.reviews) == began  # not asked yet when the answer was given
+        await asyncio.sleep(0.001)
+    assert 5 <= len(world.reviews) - 1 <= 10
+
+
 async def test_an_answer_is_not_remembered_past_the_expiry_of_the_token() -> None:
     world = World()
     claims = base64.urlsafe_b64encode(json.dumps({"exp": 1020}).encode()).rstrip(b"=").decode()

@@ -100,6 +100,23 @@ def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorSt
     assert state.agents("job")["a"].progressed == clock.now - 1
 
 
+def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
+    state: CoordinatorState, clock: Clock
+) -> None:
+    def since(attempt: int, phase: WorkerPhase = WorkerPhase.JOINING) -> float | None:
+        clock.now += 1
+        state.heartbeat("job", step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
+        return state.agents("job")["a"].joining_since
+
+    state.register("job", registration("a"))
+    first = since(0)
+    assert first == clock.now
+    assert since(0) == first
+    assert since(0, WorkerPhase.LOADING) is None
+    assert since(0) == clock.now
+    assert since(1) == clock.now
+
+
 def test_what_a_lost_member_said_last_stays_until_the_next_generation(state: CoordinatorState) -> None:
     state.publish("job", membership(1, "a", "b"))
     for pod in ("a", "b", "spare"):

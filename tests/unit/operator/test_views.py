@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import base64
+import json
+import uuid
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from trainium_contract.exit_codes import Cause
+from trainium_contract.messages import Member, Membership, Transition
 from trainium_contract.worker_env import LABEL_JOB
-from trainium_operator.cluster.views import child_record, job_record, node_view, pod_view
+from trainium_operator.cluster.views import child_record, job_record, left_out, membership_of, node_view, pod_view
 from trainium_operator.plan import names
+from trainium_operator.plan.children import membership_map
 from trainium_operator.plan.model import NodeReadiness, PodPhase
+from trainium_operator.plan.node_signals import Demand, problems_of
 
 CREATED = "2026-01-01T00:00:00Z"
 
@@ -114,7 +123,12 @@ def test_nodes(conditions: list[Any], ready: NodeReadiness, since: float | None)
         "status": {"conditions": conditions},
     }
     view = node_view(raw)
-    assert (view.ready, view.unready_since, view.schedulable, view.taints) == (ready, since, False, ("k",))
+    assert (view.ready, view.unready_since, view.schedulable, [taint.key for taint in view.taints]) == (
+        ready,
+        since,
+        False,
+        ["k"],
+    )
 
 
 def test_a_job_that_cannot_be_read_says_where() -> None:
@@ -131,3 +145,148 @@ def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
     assert child_record(raw).content_hash == "h"
     for text in ("{", "{}", '{"generation": 0}'):
         assert child_record({**raw, "data": {names.MEMBERSHIP_KEY: text}}).membership is None
+
+
+def test_a_membership_too_large_for_a_config_map_is_packed_and_read_again() -> None:
+    many = tuple(
+        Member(
+            pod_uid=str(uuid.UUID(int=rank * 7919)),
+            pod_name=f"{'j' * 50}-w-{rank}",
+            pod_ip=f"10.0.{rank // 256}.{rank % 256}",
+            node_name=f"ip-10-0-{rank // 256}-{rank % 256}.us-west-2.compute.internal",
+            node_rank=rank,
+            rendezvous_port=29500,
+        )
+        for rank in range(5000)
+    )
+    membership = Membership(
+        generation=3, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=many, processes_per_node=32
+    )
+    job = job_record({"metadata": {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}, "spec": {}})
+    assert job.view is not None
+    manifest = membership_map(job.view, membership)
+    assert len(base64.b64decode(manifest["binaryData"][names.MEMBERSHIP_PACKED_KEY])) < 400_000
+    assert "data" not in manifest
+    assert manifest == membership_map(job.view, membership)
+    assert membership_of(manifest) == membership
+    small = membership_map(job.view, membership.model_copy(update={"members": many[:100]}))
+    assert json.loads(small["data"][names.MEMBERSHIP_KEY])["generation"] == 3
+    for text in ("!", "aGVsbG8=", manifest["binaryData"][names.MEMBERSHIP_PACKED_KEY][:1000]):
+        assert membership_of({"binaryData": {names.MEMBERSHIP_PACKED_KEY: text}}) is None
+
+
+HEALTHY = {"type": "NetworkingReady", "status": "True", "lastTransitionTime": CREATED, "lastHeartbeatTime": CREATED}
+DEVICE = {
+    "type": "NeuronHealth",
+    "status": "True",
+    "reason": "NeuronHasError_DMA_ERROR",
+    "message": "x" * 1000,
+    "lastTransitionTime": CREATED,
+}
+
+
+def node(**parts: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "metadata": {"name": "n", "labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge", "team": "x"}},
+        "spec": {"providerID": "aws:///us-west-2a/i-1"},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}, HEALTHY],
+            "allocatable": {"cpu": "127610m", "aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": 8},
+        },
+    }
+    for part, fields in parts.items():
+        raw[part] = {**raw[part], **fields}
+    return raw
+
+
+def test_a_node_is_what_plans_read_of_it_and_no_more() -> None:
+    view = node_view(
+        node(status={"conditions": [HEALTHY, DEVICE]}, metadata={"name": "n", "deletionTimestamp": CREATED})
+    )
+    (condition,) = view.conditions
+    assert (condition.type, condition.reason) == ("NeuronHealth", "NeuronHasError_DMA_ERROR")
+    assert (condition.since, len(condition.message)) == (1767225600.0, 256)
+    assert view.deleting
+    whole = node_view(node())
+    assert whole.labels == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    assert whole.capacity == {"aws.amazon.com/neuron": 16, "vpc.amazonaws.com/efa": 8}
+    assert whole.provider_id == "aws:///us-west-2a/i-1"
+    assert whole.conditions == ()
+
+
+def test_a_heartbeat_of_a_kubelet_changes_no_view() -> None:
+    later = {**HEALTHY, "lastHeartbeatTime": "2026-01-01T00:05:00Z", "message": "still well"}
+    images = {"images": [{"names": ["trainer"]}], "conditions": [{"type": "Ready", "status": "True"}, later]}
+    raw = node(status=images, metadata={"name": "n", "labels": node()["metadata"]["labels"], "annotations": {"a": "b"}})
+    assert node_view(raw) == node_view(node())
+
+
+@pytest.mark.parametrize(
+    ("quantity", "capacity"),
+    [
+        ("16", 16),
+        (16, 16),
+        ("0", 0),
+        ("16.5", None),
+        ("", None),
+        (None, None),
+        ("-1", None),
+        ("1e400", None),
+        ([], None),
+    ],
+)
+def test_a_quantity_that_is_no_whole_number_is_left_out(quantity: Any, capacity: int | None) -> None:
+    view = node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
+    assert view.capacity.get("aws.amazon.com/neuron") == capacity
+
+
+def test_what_is_malformed_is_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    left_out.clear()
+    for _ in range(3):
+        view = node_view(node(status={"conditions": ["Ready", {**DEVICE, "lastTransitionTime": "yesterday"}]}))
+        assert view.conditions[0].since is None
+    assert left_out == {"condition": 3, "time stamp": 3}
+    assert len(caplog.records) == 2
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text("aZ0:/-. ", max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("aZ0:/-. ", max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def malformed_nodes(draw: st.DrawFn) -> dict[str, Any]:
+    """A node in which any part may be anything."""
+
+    def maybe(value: Any) -> Any:
+        return draw(ANYTHING) if draw(st.booleans()) else value
+
+    condition = {key: maybe(value) for key, value in DEVICE.items()}
+    taint = {"key": maybe("karpenter.sh/disrupted"), "value": maybe("x"), "effect": maybe("NoSchedule")}
+    allocatable = {"aws.amazon.com/neuron": maybe("16")}
+    labels = {
+        "node.kubernetes.io/instance-type": maybe("trn1.32xlarge"),
+        "sagemaker.amazonaws.com/node-health-status": maybe("Schedulable"),
+    }
+    return {
+        "metadata": {
+            "name": "n",
+            "labels": maybe(labels),
+            **({"deletionTimestamp": draw(ANYTHING)} if draw(st.booleans()) else {}),
+        },
+        "spec": maybe(
+            {"taints": maybe([maybe(taint)]), "providerID": maybe("aws:///i"), "unschedulable": maybe(False)}
+        ),
+        "status": maybe({"conditions": maybe([maybe(condition)]), "allocatable": maybe(allocatable)}),
+    }
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no finding
+@given(malformed_nodes())
+def test_no_node_however_malformed_hides_itself_or_stops_a_plan(raw: dict[str, Any]) -> None:
+    view = node_view(raw)
+    assert view.name == "n"
+    assert all(isinstance(problem.reason, str) for problem in problems_of(view, Demand({"aws.amazon.com/neuron": 16})))
+    assert hash(view.conditions) is not None

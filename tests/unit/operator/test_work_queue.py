@@ -79,6 +79,22 @@ def test_of_several_delays_the_earliest_wins() -> None:
     run_virtual(scenario())
 
 
+def test_a_key_that_is_given_out_loses_its_delay_but_not_one_that_is_set_meanwhile() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        queue: WorkQueue[str] = WorkQueue()
+        queue.put_after("a", 5)
+        queue.put("a")
+        await queue.get()
+        queue.put_after("a", 30)
+        queue.done("a")
+        started = loop.time()
+        await queue.get()
+        assert loop.time() - started == pytest.approx(30, abs=0.01)
+
+    run_virtual(scenario())
+
+
 def test_a_delay_of_zero_is_now() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()

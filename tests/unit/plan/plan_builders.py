@@ -18,7 +18,7 @@ from trainium_contract.messages import (
     Transition,
     WorkerPhase,
 )
-from trainium_operator.plan import children, names
+from trainium_operator.plan import children, disruption, names
 from trainium_operator.plan.model import (
     Action,
     AgentView,
@@ -69,7 +69,7 @@ def pod(ordinal: int, **changes: Any) -> PodView:
         uid=f"uid-{ordinal}",
         ordinal=ordinal,
         phase=PodPhase.RUNNING,
-        ip=f"10.0.0.{ordinal}",
+        ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
         node=f"node-{ordinal}",
         ready=True,
         created=NOW - 60,
@@ -87,14 +87,18 @@ def heartbeat(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, **changes:
 
 def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any) -> AgentView:
     """An agent that was last heard `silent` seconds ago."""
-    view = {name: changes.pop(name) for name in ("progressed", "step_seconds") if name in changes}
+    view = {
+        name: changes.pop(name)
+        for name in ("progressed", "step_seconds", "joining_since", "refused")
+        if name in changes
+    }
     return AgentView(
         registration=RegisterRequest(
             namespace="default",
             job="demo",
             pod_name=f"demo-w-{ordinal}",
             pod_uid=f"uid-{ordinal}",
-            pod_ip=f"10.0.0.{ordinal}",
+            pod_ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
             node_name=f"node-{ordinal}",
             rendezvous_port=29500,
             agent_version="1",
@@ -127,7 +131,7 @@ def membership(*ordinals: int, generation: int = 1) -> Membership:
         Member(
             pod_uid=f"uid-{ordinal}",
             pod_name=f"demo-w-{ordinal}",
-            pod_ip=f"10.0.0.{ordinal}",
+            pod_ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
             node_name=f"node-{ordinal}",
             node_rank=rank,
             rendezvous_port=29500,
@@ -155,6 +159,9 @@ def observed(
 ) -> Observed:
     """An observation long after the operator's start, with every node there and every child applied."""
     applied = [children.service(view), children.config_map(view, CA)]
+    size = view.status.membership.size
+    if size:
+        applied.append(disruption.budget(view, size if view.spec.workers.spares else size - 1))
     base = Observed(
         job=view,
         pods=pods,

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from plan_builders import CA, NOW, SETTINGS
-from plan_world import STEPS_PER_SECOND, FakeWorld, Pod
+from plan_faults import FaultyWorld
+from plan_world import STEPS_PER_SECOND, Pod
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.plan import names
@@ -18,6 +19,7 @@ from trainium_operator.plan.model import (
     ApplyObject,
     CreatePod,
     DeletePod,
+    FleetView,
     JobView,
     Observed,
     Plan,
@@ -26,13 +28,14 @@ from trainium_operator.plan.model import (
     PublishMembership,
 )
 from trainium_operator.plan.plan import plan
+from trainium_operator.plan.size import decide_size
 
 
 class ConflictError(Exception):
     """A precondition of a write did not hold."""
 
 
-class FakeCluster(FakeWorld):
+class FakeCluster(FaultyWorld):
     """One TrainingJob, its nodes, and an operator that can die after any write."""
 
     def __init__(self, spec: TrainingJobSpec, nodes: int, name: str = "demo") -> None:
@@ -40,12 +43,25 @@ class FakeCluster(FakeWorld):
         self.generation = 1
         self.children: dict[str, str] = {}
         self.operator_since = self.now
+        self.fleet = FleetView()
         self.requeue_at: float | None = None
         self.dirty = True
         self.names_used: set[str] = set()
-        self.published_ever: dict[int, frozenset[str]] = {}
+        self.first_nodes = tuple(self.nodes)
+        self.published_members: dict[int, dict[str, int]] = {}
+        """By generation: rank by pod uid."""
         self.uids = 0
         self.plans = 0
+
+    def clone(self) -> FakeCluster:
+        """An independent copy of this very state."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.nodes = {name: replace(node) for name, node in self.nodes.items()}
+        copy.pods = {name: _copied(pod) for name, pod in self.pods.items()}
+        copy.heard, copy.children = dict(self.heard), dict(self.children)
+        copy.names_used, copy.published_members = set(self.names_used), dict(self.published_members)
+        return copy
 
     # --- the operator -------------------------------------------------------------------------------------------
 
@@ -71,6 +87,7 @@ class FakeCluster(FakeWorld):
             ca_bundle=CA,
             coordinator_since=self.operator_since,
             now=self.now,
+            fleet=self.fleet,
         )
 
     def reconcile(self, crash_after: int | None = None) -> Plan | None:
@@ -88,13 +105,19 @@ class FakeCluster(FakeWorld):
         self.requeue_at = None if result.requeue_after is None else self.now + result.requeue_after
         return result
 
+    def writes_due(self) -> int:
+        """How many writes the next plan asks for."""
+        result = plan(self.observe(), SETTINGS)
+        return len(result.actions) + (result.status != self.status)
+
     def settle(self) -> None:
-        """Reconcile, at most twice; a plan for what that did must ask for nothing more."""
-        result = self.reconcile()
-        if result is not None and result.requeue_after is not None and result.requeue_after < 0.1:
+        """Reconcile, a few times at most; a plan for what that did must ask for nothing more."""
+        for _ in range(4):
+            before = self.status
             result = self.reconcile()
-            assert result is None or result.actions == (), "the plan does not come to rest"
-        if self.operator_up:
+            if result is None or result.requeue_after is None or result.requeue_after >= 0.1:
+                break
+        if result is not None and (result.actions or result.status != before):
             again = plan(self.observe(), SETTINGS)
             assert again.actions == (), "the plan does not come to rest"
             assert again.events == (), "an event is told twice"
@@ -127,10 +150,12 @@ class FakeCluster(FakeWorld):
         recorded = self.membership.generation if self.membership else 0
         if self.membership != write.membership and recorded != write.replaces:
             raise ConflictError
-        members = frozenset(member.pod_uid for member in write.membership.members)
-        before = self.published_ever.setdefault(write.membership.generation, members)
+        members = {member.pod_uid: member.node_rank for member in write.membership.members}
+        before = self.published_members.setdefault(write.membership.generation, members)
         assert before == members, "one generation number stands for two memberships"
-        assert write.membership.generation >= recorded
+        assert write.membership.generation >= recorded, "a generation went back"
+        size, before_it = len(members), len(self.membership.members) if self.membership else 0
+        assert size >= min(before_it or size, decide_size(self.spec).floor), f"{size} nodes are fewer than it may have"
         self.membership = self.published = write.membership
 
     def _create(self, manifest: dict[str, Any]) -> None:
@@ -147,6 +172,7 @@ class FakeCluster(FakeWorld):
             phase=PodPhase.PENDING,
             created=self.now,
             template_hash=manifest["metadata"]["annotations"]["trainium.dev/template-hash"],
+            gang=manifest["metadata"]["annotations"].get("trainium.dev/gang", ""),
         )
         self.pods[name] = Pod(view, manifest, self.now)
 
@@ -184,10 +210,10 @@ class FakeCluster(FakeWorld):
         live = [each for each in self.pods.values() if self._alive(each)]
         members = {member.pod_uid for member in self.membership.members} if self.membership else set()
         extra = sum(each.view.uid in members or each.view.ip != "" for each in live)
-        assert len(live) <= limit + extra
+        assert len(live) <= limit + extra, f"{len(live)} live pods"
         assert len(status.history) <= 10
         if self.membership is not None:
-            assert job.batch_shape().is_legal(len(self.membership.members))
+            assert job.batch_shape().is_legal(len(self.membership.members)), "an illegal size"
             assert [member.node_rank for member in self.membership.members] == list(range(len(self.membership.members)))
 
     def _visible(self) -> Any:
@@ -219,3 +245,10 @@ class FakeCluster(FakeWorld):
         self.spec = self.spec.model_copy(update={"suspend": value})
         self.generation += 1
         self.dirty = True
+
+
+def _copied(pod: Pod) -> Pod:
+    agent = pod.agent
+    if agent is not None:
+        agent = replace(agent, failures=list(agent.failures), restarts=list(agent.restarts))
+    return replace(pod, agent=agent)

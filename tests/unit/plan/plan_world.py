@@ -12,7 +12,6 @@ from typing import Any
 
 from plan_builders import NOW
 
-from trainium_contract.exit_codes import Cause
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.messages import (
     HeartbeatRequest,
@@ -21,6 +20,7 @@ from trainium_contract.messages import (
     Progress,
     RegisterRequest,
     RestartRecord,
+    StepTiming,
     WorkerPhase,
 )
 from trainium_operator.plan.model import (
@@ -43,6 +43,12 @@ class Node:
     up: bool = True
     """Runs its pods and confirms deletions."""
     down_since: float = 0.0
+    muted: bool = False
+    """Its agents and the operator cannot talk; training and the kubelet go on."""
+    slowness: float = 1.0
+    """How many times as long as elsewhere a step's own work takes here."""
+    view: NodeView | None = None
+    """What else the API server shows of it: conditions, taints, a cordon; None while there is nothing to tell."""
 
 
 @dataclass
@@ -91,7 +97,14 @@ class FakeWorld:
 
     def _node_view(self, node: Node) -> NodeView:
         lost = not node.up and self.now - node.down_since >= NODE_GRACE_SECONDS
-        return NodeView(name=node.name, ready=NodeReadiness.UNKNOWN if lost else NodeReadiness.TRUE)
+        return replace(
+            node.view or NodeView(name=node.name), ready=NodeReadiness.UNKNOWN if lost else NodeReadiness.TRUE
+        )
+
+    def _takes_pods(self, node: Node) -> bool:
+        view = self._node_view(node)
+        tainted = any(taint.effect in ("NoSchedule", "NoExecute") for taint in view.taints)
+        return view.ready is NodeReadiness.TRUE and view.schedulable and not view.deleting and not tainted
 
     def _schedule(self) -> None:
         taken = {
@@ -102,9 +115,7 @@ class FakeWorld:
         for each in self.pods.values():
             if each.view.node:
                 continue
-            free = [
-                name for name, node in self.nodes.items() if name not in taken and self._node_view(node).ready == "True"
-            ]
+            free = [name for name, node in self.nodes.items() if name not in taken and self._takes_pods(node)]
             avoided = set(self.status.avoided_nodes)
             free.sort(key=lambda name: (name in avoided, name))
             if not free:
@@ -124,7 +135,9 @@ class FakeWorld:
             elif each.view.deleting and self.now - each.since >= STOP_SECONDS:
                 del self.pods[name]
             elif each.view.phase is PodPhase.PENDING and self.now - each.since >= START_SECONDS:
-                each.view = replace(each.view, phase=PodPhase.RUNNING, ready=True, ip=f"10.0.0.{each.view.ordinal}")
+                number = each.view.ordinal
+                ip = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+                each.view = replace(each.view, phase=PodPhase.RUNNING, ready=True, ip=ip)
                 each.agent = Agent(self._registration(each.view))
             elif each.agent is not None and each.agent.phase is WorkerPhase.FINISHED:
                 each.view = replace(each.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
@@ -151,8 +164,8 @@ class FakeWorld:
 
     def _agents(self) -> None:
         for each, agent in self._working():
-            agent.ready = True
-            published = self.published if self.operator_up else None
+            agent.ready = agent.verdict is None
+            published = self.published if self.operator_up and not self.nodes[each.view.node].muted else None
             if published is None or published.generation <= agent.generation:
                 continue
             named = published.rank_of(each.view.uid) is not None
@@ -216,11 +229,19 @@ class FakeWorld:
             if reached == total:
                 agent.phase = WorkerPhase.FINISHED
 
+    def _timing(self, pod: Pod) -> StepTiming | None:
+        if all(node.slowness == 1.0 for node in self.nodes.values()):
+            return None
+        own = self.nodes[pod.view.node].slowness / STEPS_PER_SECOND
+        return StepTiming(steps=10, step_seconds=own, own_seconds=own)
+
     def _talk(self) -> None:
         """Heartbeats of every agent that can reach the operator."""
         if not self.operator_up:
             return
         for each, agent in self._working():
+            if self.nodes[each.view.node].muted:
+                continue
             uid = each.view.uid
             old = self.heard.get(uid)
             beat = HeartbeatRequest(
@@ -241,6 +262,7 @@ class FakeWorld:
                 restarts=tuple(agent.restarts[-8:]),
                 waiting_for=agent.waiting_for,
                 ready=agent.ready,
+                timing=self._timing(each) if agent.phase is WorkerPhase.TRAINING else None,
             )
             stepped = bool(
                 old and old.heartbeat and old.heartbeat.progress and agent.step > old.heartbeat.progress.step
@@ -253,87 +275,3 @@ class FakeWorld:
                 progressed=self.now if stepped else old.progressed if old else None,
                 step_seconds=1 / STEPS_PER_SECOND if stepped else old.step_seconds if old else None,
             )
-
-    # --- faults
-
-    def members(self) -> list[Pod]:
-        """Pods of the membership that exist, by rank."""
-        by_uid = {each.view.uid: each for each in self.pods.values()}
-        wanted = self.membership.members if self.membership else ()
-        return [by_uid[member.pod_uid] for member in wanted if member.pod_uid in by_uid]
-
-    def crash_process(self, rank: int, code: int = 139) -> bool:
-        """One rank dies; the agents restart all ranks in place, without the operator."""
-        agents = [(each, each.agent) for each in self.members() if each.agent is not None]
-        if not agents or any(agent.phase is not WorkerPhase.TRAINING for _, agent in agents):
-            return False
-        victim = agents[rank % len(agents)][1]
-        record = ProcessFailure(
-            sequence=len(victim.failures),
-            generation=victim.generation,
-            attempt=victim.attempt,
-            rank=rank,
-            exit_code=code,
-            step=victim.step,
-            message="boom",
-            at=self.now,
-        )
-        victim.failures.append(record)
-        for _, agent in agents:
-            agent.attempt += 1
-            agent.phase = WorkerPhase.JOINING
-            agent.restarts.append(
-                RestartRecord(
-                    sequence=len(agent.restarts),
-                    generation=agent.generation,
-                    attempt=agent.attempt,
-                    cause=Cause.CRASH if agent is victim else Cause.PEER_LOST,
-                    failed_at=self.now,
-                    detected_at=self.now,
-                    step_before=agent.step,
-                )
-            )
-        return True
-
-    def give_up(self, rank: int, code: int) -> bool:
-        """One agent gives up with a verdict, the others of its generation stop."""
-        agents = [each.agent for each in self.members() if each.agent is not None]
-        if not agents or any(agent.phase is not WorkerPhase.TRAINING for agent in agents):
-            return False
-        for agent in agents:
-            agent.phase = WorkerPhase.FAILED
-        victim = agents[rank % len(agents)]
-        victim.verdict = ProcessFailure(
-            sequence=len(victim.failures),
-            generation=victim.generation,
-            attempt=victim.attempt,
-            rank=rank,
-            exit_code=code,
-            step=victim.step,
-            message="boom",
-            at=self.now,
-        )
-        return True
-
-    def kill_pod(self, name: str) -> None:
-        """The pod ends with its agent killed."""
-        found = self.pods.get(name)
-        if found is not None and found.agent is not None:
-            found.view = replace(found.view, phase=PodPhase.FAILED, reason="Error", exit_code=137, finished=self.now)
-            found.agent = None
-
-    def lose_node(self, name: str) -> None:
-        """Power off, frozen or cut off: to the control plane it is the same."""
-        if self.nodes[name].up:
-            self.nodes[name].up, self.nodes[name].down_since = False, self.now
-
-    def restore_node(self, name: str) -> None:
-        """It comes back after a reboot: what ran there has failed."""
-        node = self.nodes[name]
-        if node.up:
-            return
-        node.up = True
-        for each in self.pods.values():
-            if each.view.node == name and each.agent is not None:
-                each.view = replace(each.view, phase=PodPhase.FAILED, reason="ContainerStatusUnknown", exit_code=255)
-                each.agent = None

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from plan_builders import spec
+from plan_builders import NOW, spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.exit_codes import verdict_of
+from trainium_contract.exit_codes import Cause, verdict_of
 from trainium_contract.job import Phase
 from trainium_operator.plan.conditions import is_terminal
+from trainium_operator.plan.model import FleetView, NodeCondition, NodeReadiness, Taint
 
 NODES = 6
 BOUND_SECONDS = 420
+MARKS: dict[str, dict[str, Any]] = {
+    "device": {"condition": NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_HBM")},
+    "network": {"condition": NodeCondition("NetworkingReady", NodeReadiness.FALSE, "IPAMDNotReady", since=NOW)},
+    "malformed": {"condition": NodeCondition("", NodeReadiness.UNKNOWN, "\x00" * 300, since=1e300)},
+    "spot": {"taint": Taint("aws-node-termination-handler/spot-itn")},
+    "cordon": {"schedulable": False},
+    "deletion": {"deleting": True},
+}
 RANKS = st.integers(0, 5)
+SPOT = "aws-node-termination-handler/spot-itn"
+KARPENTER = "karpenter.sh/disrupted"
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -58,11 +73,67 @@ class AnyHistory(RuleBasedStateMachine):
     def a_node_comes_back(self, at: int) -> None:
         self.cluster.restore_node(f"node-{at}")
 
+    @rule(at=st.integers(0, NODES - 1))
+    def a_lost_node_was_only_frozen(self, at: int) -> None:
+        self.cluster.thaw_node(f"node-{at}")
+
+    @rule(at=st.integers(0, NODES - 1), muted=st.booleans())
+    def the_network_to_a_nodes_agents_is_cut_or_mended(self, at: int, muted: bool) -> None:
+        self.cluster.mute_node(f"node-{at}", muted=muted)
+
+    @rule(at=st.integers(0, NODES - 1))
+    def a_node_is_deleted(self, at: int) -> None:
+        self.cluster.delete_node(f"node-{at}")
+
+    @rule(at=st.integers(0, NODES - 1), mark=st.sampled_from(sorted(MARKS)))
+    def something_is_written_on_a_node(self, at: int, mark: str) -> None:
+        self.cluster.mark_node(f"node-{at}", **MARKS[mark])
+
+    @rule(at=st.integers(0, NODES - 1))
+    def a_node_gets_slow(self, at: int) -> None:
+        self.cluster.slow_node(f"node-{at}")
+
+    @rule(at=st.integers(0, NODES - 1), frozen=st.booleans())
+    def the_fleet_bans_a_node_or_may_not_be_acted_on(self, at: int, frozen: bool) -> None:
+        banned = self.cluster.fleet.quarantined ^ {f"node-{at}"}
+        why = "2 of 6 nodes are bad" if frozen else ""
+        self.cluster.fleet = FleetView(quarantined=frozenset(sorted(banned)[:2]), frozen=why)
+        self.cluster.dirty = True
+
+    @rule(rank=RANKS)
+    def a_process_stands_still(self, rank: int) -> None:
+        self.cluster.crash_process(rank, 137, Cause.HANG)
+
+    @rule(pick=st.integers(0, 9), code=st.sampled_from([80, 1]))
+    def a_preflight_fails(self, pick: int, code: int) -> None:
+        if self.cluster.pods:
+            self.cluster.unfit(sorted(self.cluster.pods)[pick % len(self.cluster.pods)], code)
+
     @rule(replicas=st.sampled_from([2, 3, 4, 5, 6]))
     def the_user_scales(self, replicas: int) -> None:
         low = self.cluster.spec.workers.min_replicas or 0
         if replicas >= low:
             self.cluster.change(replicas=replicas)
+
+    @rule(at=st.integers(0, NODES - 1), key=st.sampled_from([SPOT, KARPENTER, OUT_OF_SERVICE]))
+    def a_node_gives_notice(self, at: int, key: str) -> None:
+        self.cluster.mark_node(f"node-{at}", taint=Taint(key, "", "NoSchedule"))
+
+    @rule(at=st.integers(0, NODES - 1))
+    def a_notice_is_withdrawn(self, at: int) -> None:
+        self.cluster.clear_node(f"node-{at}")
+
+    @rule(spares=st.integers(0, 2))
+    def the_user_wants_another_number_of_spares(self, spares: int) -> None:
+        self.cluster.change(spares=spares)
+
+    @rule(elastic=st.booleans())
+    def the_user_makes_the_job_elastic_or_rigid(self, elastic: bool) -> None:
+        self.cluster.change(min_replicas=2 if elastic else None)
+
+    @rule(priority=st.integers(0, 2))
+    def the_user_changes_the_template(self, priority: int) -> None:
+        self.cluster.change(template={"spec": {"priority": priority}})
 
     @rule()
     def the_user_suspends_or_resumes(self) -> None:
@@ -105,8 +176,9 @@ class AnyHistory(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster
-        for node in list(cluster.nodes):
-            cluster.restore_node(node)
+        for node in cluster.first_nodes:
+            cluster.clear_node(node)
+        cluster.fleet = FleetView()
         if cluster.spec.suspend:
             cluster.suspend(False)
         cluster.change(replicas=4)
@@ -133,9 +205,9 @@ class AnyHistory(RuleBasedStateMachine):
         return trains and recovered and len(self.cluster.pods) == wanted
 
 
-TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory = pytest.mark.timeout(300)(AnyHistory.TestCase)
 TestAnyHistory.settings = settings(
-    max_examples=60,
+    max_examples=100,
     derandomize=True,
     stateful_step_count=20,
     deadline=None,

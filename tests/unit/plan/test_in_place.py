@@ -2,11 +2,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, failure, newest, planned, published, restart, running, training, without
+from plan_builders import NOW, agent, failure, newest, planned, published, ranks, restart, running, training, without
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import MembershipStatus, Phase, Rung
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.messages import Transition, WorkerPhase
 from trainium_operator.plan.budgets import record_failure
 
 
@@ -116,4 +116,14 @@ def test_attempts_of_an_older_generation_are_nobodys_business() -> None:
     status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=4)})
     result = planned(replace(seen, job=replace(seen.job, status=status)))
     assert result.status.history == ()
-    assert published(result) is None
+
+
+def test_a_generation_that_was_decided_and_never_recorded_is_finished_by_the_members_that_are_there() -> None:
+    seen = running(4)
+    status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=3)})
+    decided = replace(seen, job=replace(seen.job, status=status))
+    new = published(planned(decided))
+    assert new is not None
+    assert (new.generation, new.transition, ranks(new)) == (2, Transition.GRACEFUL, ranks(seen.membership))
+    # While somebody was not heard yet, as after a restart of the operator, the reason may still be there.
+    assert published(planned(without(decided, 2))) is None

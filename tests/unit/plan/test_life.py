@@ -33,7 +33,7 @@ def test_a_job_starts_trains_and_completes_and_its_spare_is_released() -> None:
     assert cluster.status.progress.step == 60
     assert set(cluster.pods) == {f"demo-w-{at}" for at in range(4)}
     assert cluster.status.history == ()
-    assert cluster.status.goodput.ratio == 1.0
+    assert set(cluster.status.goodput.lost_seconds) == {"Startup"}
 
 
 def test_a_plan_for_a_running_job_asks_for_nothing() -> None:
@@ -107,7 +107,9 @@ def test_without_capacity_an_elastic_job_shrinks_and_grows_back() -> None:
     assert last(cluster).rung is Rung.SHRINK
     assert names_of(cluster) == ["demo-w-0", "demo-w-1", "demo-w-2"]
     cluster.restore_node(node)
-    cluster.run(20)
+    cluster.run(100)
+    assert len(names_of(cluster)) == 3
+    cluster.run(25)
     assert len(names_of(cluster)) == 4
     assert last(cluster).rung is Rung.GROW
     assert cluster.status.phase is Phase.RUNNING

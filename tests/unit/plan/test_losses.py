@@ -14,6 +14,7 @@ from plan_builders import (
     pod,
     published,
     running,
+    spec,
     training,
     with_pod,
     without,
@@ -108,11 +109,47 @@ def test_long_steps_are_not_taken_for_a_stall() -> None:
     assert result.requeue_after == pytest.approx(3.5)
 
 
+def test_one_agent_that_saw_a_step_twice_as_long_does_not_put_the_stall_off() -> None:
+    agents = {at: training(at, progressed=NOW - 3.5, step_seconds=2.0 if at == 3 else 1.0) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
+    assert newest(result).cause is Cause.NODE_LOST
+
+
 def test_a_silent_member_on_a_node_that_is_not_ready_is_lost() -> None:
     seen = running(4, agents={1: training(1, silent=5)})
     result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
     assert newest(result).cause is Cause.NODE_LOST
     assert deleted(result) == {LOST: 0}
+
+
+def test_a_silent_member_whose_port_refuses_connections_is_lost_before_the_time_out() -> None:
+    result = planned(running(4, spares=1, agents={1: training(1, silent=2.1, refused=NOW)}))
+    assert newest(result).cause is Cause.POD_LOST, "a machine that refuses has power"
+    assert newest(result).rung is Rung.SPARE
+    assert newest(result).detected_seconds == pytest.approx(2.1)
+    assert "nobody listens" in newest(result).message
+    assert deleted(result) == {LOST: None}
+
+
+def test_ports_that_refuse_are_believed_even_when_all_are_silent() -> None:
+    agents = {at: training(at, silent=60, refused=NOW if at == 1 else None) for at in range(4)}
+    result = planned(running(4, agents=agents))
+    assert newest(result).pod == LOST
+    assert deleted(result) == {LOST: None}
+
+
+def test_a_port_that_refuses_on_a_node_that_is_not_ready_is_put_down_to_the_node() -> None:
+    seen = running(4, spares=1, agents={1: training(1, silent=2.1, refused=NOW)})
+    result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result) == {LOST: 0}
+
+
+def test_the_failure_of_a_member_whose_pod_is_gone_was_when_it_was_last_heard() -> None:
+    seen = running(4, agents={1: training(1, silent=3.5)})
+    seen = replace(seen, pods=tuple(each for each in seen.pods if each.uid != "uid-1"))
+    assert newest(planned(seen)).failed_at == pytest.approx(NOW - 3.5)
+    assert newest(planned(seen)).detected_seconds == pytest.approx(3.5)
 
 
 def test_a_talking_member_on_a_node_that_is_not_ready_is_kept() -> None:
@@ -184,3 +221,31 @@ def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
     assert "2 workers" in newest(result).message
     assert result.status.restarts.total == 1
     assert len(result.status.failures) == 1
+
+
+def others_wait_for_rank_1(since: float, **changes: Any) -> Any:
+    return {at: joining(at, waiting_for=(1,), joining_since=since) for at in (0, 2, 3)} | {1: joining(1, **changes)}
+
+
+def test_a_member_that_answers_but_does_not_join_is_lost_when_the_limit_of_a_start_has_passed() -> None:
+    limit = 600 + 60  # recovery.hang.initSeconds, and what the old processes may take to leave
+    early = planned(running(4, spares=1, agents=others_wait_for_rank_1(NOW - limit + 2)))
+    assert early.status.history == ()
+    assert early.requeue_after is not None
+    assert early.requeue_after <= 2
+    late = planned(running(4, spares=1, agents=others_wait_for_rank_1(NOW - limit)))
+    assert newest(late).cause is Cause.HANG
+    assert newest(late).pod == LOST
+    assert deleted(late) == {LOST: None}
+    assert "answers, but the others have waited 660 s for it to join them" in newest(late).message
+
+
+def test_who_waits_is_no_accuser_while_the_job_has_switched_hangs_off() -> None:
+    job_spec = spec(workers={"replicas": 4}, recovery={"hang": {"enabled": False}})
+    seen = running(4, agents=others_wait_for_rank_1(NOW - 5000), job_spec=job_spec)
+    assert planned(seen).status.history == ()
+
+
+def test_a_member_does_not_accuse_itself() -> None:
+    agents = {1: joining(1, waiting_for=(1,), joining_since=NOW - 5000)}
+    assert planned(running(4, agents=agents)).status.history == ()

@@ -6,6 +6,7 @@ from plan_builders import (
     agent,
     created,
     deleted,
+    failure,
     membership,
     newest,
     planned,
@@ -21,6 +22,7 @@ from plan_builders import (
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.messages import Transition
+from trainium_operator.plan.model import CreatePod
 
 OPEN = Interruption(
     generation=1,
@@ -56,7 +58,7 @@ def test_the_publication_comes_before_the_deletion_and_the_creation() -> None:
     from trainium_operator.plan.model import PodPhase
 
     seen = with_pod(running(4, spares=1), pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=137))
-    assert kinds(planned(seen).actions) == ["PublishMembership", "DeletePod", "CreatePod"]
+    assert kinds(planned(seen).actions) == ["PublishMembership", "DeletePod", "CreatePod", "ApplyObject"]
 
 
 def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited() -> None:
@@ -151,3 +153,10 @@ def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict() -> None:
     assert "1 infrastructure failures within" in result.status.verdict
     assert newest(result).rung is Rung.STOP
     assert set(deleted(result)) == {"demo-w-0", "demo-w-2", "demo-w-3"}
+
+
+def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
+    seen = running(4, agents={2: training(2, failures=(failure(80, attempt=0),))})
+    pods = [action.manifest for action in planned(seen).actions if isinstance(action, CreatePod)]
+    assert len(pods) == 1
+    assert "node-2" in str(pods[0]["spec"]["affinity"])

@@ -5,8 +5,9 @@ import pytest
 from plan_builders import NOW, agent, deleted, membership, planned, pod, restart, running, training, with_pod, without
 
 from trainium_contract.exit_codes import Cause
-from trainium_contract.job import ConditionType, GoodputStatus, Interruption, MembershipStatus, Phase, Rung
-from trainium_contract.messages import Progress, WorkerPhase
+from trainium_contract.job import ConditionType, Interruption, MembershipStatus, Phase, Rung
+from trainium_contract.ledger import GoodputStatus
+from trainium_contract.messages import Alert, AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.conditions import find_condition, is_true
 from trainium_operator.plan.model import PodPhase
 from trainium_operator.plan.times import rfc3339
@@ -221,7 +222,7 @@ def test_an_interruption_is_told_once() -> None:
 def test_lost_time_is_not_productive_while_it_lasts() -> None:
     result = planned(second_generation(20, WorkerPhase.JOINING))
     assert result.status.goodput.productive_seconds == pytest.approx(92.0)
-    assert result.status.goodput.lost_seconds == {}
+    assert result.status.goodput.lost_seconds == {"NodeLost": 8.0}
 
 
 def test_the_history_keeps_the_last_ten() -> None:
@@ -229,3 +230,36 @@ def test_the_history_keeps_the_last_ten() -> None:
     result = planned(with_status(without(running(4), 1), history=old))
     assert len(result.status.history) == 10
     assert result.status.history[-1].cause is Cause.POD_LOST
+
+
+def alerting(seen: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
+    progress = Progress(step=30, alerts=alerts, durable_step=10, updated=now)
+    return replace(seen, now=now, agents={**seen.agents, "uid-0": training(0, progress=progress)})
+
+
+def test_an_alert_of_the_trainer_becomes_an_event_at_once_and_only_once() -> None:
+    spike = Alert(kind="LossSpike", step=29, message="Step 29: the gradient norm is high")
+    seen = alerting(written(running(4)), spike)
+    result = planned(seen)
+    (event,) = [event for event in result.events if event.reason == "LossSpike"]
+    assert (event.type.value, event.note) == ("Warning", "Step 29: the gradient norm is high")
+    assert [(alert.kind, alert.step) for alert in result.status.alerts] == [("LossSpike", 29)]
+    resumed = spike.model_copy(update={"message": "Step 29 again, after a resume"})
+    later = alerting(written(seen), resumed, now=NOW + 60)
+    assert not [event for event in planned(later).events if event.reason == "LossSpike"]
+    silent = alerting(written(seen), now=NOW + 60)
+    assert planned(silent).status.alerts == result.status.alerts
+
+
+def test_a_later_alert_and_one_of_another_kind_are_told_and_unknown_ones_are_not() -> None:
+    first = Alert(kind="LossSpike", step=29, message="One")
+    seen = written(alerting(written(running(4)), first))
+    others = (
+        first.model_copy(update={"step": 70, "message": "Two"}),
+        Alert(kind="LossAlarm", step=71, message="Three"),
+        Alert(kind="OfANewerTrainer", step=1, message="Four"),
+        Alert(kind="StepSkipped", step=72, message="Five"),
+    )
+    result = planned(alerting(seen, *others, now=NOW + 60))
+    assert [event.note for event in result.events if event.reason in set(AlertKind)] == ["Two", "Three", "Five"]
+    assert len(result.status.alerts) == 3

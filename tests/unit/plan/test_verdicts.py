@@ -138,7 +138,9 @@ def test_new_pods_back_off_when_workers_keep_failing() -> None:
 
     from trainium_contract.job import FailureRecord
 
-    records = tuple(FailureRecord(at=NOW - 1, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5))
+    records = tuple(
+        FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)
+    )
     seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": records})))
     result = planned(without(seen, 1))
     assert created(result) == []

@@ -9,11 +9,11 @@ from trainium_contract.trainer import TrainingConfig
 from trainium_operator.plan import children
 from trainium_operator.plan.model import PodPhase
 from trainium_operator.plan.template import merge_template
-from trainium_operator.plan.worker_pod import template_hash, worker_pods
+from trainium_operator.plan.worker_pod import Avoided, template_hash, worker_pods
 
 
-def made(ordinal: int = 0, avoided: tuple[str, ...] = (), **changes: Any) -> Any:
-    return worker_pods(job(spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided)[0]
+def made(ordinal: int = 0, avoided: Avoided | None = None, **changes: Any) -> Any:
+    return worker_pods(job(spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or Avoided())[0]
 
 
 def container(manifest: Any) -> Any:
@@ -34,6 +34,7 @@ def test_a_worker_pod_has_the_essentials() -> None:
     assert pod_spec["automountServiceAccountToken"] is False
     assert pod_spec["enableServiceLinks"] is False
     assert metadata["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+    assert metadata["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
     assert metadata["ownerReferences"][0]["controller"] is True
     assert metadata["labels"]["trainium.dev/job-name"] == "demo"
     assert metadata["labels"]["trainium.dev/role"] == "worker"
@@ -109,7 +110,7 @@ def test_avoided_nodes_are_a_preference_beside_the_users_own_affinity() -> None:
     own = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     key = "preferredDuringSchedulingIgnoredDuringExecution"
     template = {"spec": {"affinity": {"nodeAffinity": {key: [own]}}}}
-    manifest = made(avoided=("node-3",), workers={"template": template})
+    manifest = made(avoided=Avoided(preferred=("node-3",)), workers={"template": template})
     mine, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
     assert theirs == own
     assert mine["preference"]["matchExpressions"][0]["values"] == ["node-3"]
@@ -191,15 +192,18 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
             {"persistentVolumeClaim": {"claimName": "fsx"}},
             "/checkpoints/runs/one",
         ),
+        ({"s3": {"path": "s3://bucket/team"}}, {"emptyDir": {}}, "s3://bucket/team/default/demo"),
     ],
 )
 def test_checkpoints_go_where_the_storage_says_below_a_folder_of_the_jobs_own(
     storage: Any, volume: Any, path: Any
 ) -> None:
     view = job(spec(checkpoint={"storage": storage}))
-    volumes = {each["name"]: each for each in worker_pods(view, SETTINGS, range(1), ())[0]["spec"]["volumes"]}
+    volumes = {each["name"]: each for each in worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]["volumes"]}
     assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
-    assert json.loads(children.trainer_configuration(view))["checkpoint"]["path"] == path
+    written = json.loads(children.trainer_configuration(view))
+    assert written["checkpoint"]["path"] == path
+    assert TrainingConfig.model_validate(written).checkpoint.records.startswith("/checkpoints")
 
 
 def test_the_configuration_is_what_the_trainer_reads() -> None:
@@ -240,3 +244,87 @@ def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kep
     result = planned(seen)
     assert deleted(result) == {"demo-w-0": None}
     assert planned(replace(seen, pods=pods[1:])) is not None
+
+
+def test_workers_of_one_job_stay_apart_beside_the_users_own_anti_affinity() -> None:
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    own = {"labelSelector": {"matchLabels": {"app": "noisy"}}, "topologyKey": "kubernetes.io/hostname"}
+    template = {"spec": {"affinity": {"podAntiAffinity": {key: [own]}}}}
+    spec = made(workers={"template": template})["spec"]
+    terms = spec["affinity"]["podAntiAffinity"][key]
+    assert terms[0] == own
+    assert terms[1]["labelSelector"]["matchLabels"]["trainium.dev/role"] == "worker"
+
+
+PRECOMPILE: dict[str, Any] = {"enabled": True}
+ELASTIC: dict[str, Any] = {"replicas": 4, "minReplicas": 2, "maxReplicas": 6, "accelerator": {"device": "cpu"}}
+
+
+def compiling(**changes: Any) -> Any:
+    return made(**{"precompile": PRECOMPILE, "workers": ELASTIC, "trainer": {"batch": {"globalSize": 12}}} | changes)
+
+
+def test_a_worker_compiles_the_size_that_the_job_starts_at_before_its_agent_runs() -> None:
+    manifest = compiling()
+    (first,) = manifest["spec"]["initContainers"]
+    assert first["command"] == [
+        *("trainium-trainer", "precompile", "--config", "/etc/trainium/trainer.yaml"),
+        *("--sizes", "4", "--cores-per-node", "1"),
+    ]
+    same = ("image", "env", "volumeMounts", "securityContext")
+    assert all(first[key] == container(manifest)[key] for key in same)
+    assert environment(manifest)["TRAINIUM_IMAGE"] == container(manifest)["image"]
+    assert "initContainers" not in made()["spec"]
+
+
+def test_all_legal_sizes_are_compiled_when_that_is_asked_for_the_nearest_first() -> None:
+    manifest = compiling(precompile={"enabled": True, "sizes": "All"})
+    assert manifest["spec"]["initContainers"][0]["command"][5] == "4,3,2,6"
+
+
+def test_idle_spares_are_told_the_other_sizes_when_that_is_asked_for() -> None:
+    background = {"enabled": True, "sizes": "Background"}
+    manifest = compiling(precompile=background, workers=ELASTIC | {"spares": 1})
+    assert manifest["spec"]["initContainers"][0]["command"][5] == "4"
+    assert environment(manifest)["TRAINIUM_BACKGROUND_SIZES"] == "3,2,6"
+    for changes in ({"precompile": background}, {"workers": ELASTIC | {"spares": 1}}):
+        assert "TRAINIUM_BACKGROUND_SIZES" not in environment(compiling(**changes))
+
+
+def test_the_users_own_init_containers_and_mounts_come_before_compiling() -> None:
+    template = {
+        "spec": {
+            "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+            "containers": [{"name": "worker", "volumeMounts": [{"name": "corpus", "mountPath": "/data"}]}],
+            "volumes": [{"name": "corpus", "emptyDir": {}}],
+        }
+    }
+    fetch, first = compiling(workers=ELASTIC | {"template": template})["spec"]["initContainers"]
+    assert fetch["name"] == "fetch"
+    assert {"name": "corpus", "mountPath": "/data"} in first["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("storage", "own", "folder"),
+    [
+        ({"persistentVolumeClaim": {"claimName": "fsx"}}, None, "/checkpoints/compiled"),
+        ({"persistentVolumeClaim": {"claimName": "fsx"}}, "/shared/compiled", "/shared/compiled"),
+        ({"s3": {"path": "s3://bucket/jobs"}}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_what_is_compiled_is_kept_on_the_checkpoints_volume_unless_the_job_says_where(
+    storage: Any, own: str | None, folder: str | None
+) -> None:
+    trainer = {"neuron": {"sharedCacheDirectory": own}} if own else {}
+    described = spec(precompile=PRECOMPILE, checkpoint={"storage": storage}, trainer=trainer)
+    config = TrainingConfig.model_validate_json(children.trainer_configuration(job(described)))
+    assert config.neuron.shared_cache_directory == folder
+
+
+def test_a_compilers_folder_and_retries_of_the_jobs_own_are_not_contradicted_by_the_environment() -> None:
+    workers = {"accelerator": {"instanceType": "trn1.32xlarge"}}
+    neuron = {"cacheDirectory": "/nvme/compiled", "retryFailedCompilation": False}
+    own = environment(made(workers=workers, parallelism={"tensor": 8}, trainer={"neuron": neuron}))
+    assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & set(own)
+    assert environment(made(workers=workers))["NEURON_COMPILE_CACHE_URL"] == "/var/cache/trainium/neuron"

@@ -33,6 +33,11 @@ class Job:
     def wait(self, seconds: float = 45) -> list[int | None]:
         return self.forge.ask(wait=self.pids, seconds=seconds)["codes"]
 
+    def wait_for(self, rank: int, seconds: float = 45) -> int | None:
+        """The exit code of one rank; the others may go on."""
+        (code,) = self.forge.ask(wait=[self.pids.pop(rank)], seconds=seconds)["codes"]
+        return code
+
     def log(self, rank: int = 0) -> str:
         return (self.logs / f"rank-{rank}.log").read_text()
 
@@ -105,7 +110,7 @@ def base_config(text_file: Path) -> dict[str, Any]:
         "optimizer": {"learningRate": 3e-3},
         "schedule": {"warmupSteps": 2},
         "checkpoint": {"durable": {"everySeconds": None}},
-        "monitor": {"tensorboard": False},
+        "monitor": {"tensorboard": False, "parameterNormSteps": 2},
     }
 
 

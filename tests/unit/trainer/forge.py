@@ -6,6 +6,7 @@ Reads one JSON object per line: {"ranks", "argv", "environment", "logs"} starts 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG = 1
 
 
 def start(order: dict[str, Any]) -> list[int]:
@@ -24,6 +27,7 @@ def start(order: dict[str, Any]) -> list[int]:
     for rank in range(order["ranks"]):
         pid = os.fork()
         if pid == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives an aborted test
             log = os.open(Path(order["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer import ModelConfig
+from trainium_contract.trainer_model import ModelConfig
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore
-from trainium_trainer.models.llama import Llama, initial_weight, loss_sum
+from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.loss import loss_sum
 from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
     monkeypatch.setattr(replicated, "_BUCKET_VALUES", 5000)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
     plain, model = Llama(shape), Llama(shape)
-    store = ReplicatedStore(model, torch.device("cpu"), world_of_one, 0)
+    store = ReplicatedStore([model], torch.device("cpu"), world_of_one, 0)
     launched: list[tuple[int, int]] = []
     reduce = dist.all_reduce
 
@@ -49,7 +50,7 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
             local.copy_(initial_weight(name, size, seed=0, num_layers=2))
     tokens = torch.randint(0, 64, (2, 3, 10), generator=torch.Generator().manual_seed(0))
     for number, micro_batch in enumerate(tokens):
-        store.before_backward(last=number == 1)
+        store.expect(int(number == 1))
         loss_sum(model(micro_batch), micro_batch).backward()
         loss_sum(plain(micro_batch), micro_batch).backward()
         assert bool(launched) == (number == 1)

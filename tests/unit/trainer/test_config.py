@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.trainer import ModelPreset, TrainingConfig
+from trainium_contract.trainer import TrainingConfig
 from trainium_trainer import cli
+from trainium_trainer.checkpoint.settings import settings_digest
 from trainium_trainer.config import Launch, launch_of, load, settle
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import PRESETS, resolve_shape
-from trainium_trainer.schedule import learning_rate
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def write(tmp_path: Path, document: Any) -> Path:
@@ -58,15 +53,36 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
     ("document", "override", "sentence"),
     [
         ({"optimizer": {"learnRate": 1}}, None, "optimizer.learnRate is not a field: did you mean learningRate?"),
-        ({"zzz": 1}, None, "zzz is not a field: known fields: batch, checkpoint,"),
+        ({"zzz": 1}, None, "zzz is not a field: known fields: backend, batch, checkpoint,"),
         ({"steps": 0}, None, "steps is 0: use a number of at least 1"),
         ({"batch": {"globalSize": -4}}, None, "batch.globalSize is -4: use a number of at least 1"),
         ({"steps": "many"}, None, "steps is 'many', which is not a whole number: use one"),
-        ({"optimizer": {"learningRate": 0}}, None, "optimizer.learningRate is 0: use a number greater than 0"),
-        ({"optimizer": {"beta1": 1}}, None, "optimizer.beta1 is 1: use a number less than 1"),
-        ({"precision": "FP8"}, None, "precision is 'FP8', which is not one of its values: use 'Float32' or 'BFloat16'"),
+        ({"optimizer": {"learningRate": 0}}, None, "learningRate is 0: use a number greater than 0 and at most 1"),
+        ({"optimizer": {"beta1": 1}}, None, "optimizer.beta1 is 1: use a number of at least 0 and less than 1"),
+        ({"seed": 2**31}, None, "seed is 2147483648: use a number of at least 0 and at most 2147483647"),
+        ({"model": {"initialStd": 2}}, None, "model.initialStd is 2: use a number greater than 0 and at most 1"),
+        ({"model": {"ropeScaling": {"factr": 2}}}, None, "model.ropeScaling.factr is not a field: did you mean factor"),
+        (
+            {"model": {"ropeScaling": {"lowFrequencyFactor": 4}}},
+            None,
+            "model.ropeScaling.lowFrequencyFactor is 4.0 but highFrequencyFactor is 4.0: the low one must be",
+        ),
+        ({"model": {"preset": "Llama2-7B", "path": "x"}}, None, "both name a shape, leave one of them out"),
+        ({"model": {"path": "x" * 1025}}, None, "model.path has 1025 characters: use at most 1024"),
+        (
+            {"steps": 20, "schedule": {"decaySteps": 11}},
+            None,
+            "schedule.warmupSteps 10 and schedule.decaySteps 11 are together more than the 20 steps",
+        ),
+        (
+            {"precision": "FP8"},
+            None,
+            "precision is 'FP8', which is not one of its values: use 'Float32', 'BFloat16' or 'BFloat16Stochastic'",
+        ),
         ({"batch": 3}, None, "batch is 3, but it has fields of its own"),
         ({"data": {"source": ""}}, None, "data.source is empty"),
+        ({"data": {"validation": {"samples": 5}}}, None, "data.validation needs either fraction or source"),
+        ({"data": {"validation": {"fraction": 0.1, "source": "v.txt"}}}, None, "give exactly one of them"),
         ({"monitor": {"tensorboard": "perhaps"}}, None, "which is neither true nor false"),
         ({"steps": 5}, None, "schedule.warmupSteps is 10 but steps is 5"),
         ("- a\n- b\n", None, "holds a list, not fields"),
@@ -85,6 +101,15 @@ def test_a_wrong_configuration_is_refused_in_a_sentence(
     assert "\n" not in str(refusal.value)
 
 
+def test_a_wrong_value_is_blamed_on_the_override_that_gave_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--set steps=0: steps is 0: use a number of at least 1"):
+        load(write(tmp_path, {}), ["steps=0"])
+    with pytest.raises(UserError, match=r"^--set model\.num_layers=0: model\.numLayers is 0"):
+        load(write(tmp_path, {}), ["seed=1", "model.num_layers=0"])
+    with pytest.raises(UserError, match=r"trainer\.yaml: batch\.microSize is 0"):
+        load(write(tmp_path, {"batch": {"microSize": 0}}), ["steps=50"])
+
+
 def test_further_problems_are_counted(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\(and 1 more problem\)"):
         load(write(tmp_path, {"steps": 0, "seed": -1}))
@@ -99,11 +124,26 @@ def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     ("overrides", "size", "sentence"),
     [
         (["model.vocabSize=100"], 1, "the tokenizer has 2048 entries: set model.vocabSize to at least 2048"),
+        (["backend=Nxd", "data.maskDocuments=true"], 1, "data.maskDocuments cannot be had with the Nxd backend"),
         (["model.hiddenSize=97"], 1, "model.hiddenSize is 97, which is not divisible by model.numAttentionHeads 4"),
         (["model.hiddenSize=100"], 1, "heads of width 25"),
+        (["model.headDim=25"], 1, "model.headDim is 25, but the rotary embedding needs an even width"),
+        (["model.path=/none"], 1, "model.path /none: there is no config.json that can be read"),
+        (["model.maxPositions=64"], 1, "data.sequenceLength is 128 but the model is meant for at most 64 positions"),
         (["model.numKeyValueHeads=3"], 1, "model.numAttentionHeads is 4, which is not divisible"),
-        (["parallelism.tensor=4"], 4, "model.numKeyValueHeads is 2, which is not divisible by parallelism.tensor 4"),
+        (
+            ["parallelism.tensor=4", "model.numKeyValueHeads=6", "model.numAttentionHeads=12"],
+            4,
+            "model.numKeyValueHeads is 6, which neither is divisible by parallelism.tensor 4 nor divides it",
+        ),
         (["parallelism.tensor=2"], 3, "the number of ranks is 3, which is not divisible by parallelism.tensor 2"),
+        (
+            ["parallelism.tensor=2", "parallelism.pipeline=2"],
+            6,
+            "the number of ranks is 6, which is not divisible by parallelism.tensor x pipeline 4",
+        ),
+        (["parallelism.pipeline=4"], 4, "is more than the 3 layers of the model (model.numLayers)"),
+        (["parallelism.stagesPerRank=2"], 1, "parallelism.pipeline is 1: only a pipeline has stages"),
         (["model.vocabSize=2049", "parallelism.tensor=2"], 2, "model.vocabSize is 2049, which is not divisible"),
         (["batch.globalSize=8"], 3, "batch.globalSize 8 cannot be divided over 3 data-parallel ranks"),
         (
@@ -121,20 +161,22 @@ def test_a_configuration_that_does_not_fit_the_launch_is_refused(
     assert sentence in str(refusal.value)
 
 
-def test_the_published_shapes_have_the_published_sizes() -> None:
-    sizes = {preset: shape.num_parameters for preset, shape in PRESETS.items()}
-    assert sizes[ModelPreset.LLAMA2_7B] == 6_738_415_616
-    assert sizes[ModelPreset.LLAMA3_8B] == 8_030_261_248
-    assert resolve_shape(TrainingConfig().model, 2048).num_parameters < 1_000_000
-
-
-def test_the_digest_changes_with_what_must_not_change_and_only_then(tmp_path: Path) -> None:
-    def digest(*overrides: str, data: str = "d") -> str:
-        return settle(load(write(tmp_path, ""), overrides), world(1)).digest(data)
+def test_what_must_not_change_is_all_that_the_history_is_held_to(tmp_path: Path) -> None:
+    def digest(*overrides: str, data: str = "d", tokenizer: str = "t") -> str:
+        return settings_digest(settle(load(write(tmp_path, ""), overrides), world(1)).fixed(data, tokenizer))
 
     assert digest() == digest("steps=50", "optimizer.learningRate=0.1", "batch.microSize=2", "precision=BFloat16")
     others = [digest("model.numLayers=9"), digest("seed=3"), digest("data.sequenceLength=64"), digest(data="e")]
-    assert len({digest(), *others}) == 5
+    others.append(digest(tokenizer="u"))
+    assert len({digest(), *others}) == 6
+
+
+def test_metrics_of_a_run_with_checkpoints_in_s3_need_a_folder(tmp_path: Path) -> None:
+    in_s3 = ["checkpoint.path=s3://bucket/run"]
+    with pytest.raises(UserError, match=r"set checkpoint\.recordsPath to a folder"):
+        load(write(tmp_path, ""), in_s3)
+    assert load(write(tmp_path, ""), [*in_s3, "checkpoint.recordsPath=/here"]).checkpoint.records == "/here"
+    assert load(write(tmp_path, ""), ["checkpoint.path=/there"]).checkpoint.records == "/there"
 
 
 def test_launch_variables_are_optional_and_checked() -> None:
@@ -156,6 +198,43 @@ def test_a_bad_command_line_or_configuration_ends_with_64_and_its_sentence_last(
     assert cli.run(["--help"]) == 0
 
 
+def test_check_says_what_a_configuration_means_at_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        "model": {"preset": "Llama2-7B"},
+        "data": {"sequenceLength": 4096},
+        "batch": {"globalSize": 1024, "microSize": 1},
+        "parallelism": {"tensor": 8, "sequence": True},
+        "steps": 500_000,
+        "schedule": {"warmupSteps": 2000},
+    }
+    argv = ["check", "--config", str(write(tmp_path, document))]
+    assert cli.run([*argv, "--ranks", "4096"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "model: 6,738,415,616 parameters, 32 layers of width 4096",
+        "processes: 4096 = data 512 x tensor 8 x pipeline 1",
+        "step: 1024 samples of 4096 tokens = 4,194,304 tokens; 2 passes of 1 samples on each data-parallel rank",
+        "run: 500,000 steps = 2,097,152,000,000 tokens",
+        "learning rate: up to 0.0003 in 2,000 steps, Cosine, 3e-05 in the last",
+    ]
+    assert cli.run([*argv, "--ranks", "12"]) == ExitCode.USER_ERROR
+    assert "the number of ranks is 12, which is not divisible by parallelism.tensor 8" in capsys.readouterr().err
+
+
+def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        "schedule": {"kind": "Constant", "decaySteps": 5},
+        "optimizer": {"weightDecay": 0, "decayScope": "Matrices"},
+        "parallelism": {"sequence": True},
+    }
+    assert cli.run(["check", "--config", str(write(tmp_path, document))]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[1] for line in warnings] == [
+        "schedule.decaySteps",
+        "optimizer.decayScope",
+        "parallelism.sequence",
+    ]
+
+
 def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom trainium_trainer import cli\n"
@@ -165,17 +244,19 @@ def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) 
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 64
 
 
-@given(st.integers(1, 300), st.data())
-def test_the_schedule_warms_up_peaks_once_and_ends_at_its_floor(steps: int, data: st.DataObject) -> None:
-    warmup = data.draw(st.integers(0, steps))
-    ratio = data.draw(st.floats(0, 1))
-    config = TrainingConfig.model_validate({"steps": steps, "schedule": {"warmupSteps": warmup, "finalRatio": ratio}})
-    rates = [learning_rate(config, step) for step in range(steps)]
-    peak = config.optimizer.learning_rate
-    assert all(0 < rate <= peak * (1 + 1e-12) for rate in rates[:warmup])
-    assert rates[:warmup] == sorted(rates[:warmup])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-    if warmup:
-        assert rates[warmup - 1] == pytest.approx(peak)
-    if warmup < steps:
-        assert rates[-1] == pytest.approx(peak * ratio)
+def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[3] / "manifests/examples/hlat-7b.yaml"
+    assert cli.run(["check", "--config", str(example)]) == 0
+    told = capsys.readouterr().out
+    assert "job: starts on 128 nodes of 32 processes; legal sizes: 64, 128\n" in told
+    assert "warning: data.tokenizer.path /data/tokenizer is not on this machine" in told
+    assert "processes: 4096 = data 512 x tensor 8 x pipeline 1" in told
+    assert cli.run(["check", "--config", str(example), "--ranks", "2048"]) == 0
+    assert "processes: 2048 = data 256" in capsys.readouterr().out
+    assert load(example).batch.global_size == 1024
+
+
+def test_what_is_wrong_with_a_manifest_is_said_with_its_place(tmp_path: Path) -> None:
+    document = {"kind": "TrainingJob", "spec": {"workers": {"replica": 3}}}
+    with pytest.raises(UserError, match=r"spec: workers\.replica is not a field: did you mean replicas\?"):
+        load(write(tmp_path, document))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainium_contract.trainer import ModelConfig
-from trainium_trainer.models.llama import IGNORED_LABEL, Llama, initial_weight, loss_sum
+from trainium_contract.trainer_model import ModelConfig
+from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.loss import IGNORED_LABEL, loss_sum
 from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
@@ -100,6 +101,15 @@ def test_the_future_does_not_change_the_past() -> None:
     changed = tokens.clone()
     changed[0, 5:] = 0
     torch.testing.assert_close(model(tokens)[0, :5], model(changed)[0, :5])
+
+
+def test_masked_documents_are_computed_as_if_each_stood_alone() -> None:
+    model, _ = model_of(num_attention_heads=4, num_key_value_heads=2)
+    documents = [torch.randint(0, 40, (1, length)) for length in (5, 1, 9)]
+    positions = torch.cat([torch.arange(document.shape[1]) for document in documents]).unsqueeze(0)
+    joined = model(torch.cat(documents, dim=1), positions=positions)
+    alone = torch.cat([model(document) for document in documents], dim=1)
+    torch.testing.assert_close(joined, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_the_loss_is_a_sum_that_leaves_out_ignored_labels() -> None:

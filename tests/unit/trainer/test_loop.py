@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_trainer.monitor.progress import ProgressPhase, read_progress
+from trainium_trainer.agent.proc import handles
+from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
+from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting
+from trainium_trainer.stop import patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +61,61 @@ def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave
     assert leaving.wait() == [75, 75], leaving.log()
     step = leaving.metrics()[-1]["step"]
     assert (leaving.folder / f"step-{step}" / "COMMITTED").exists()
+
+
+def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_never_came(launch: Launcher) -> None:
+    job = launch(2, "run", ["steps=100000"])
+    os.kill(job.pids[1], signal.SIGSTOP)
+    while not handles(job.pids[0], signal.SIGTERM):
+        time.sleep(0.01)
+    time.sleep(0.3)  # it waits for the other by now, or will
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.wait_for(0) == 75, job.log()
+    assert "nothing to save" in job.log()
+    job.wait(0)
+
+
+def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stands_still(launch: Launcher) -> None:
+    job = launch(2, "run", ["steps=100000"], memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[1], signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.wait_for(0) == 76, job.log()
+    assert "does not come" in job.log()
+    job.wait(0)
+
+
+def test_patience_with_peers_follows_the_steps_and_own_work_is_never_cut_short() -> None:
+    reading = PulseReading(1, Activity.STEP, Waiting.YES, 2.0, ((1.0, 0.9), (30.0, 1.0)))
+    assert patience(reading) == 90.0
+    assert patience(replace(reading, steps=())) == 10.0
+    assert patience(replace(reading, waiting=Waiting.MAYBE)) == 90.0
+    assert patience(replace(reading, waiting=Waiting.NO)) == float("inf")
+
+
+def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:
+    overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
+    zombie = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="1")
+    zombie.wait_for_step(7)
+    os.kill(zombie.pids[0], signal.SIGSTOP)  # its node hangs, and is fenced out by a newer generation
+    successor = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="2")
+    successor.wait_for_step(successor.metrics()[-1]["step"] + 20)
+
+    os.kill(zombie.pids[0], signal.SIGCONT)
+    assert zombie.wait_for(0) == 76, zombie.log()
+    assert "generation" in zombie.log(), "it says why"
+
+    before = successor.metrics()[-1]["step"]
+    successor.wait_for_step(before + 10)
+    starts = [line for line in successor.log().splitlines() if "start-up" in line]
+    resumed = int(starts[1].split(" step ")[1].split()[0])
+    assert resumed >= 6, "the line of step 7 may have been written before its snapshot"
+    manifests = [json.loads(path.read_text()) for path in successor.folder.glob("step-*/*/manifest.json")]
+    assert {m["generation"] for m in manifests if m["step"] > resumed} == {2}
+    assert (successor.folder / "GENERATION").exists()
+    os.kill(successor.pids[0], signal.SIGTERM)
+    assert successor.wait() == [75], successor.log()
 
 
 def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
@@ -111,11 +173,28 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_with_65(launch: Launcher) ->
     assert job.log().splitlines()[-1].startswith("step 1: loss is nan")
 
 
-def test_tolerated_steps_are_skipped_and_leave_the_weights_alone(launch: Launcher) -> None:
-    job = launch(1, "run", ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"])
+def test_tolerated_steps_are_skipped_and_told(launch: Launcher, tmp_path: Path) -> None:
+    progress = tmp_path / "r0"
+    overrides = ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"]
+    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(progress))
     assert job.wait() == [65]
     assert [line["loss"] for line in job.metrics()] == [None, None]
+    told = json.loads(alerts_path(progress).read_text())["StepSkipped"]
+    assert told["step"] == 2
+    assert told["message"] == "step 2: loss is nan, gradient norm is nan: skipped, 2 of at most 2 in a row"
     assert "step 3: loss is nan" in job.log().splitlines()[-1]
+
+
+@pytest.mark.parametrize("overrides", [[], ["dataParallel=FullySharded"]], ids=["replicated", "sharded"])
+def test_a_gradient_that_is_not_finite_is_named(launch: Launcher, overrides: list[str]) -> None:
+    # Embeddings so small that only the backward pass of the first normalisation overflows.
+    job = launch(1, "run", ["model.initialStd=1e-30", "model.normEps=1e-38", *overrides])
+    assert job.wait() == [65]
+    last = job.log().splitlines()[-1]
+    assert re.match(
+        r"step 1: loss is 5\.\d+, gradient norm is (nan|inf) \(not finite on this rank: \d+ gradients", last
+    )
+    assert re.search(r"nearest to the loss that of model\.layers\.\d\.\S+\), 1 such in a row", last)
 
 
 def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tmp_path: Path) -> None:
@@ -127,6 +206,17 @@ def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tm
     assert (record.generation, record.step, record.resume_step, record.samples) == (4, 5, 0, 40)
     assert record.loss == job.losses()[-1]
     assert record.durable_step == 5
+
+
+def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "r0"
+    overrides = ["optimizer.learningRate=1", "monitor.alarmRatio=1.5"]
+    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file))
+    assert job.wait() == [0], job.log()
+    (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]
+    told = json.loads(alerts_path(file).read_text())["LossAlarm"]
+    assert told["step"] == raised
+    assert f"WARNING {told['message']}" in job.log()
 
 
 def test_a_failed_run_says_so_in_its_progress(launch: Launcher, tmp_path: Path) -> None:
@@ -143,12 +233,11 @@ def test_ranks_that_read_different_text_refuse_to_train(
     assert first.wait() == [0, 0]
     # One rank's cache holds other tokens under the same name, as a node with another build of Python would.
     cache = text_file.parent / "cache"
-    (folder,) = (path.parent for path in cache.glob("*/meta.json"))
+    (folder,) = (path.parent for path in cache.glob("tokens-*/manifest.json"))
     other = tmp_path / "other" / folder.name
-    other.mkdir(parents=True)
-    meta = json.loads((folder / "meta.json").read_text())
-    (other / "meta.json").write_text(json.dumps(meta | {"identity": "f" * 64}))
-    (other / "tokens.bin").write_bytes((folder / "tokens.bin").read_bytes())
+    shutil.copytree(folder, other)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | {"identity": "f" * 64}))
     argv = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'differ'}"]
     script = (
         "import os, sys\n"
@@ -159,6 +248,20 @@ def test_ranks_that_read_different_text_refuse_to_train(
     (tmp_path / "script.py").write_text(script)
     done = torchrun([str(tmp_path / "script.py"), str(other.parent), *argv])
     assert "the ranks do not read the same tokens" in done.stderr
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
+    launch: Launcher, tmp_path: Path, text_file: Path
+) -> None:
+    saved = ["steps=3", "checkpoint.durable.everySteps=3"]
+    assert launch(1, "run", saved).wait() == [0]
+    file = next((text_file.parent / "cache").glob("tokenizer-*/tokenizer.json"))
+    document = json.loads(file.read_text())
+    document["added_tokens"][0]["special"] = False
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    again = launch(1, "run", [*saved, f"data.tokenizer.path={tmp_path / 'other.json'}"])
+    assert again.wait() == [64]
+    assert re.search(r"tokenizer is \w{12}… there and \w{12}… here", again.log())
 
 
 def test_it_runs_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> None:

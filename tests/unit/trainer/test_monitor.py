@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainium_trainer.exits import StorageError
+from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter, read_progress
+from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.tensorboard import ScalarWriter
 from trainium_trainer.monitor.throughput import Throughput
 from trainium_trainer.monitor.writers import LineWriter, forget_after
@@ -22,16 +24,21 @@ if TYPE_CHECKING:
 
 
 def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
-    writer.step_done(
+    figures = StepFigures(
         step=step,
         loss=1.5,
         grad_norm=0.5,
         learning_rate=1e-3,
         tokens=100 * step,
         samples=8 * step,
-        seconds=seconds,
         tokens_per_second=50.0,
+        utilisation=0.4,
+        goodput=0.9,
+        parameter_norm=16.0,
+        validation_loss=1.25 if step % 2 else None,
+        stability=Stability(spikes=3),
     )
+    writer.step_done(figures, seconds=seconds)
 
 
 def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
@@ -44,6 +51,9 @@ def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
     writer.checkpoints(memory_step=5, durable_step=-1)
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
+    assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
+    step_done(writer, 6)
+    assert writer.record.validation_loss == 1.25, "the newest one stands until there is another"
     writer.close()
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainium_contract.trainer_data import DataConfig
+from trainium_trainer.data.opening import open_data
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from conftest import Job
 
@@ -20,10 +25,13 @@ pytestmark = pytest.mark.timeout(150)  # real processes; the first test also wai
 TP = "parallelism.tensor=2"
 SP = "parallelism.sequence=true"
 SHARDED = "dataParallel=FullySharded"
+ZERO = "dataParallel=ShardedOptimizer"
+VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
+"""An odd number of samples, so that the ranks' shares differ."""
 
 
 def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Metrics:
-    job = launch(ranks, name, list(overrides))
+    job = launch(ranks, name, [VALIDATION, *overrides])
     assert job.wait() == [0] * ranks, job.log()
     return job.metrics()
 
@@ -38,6 +46,10 @@ def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
     for line, expected in zip(metrics, reference, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+        assert ("parameterNorm" in line) == (line["step"] % 2 == 0)
+        assert ("validationLoss" in line) == (line["step"] in (4, 6)), "every four steps, and after the last"
+        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
+        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
 
 
 def test_the_text_has_a_shorter_last_sample_so_that_valid_tokens_differ_between_steps(reference: Metrics) -> None:
@@ -66,6 +78,10 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
         pytest.param(2, [TP], id="tp2"),
         pytest.param(2, [TP, SP], id="tp2, sequence"),
         pytest.param(4, [TP], id="dp2 tp2"),
+        pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head"),
+        pytest.param(4, ["parallelism.tensor=4", SP, SHARDED], id="the same, sequence, sharded over one"),
+        pytest.param(2, [ZERO], id="sharded optimizer"),
+        pytest.param(4, [ZERO, TP], id="sharded optimizer, tp2"),
         pytest.param(1, [SHARDED], id="sharded over one"),
         pytest.param(2, [SHARDED], id="sharded over two"),
         pytest.param(4, [SHARDED, TP, SP], id="sharded, tp2, sequence"),
@@ -89,3 +105,30 @@ def test_half_precision_compute_stays_close_to_full_precision(
     half = run(launch, 2, "half", ["precision=BFloat16", *overrides])
     assert half[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.02)
     assert half[-1]["loss"] != reference[-1]["loss"]
+
+
+def test_the_validation_loss_is_that_of_a_step_over_the_same_text(
+    launch: Launcher, text_file: Path, base_config: dict[str, Any]
+) -> None:
+    config = DataConfig.model_validate(base_config["data"])
+    everything = open_data(config, 1).training.num_samples
+    overrides = [
+        f"batch={{globalSize: {everything}, microSize: 1}}",
+        f"data.validation={{source: '{text_file}', samples: {everything}}}",
+        "optimizer.learningRate=1e-12",
+        "schedule.warmupSteps=0",
+        "steps=1",
+    ]
+    job = launch(1, "whole", overrides)
+    assert job.wait() == [0], job.log()
+    (line,) = job.metrics()
+    assert line["validationLoss"] == pytest.approx(line["loss"], rel=1e-6)
+    assert line["validationPerplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-5)
+
+
+def test_training_goes_on_as_if_nobody_had_measured(launch: Launcher, reference: Metrics) -> None:
+    often = VALIDATION.replace("everySteps: 4", "everySteps: 1")
+    for overrides in ([], [SHARDED]):
+        metrics = run(launch, 2, f"often-{len(overrides)}", [often, *overrides])
+        assert all("validationLoss" in line for line in metrics)
+        assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in reference], rel=1e-5)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.monitor.writers import METRICS_NAME, Recorder, step_record
+import pytest
+
+from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.writers import METRICS_NAME, Recorder, first_line, newest_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def record(step: int) -> dict[str, Any]:
-    return step_record(
-        step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step * 10, samples=step * 2, seconds=None
-    )
+    return figures(step).to_json()
+
+
+def figures(step: int) -> StepFigures:
+    return StepFigures(step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step * 10, samples=step * 2)
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -28,33 +33,39 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_resumed_step_that_rank_0_did_not_record_is_recorded_at_the_resume(tmp_path: Path) -> None:
     write(tmp_path / METRICS_NAME, [record(1), record(2)])
 
-    Recorder.mend(tmp_path, record(3), ())
+    assert Recorder.lacks(tmp_path, 3)
+    Recorder.mend(tmp_path, figures(3))
 
     assert [line["step"] for line in lines(tmp_path / METRICS_NAME)] == [1, 2, 3]
+    assert not Recorder.lacks(tmp_path, 3)
 
 
-def test_a_resumed_step_that_is_recorded_is_left_alone(tmp_path: Path) -> None:
-    write(tmp_path / METRICS_NAME, [record(2), record(3)])
+def test_samples_of_a_resumed_step_that_are_recorded_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [4, 5]}])
 
-    Recorder.mend(tmp_path, record(3), (4, 5))
+    Recorder.mend_samples(tmp_path, 3, (4, 5))
 
-    assert len(lines(tmp_path / METRICS_NAME)) == 2
     assert lines(tmp_path / "samples-0.jsonl") == [{"step": 3, "samples": [4, 5]}]
 
 
 def test_samples_of_the_resumed_step_that_nobody_recorded_are_added_once(tmp_path: Path) -> None:
-    write(tmp_path / METRICS_NAME, [record(3)])
     write(tmp_path / "samples-0.jsonl", [{"step": 2, "samples": [1, 2]}])
     write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [8, 9]}, {"step": 3, "samples": [7]}])
 
-    Recorder.mend(tmp_path, record(3), (6, 7))
+    Recorder.mend_samples(tmp_path, 3, (6, 7))
 
     assert lines(tmp_path / "samples-0.jsonl")[-1] == {"step": 3, "samples": [6]}
     assert len(lines(tmp_path / "samples-1.jsonl")) == 2
 
 
 def test_a_run_without_files_gets_no_history_that_it_does_not_have(tmp_path: Path) -> None:
-    Recorder.mend(tmp_path, record(3), ())
+    assert not Recorder.lacks(tmp_path, 3)
+    assert (newest_lines(tmp_path / METRICS_NAME, 5), first_line(tmp_path / METRICS_NAME)) == ([], None)
 
-    assert not (tmp_path / METRICS_NAME).exists()
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_the_newest_lines_come_oldest_first(tmp_path: Path, count: int) -> None:
+    write(tmp_path / METRICS_NAME, [record(step) for step in (1, 2, 3)])
+
+    assert [line["step"] for line in newest_lines(tmp_path / METRICS_NAME, count)] == [1, 2, 3][-count:]
+    assert first_line(tmp_path / METRICS_NAME)["step"] == 1

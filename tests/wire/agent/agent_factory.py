@@ -11,29 +11,31 @@ import os
 import select
 import signal
 import sys
+from typing import Any
 
 
 def main() -> None:
     from trainium_trainer.agent import elastic, generation_store, main, supervisor  # noqa: F401
 
+    commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
     say({"ready": True})
     while True:
-        readable, _, _ = select.select([sys.stdin, read_end], [], [])
+        readable, _, _ = select.select([commands.fileno(), read_end], [], [])
         if read_end in readable:
             os.read(read_end, 4096)
         collect()
-        if sys.stdin in readable:
-            line = sys.stdin.buffer.raw.readline()
+        if commands.fileno() in readable:
+            line = commands.readline()
             if not line:
                 return
             start(json.loads(line))
 
 
-def start(order: dict) -> None:
+def start(order: dict[str, Any]) -> None:
     pid = os.fork()
     if pid != 0:
         say({"started": pid})
@@ -64,7 +66,7 @@ def collect() -> None:
         say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def say(message: dict) -> None:
+def say(message: dict[str, Any]) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
 
 

@@ -153,7 +153,13 @@ class World:
             started.append(agent)
         return started
 
-    def starts(self, **wanted: int) -> list[dict]:
+    def command(self, name: str, text: str = "") -> None:
+        """Tell the fake ranks something; they look all the time, so never half of it."""
+        draft = self.control / f"draft-of-{name}"
+        draft.write_text(text)
+        draft.rename(self.control / name)
+
+    def starts(self, **wanted: int | str) -> list[dict]:
         path = self.control / "starts.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [row for row in rows if all(row[key] == value for key, value in wanted.items())]

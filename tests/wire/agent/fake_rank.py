@@ -1,7 +1,7 @@
 """A stand-in for training where training is not the point: counts steps, keeps them in memory, saves on SIGTERM.
 
-Files in $FAKE_CONTROL steer it: `exit-<rank>` holds a code to leave with (taken once), `always-exit` a code to leave
-with at once each time, `last-step` ends the run. Every start is written to `starts.jsonl`.
+Files in $FAKE_CONTROL steer it: `exit-<rank>` holds a code to leave with and last words (taken once), `always-exit` a
+code to leave with at once each time, `last-step` ends the run. Every start is written to `starts.jsonl`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
         print("the fault is in line 7 of the user's code", file=sys.stderr)  # noqa: T201 - ranks print
         return int((control / "always-exit").read_text())
 
-    from torch.distributed import TCPStore
+    from fake_figures import figures
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from trainium_trainer.monitor.progress import ProgressWriter
 
@@ -70,21 +71,12 @@ def main(argv: list[str]) -> int:
         time.sleep(STEP_SECONDS)
         command = control / f"exit-{rank}"
         if command.exists():
-            code = int(command.read_text())
+            code, _, last_words = command.read_text().partition("\n")
             command.unlink()
-            print(f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
-            return code
+            print(last_words or f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
+            return int(code)
         step += 1
-        progress.step_done(
-            step=step,
-            loss=1.0 / step,
-            grad_norm=1.0,
-            learning_rate=0.1,
-            tokens=step,
-            samples=step,
-            seconds=STEP_SECONDS,
-            tokens_per_second=1.0,
-        )
+        progress.step_done(figures(step), seconds=STEP_SECONDS)
         if rank == 0:
             temporary = memory.with_suffix(".new")
             temporary.write_text(str(step))

@@ -75,7 +75,7 @@ async def test_the_installed_command_trains_and_names_what_its_environment_lacks
     assert b"TRAINIUM_COORDINATOR, TRAINIUM_NAMESPACE" in errors
     assert b"Traceback" not in errors
 
-    (world.control / "last-step").write_text("5")
+    world.command("last-step", "5")
     environment = world.environment("a", world.fresh_ip())
     with (tmp_path / "a.log").open("wb") as log:
         agent = await asyncio.create_subprocess_exec(command, env=environment, stdout=log, stderr=log)

@@ -107,8 +107,32 @@ async def test_an_older_generation_is_never_joined(world: World) -> None:
     assert alive(world.starts(generation=2)[0]["pid"])
 
 
+async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: World) -> None:
+    world.start("a", "b", "spare")
+    await world.ready("a", "b", "spare")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b")
+    zombie = world.starts(rank=1)[0]["pid"]
+    for pid in (world.agents["b"].pid, zombie):
+        os.kill(pid, signal.SIGSTOP)  # as a machine that hangs
+    await world.jobs.publish(["a", "spare"])
+    await world.training("a", "spare", generation=2)
+    seen = len(world.jobs.heartbeats["b"])
+
+    for pid in (zombie, world.agents["b"].pid):
+        os.kill(pid, signal.SIGCONT)
+    await world.until(lambda: not alive(zombie), "its rank is ended")
+    await world.until(lambda: len(world.jobs.heartbeats["b"]) > seen, "b is heard again")
+    late = world.jobs.heartbeats["b"][seen:]
+    assert {beat.generation for beat in late} == {2}, "what it says as generation 1 is refused with 409"
+    await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is a spare")
+    assert not [row for row in world.starts(pod="b") if row["generation"] != 1]
+    assert alive(world.starts(rank=0, generation=2)[0]["pid"])
+    assert not world.starts(attempt=1), "nobody restarted because of it"
+
+
 async def test_a_finished_job_ends_every_agent_with_success(world: World) -> None:
-    (world.control / "last-step").write_text("10")
+    world.command("last-step", "10")
     world.start("a", "b", "c")
     await world.ready("a", "b", "c")
     await world.jobs.publish(["a", "b", "c"])

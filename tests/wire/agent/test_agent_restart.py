@@ -82,7 +82,7 @@ async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
 
 async def test_a_user_error_stops_the_generation_with_a_verdict(world: World) -> None:
     await job(world, "a", "b")
-    (world.control / "exit-1").write_text("64")
+    world.command("exit-1", "64")
     await world.until(
         lambda: all(world.jobs.last(name).phase == "Failed" for name in ("a", "b")), "both agents report Failed"
     )
@@ -95,7 +95,7 @@ async def test_a_user_error_stops_the_generation_with_a_verdict(world: World) ->
 
 
 async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(world: World) -> None:
-    (world.control / "always-exit").write_text("1")
+    world.command("always-exit", "1")
     world.start("a", "b")
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
@@ -125,7 +125,7 @@ async def test_restarts_without_a_new_step_are_limited(world: World) -> None:
     await world.ready("a")
     await world.jobs.publish(["a"])
     await world.training("a", step=3)
-    (world.control / "always-exit").write_text("76")
+    world.command("always-exit", "76")
     kill_rank(world, 0)
     await world.until(lambda: world.jobs.last("a").phase == "Failed", "Failed")
     assert world.jobs.last("a").verdict.exit_code == 76
@@ -143,7 +143,7 @@ async def test_new_steps_refill_the_budget_of_restarts(world: World) -> None:
 async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world: World) -> None:
     world.start("spare")
     await job(world, "a", "b")
-    (world.control / "exit-1").write_text("80")
+    world.command("exit-1", "80")
     await world.until(lambda: world.jobs.last("b").phase == "Failed", "b failed")
     assert world.jobs.last("b").verdict.exit_code == 80
     await world.until(lambda: world.jobs.last("a").waiting_for == (1,), "a waits for node rank 1")

@@ -1,0 +1,115 @@
+"""Drains against the real eviction API: refused while too much work is at risk, let through and healed afterwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+# No checkpoint is due within the test, so the time since the first step is the age of what would be lost.
+AT_RISK = (
+    "trainer: {steps: 100000}\ncheckpoint: {durable: {everySteps: 100000, everySeconds: 86400}}\n"
+    "recovery: {disruption: {maxDurableAgeSeconds: 1}}"
+)
+
+
+def evict(job: Job, pod: str) -> subprocess.CompletedProcess[str]:
+    """One POST to the eviction API, as `kubectl drain` and every autoscaler make it."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": job.namespace}}
+    path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
+    return job.site.run("kubectl", "create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+
+def disruption(status: dict[str, Any]) -> dict[str, Any]:
+    found = [each for each in status.get("conditions") or [] if each["type"] == "DisruptionAllowed"]
+    return found[0] if found else {"status": "", "message": ""}
+
+
+def until_budget(job: Job, allowed: int) -> None:
+    """Until the disruption controller has counted the pods against the newest budget."""
+    deadline = time.monotonic() + 40
+    while True:
+        budgets = job.site.get("poddisruptionbudgets", "-n", job.namespace)["items"]
+        status = budgets[0].get("status", {}) if budgets else {}
+        seen = status.get("observedGeneration") == budgets[0]["metadata"]["generation"] if budgets else False
+        if seen and status["disruptionsAllowed"] == allowed:
+            return
+        assert time.monotonic() < deadline, budgets
+        time.sleep(0.2)
+
+
+def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_and_let_through_later(
+    new_job: Callable[..., Job],
+) -> None:
+    job = new_job(change=AT_RISK)
+    job.until_step(5, 150)
+    status = job.until("a refusal in status", lambda status: disruption(status)["status"] == "False")
+    assert "maxDurableAgeSeconds (1)" in disruption(status)["message"]
+    until_budget(job, 0)
+    victim, before = job.members()[1]["podName"], job.uids()
+
+    refused = evict(job, victim)
+
+    assert refused.returncode != 0
+    assert "disruption budget" in refused.stderr
+    assert job.uids() == before
+
+    allowed = {"spec": {"recovery": {"disruption": {"maxDurableAgeSeconds": 3600}}}}
+    job.site.kubectl("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", "-p", json.dumps(allowed))
+    until_budget(job, 1)
+    let_through = evict(job, victim)
+
+    assert let_through.returncode == 0, let_through.stderr
+    entry = job.until_recovered(seconds=90)
+    assert (entry["cause"], entry["stepsLost"]) == ("Preempted", 0)
+    assert job.status().get("failures") in (None, []), "an eviction is nobody's failure"
+
+
+def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 120)
+    until_budget(job, 1)
+    node = job.members()[1]["nodeName"]
+    try:
+        job.site.kubectl(
+            "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
+            "--ignore-daemonsets", "--force", "--timeout=60s",
+        )  # fmt: skip
+        entry = job.until_recovered(seconds=90)
+        assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
+        assert node not in {member["nodeName"] for member in job.members()}
+    finally:
+        job.site.kubectl("uncordon", node)
+
+
+def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 120)
+    leaver = job.members()[1]
+    try:
+        job.site.kubectl("taint", "node", leaver["nodeName"], "karpenter.sh/disrupted:NoSchedule")
+        entry = job.until_recovered(seconds=90)
+        assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
+        assert leaver["podUid"] not in {member["podUid"] for member in job.members()}
+        job.until("the node is empty", lambda _: leaver["podUid"] not in job.uids())
+    finally:
+        job.site.kubectl("taint", "node", leaver["nodeName"], "karpenter.sh/disrupted-")
+
+
+def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None")
+    job.until_phase("Completed", 120)
+    deadline = time.monotonic() + 40
+    while job.site.get("trainingjobs", "-n", job.namespace)["items"] or job.pods():
+        assert time.monotonic() < deadline, "the job outlives its ttlSecondsAfterFinished"
+        time.sleep(0.2)

@@ -1,0 +1,60 @@
+"""Faults that no process ends by: a rank that stands still, and a node that is said to be broken."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def pid_of_rank(job: Job, pod: str) -> int:
+    pid: int = json.loads(job.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0])["pid"]
+    return pid
+
+
+def test_a_process_that_stands_still_is_found_blamed_and_restarted_in_place(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job(change="recovery: {hang: {stepFloorSeconds: 3}}")
+    job.until_step(10, 120)
+    before, victim = job.uids(), job.members()[1]
+
+    # A stop signal: the process lives, its connections stay, and its peer waits in a collective.
+    job.inside(victim["podName"], "sh", "-c", f"kill -STOP {pid_of_rank(job, victim['podName'])}")
+    entry = job.until_recovered(seconds=90)
+
+    assert (entry["cause"], entry["rung"], entry["pod"]) == ("Hang", "InPlace", victim["podName"])
+    assert entry["stepsLost"] <= 1
+    assert job.uids() == before
+    assert "stack" in job.site.kubectl("logs", "-n", job.namespace, victim["podName"]).lower()
+    job.until_phase("Completed", 90)
+    assert job.losses() == reference
+
+
+def test_a_rank_leaves_a_node_whose_device_is_said_to_be_broken_and_loses_no_step(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="workers: {spares: 1}\ntrainer: {steps: 100000}")
+    if job.site.cluster is None:
+        pytest.skip("conditions are set by the development cluster's nodes")
+    faults = job.site.cluster.faults
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 150)
+    victim = job.members()[0]
+    node = victim["nodeName"]
+
+    faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
+    try:
+        entry = job.until_recovered(seconds=90)
+
+        assert (entry["cause"], entry["rung"], entry["node"]) == ("Device", "Spare", node)
+        assert entry["stepsLost"] == 0, "the node still answers, so all save before the rank moves"
+        assert node not in {member["nodeName"] for member in job.members()}
+        assert any(failure["node"] == node for failure in job.status()["failures"])
+    finally:
+        faults.clear_condition(node, "NeuronHealth")

@@ -1,0 +1,26 @@
+"""A small fleet for the tests of this folder; they are skipped where kwok has not been built yet."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_devcluster.binaries import FLEET_PROGRAMS, is_cached
+from trainium_devcluster.cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # the parts of the fleet benchmark
+NODES = 8
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    if not is_cached(FLEET_PROGRAMS):
+        pytest.skip("kwok is not built yet; `trainium-devcluster up --fleet 1` builds it once, in a minute or two")
+    with Cluster.start(fleet=NODES, apiserver_args=("--disable-admission-plugins=TaintNodesByCondition",)) as cluster:
+        yield cluster

@@ -1,0 +1,106 @@
+"""Fake nodes on a real control plane, and the parts of the fleet benchmark at a size at which they are a test."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trainium_devcluster.cluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+PATIENCE = 60.0
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return found
+
+
+def pod(cluster: Cluster, name: str) -> dict[str, Any]:
+    return cluster.api.get(f"/api/v1/namespaces/default/pods/{name}")
+
+
+def test_a_node_of_a_fleet_claims_what_a_trainium_node_has(cluster: Cluster) -> None:
+    node = cluster.api.get("/api/v1/nodes/fleet-00001")
+    assert node["status"]["allocatable"]["aws.amazon.com/neuron"] == "16"
+    assert node["status"]["allocatable"]["vpc.amazonaws.com/efa"] == "8"
+    assert node["spec"]["providerID"].startswith("aws:///us-west-2a/i-")
+    assert node["metadata"]["labels"]["topology.k8s.aws/network-node-layer-3"] == "nn-leaf-0"
+
+
+def test_its_pods_run_at_once_and_fail_when_they_are_told_to(cluster: Cluster) -> None:
+    assert cluster.fleet is not None
+    cluster.kubectl("run", "plain", "--image=none", "--restart=Never")
+    status = until(lambda: (found := pod(cluster, "plain")["status"])["phase"] == "Running" and found, "the pod runs")
+    assert status["podIP"].startswith("10.")
+    cluster.fleet.fail_pod("default", "plain", exit_code=7, message="boom")
+    failed = pod(cluster, "plain")["status"]
+    assert failed["phase"] == "Failed"
+    assert failed["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 7
+    cluster.kubectl("delete", "pod", "plain", "--wait", "--timeout=30s")
+
+
+def test_a_condition_stays_and_a_device_that_vanished_is_gone(cluster: Cluster) -> None:
+    assert cluster.fleet is not None
+    node = cluster.fleet.nodes[-1]
+    cluster.fleet.set_condition(node, "NeuronHealth", "True", reason="NeuronHasError")
+    cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 15)
+    time.sleep(1.0)
+    status = cluster.api.get(f"/api/v1/nodes/{node}")["status"]
+    assert [each["status"] for each in status["conditions"] if each["type"] == "NeuronHealth"] == ["True"]
+    assert status["allocatable"]["aws.amazon.com/neuron"] == "15"
+    cluster.fleet.set_condition(node, "NeuronHealth", "False")
+    cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 16)
+
+
+def test_the_operator_trains_a_fleet_and_replaces_a_failed_worker_by_the_spare(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    generations = asyncio.run(_one_fault(cluster, tmp_path))
+    assert generations == [1, 2]
+
+
+async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
+    """Start a job of four nodes and a spare with simulated agents, fail one pod; the generations that all heard of."""
+    from fleetlab.control import AgentsProcess
+    from fleetlab.job import NAME, training_job
+    from fleetlab.kube import Kube, PodWatch
+    from fleetlab.operator_site import SERVER_NAME, OperatorSite
+    from fleetlab.scenario import JOBS, membership, until_status
+
+    from trainium_contract.worker_env import LABEL_JOB
+
+    assert cluster.fleet is not None
+    async with Kube(cluster) as kube:
+        site = OperatorSite(cluster, folder)
+        await site.install(kube)
+        operator = await site.start()
+        try:
+            await operator.leads()
+            async with (
+                PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
+                AgentsProcess(cluster, NAME, [(operator.host, operator.port)], SERVER_NAME) as agents,
+            ):
+                await kube.request("POST", JOBS, training_job(4, spares=1))
+                await watch.until_running(5, PATIENCE)
+                await agents.ask("go")
+                first = await agents.ask("learned", generation=1, count=4, seconds=PATIENCE)
+                await until_status(kube, lambda status: status.get("phase") == "Running", PATIENCE, "it trains")
+                member = (await membership(kube)).members[1].pod_name
+                await asyncio.to_thread(cluster.fleet.fail_pod, "default", member, exit_code=137)
+                second = await agents.ask("learned", generation=2, count=4, seconds=PATIENCE)
+                await watch.until(lambda: watch.created == 6, PATIENCE, "a new spare is made")
+                await until_status(kube, lambda status: status.get("spares", 0) == 1, PATIENCE, "it is warm")
+        finally:
+            await operator.stop()
+        return [first["newest"], second["newest"]]

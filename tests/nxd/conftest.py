@@ -1,0 +1,82 @@
+"""Runs of the trainer on the real neuronx-distributed, on the CPU; all of it is skipped where that cannot be imported.
+
+NXD_SRC names the `src` folder of a checkout of https://github.com/aws-neuron/neuronx-distributed; without it an
+installed package is used. docs/backends.md says what runs where.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+HERE = Path(__file__).parent
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_trainer = _load(HERE.parent / "unit" / "trainer" / "conftest.py", "trainer_conftest")
+text_file, base_config, launch = _trainer.text_file, _trainer.base_config, _trainer.launch
+
+
+def _reason() -> str | None:
+    """Why nothing here can run; None when it can."""
+    source = os.environ.get("NXD_SRC")
+    if source and not (Path(source) / "neuronx_distributed").is_dir():
+        return f"NXD_SRC is {source}, which has no folder neuronx_distributed"
+    if not source and importlib.util.find_spec("neuronx_distributed") is None:
+        return "neuronx-distributed is not installed, and NXD_SRC does not name the src folder of a checkout"
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nxd() -> None:
+    """Skip everything here where it cannot run."""
+    reason = _reason()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def torch_xla(request: pytest.FixtureRequest, nxd: None) -> None:
+    """Skip what needs torch_xla's own code where a stand-in has its place."""
+    if request.node.get_closest_marker("torch_xla") and importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla 2.9 is not installed, whose own ZeRO-1 or lazy device this is")
+
+
+class Forge(_trainer.Forge):
+    """The forking process with stand-ins and NxD in it."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "nxd_forge.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Any]:
+    process = Forge()
+    yield process
+    process.close()

@@ -1,0 +1,44 @@
+"""A run on torch_xla's lazy device (its CPU), alone: counts, after each step, what was compiled, launched and fetched.
+
+Prints one JSON object per step. Started with the trainer's arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+os.environ["NXD_CPU_MODE"] = "0"
+
+import standins
+
+standins.install()
+
+from torch_xla.debug import metrics  # noqa: E402 - the stand-ins come first
+
+from trainium_trainer.backends.nxd import backend  # noqa: E402
+from trainium_trainer.cli import main  # noqa: E402
+
+if TYPE_CHECKING:
+    from trainium_trainer.backends.base import StepOutcome
+
+COUNTED = {
+    "compiled": "CompileTime",
+    "launched": "ExecuteTime",
+    "fetched": "TransferFromDeviceTime",
+}
+step = backend.NxdBackend.step
+
+
+def counting(self: backend.NxdBackend, **given: Any) -> StepOutcome:
+    outcome = step(self, **given)
+    counts = {name: (metrics.metric_data(metric) or [0])[0] for name, metric in COUNTED.items()}
+    missing = [name for name in metrics.counter_names() if name.startswith("aten::")]
+    print(json.dumps({**counts, "loss": outcome.loss, "not lowered": missing}), flush=True)  # noqa: T201 - the answer
+    return outcome
+
+
+backend.NxdBackend.step = counting  # type: ignore[method-assign]
+main(sys.argv[1:])

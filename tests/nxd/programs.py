@@ -1,0 +1,100 @@
+"""What ranks do that are no runs of the trainer: each program prints one JSON object and ends its process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from trainium_trainer.backends.choose import find_backend, make_backend
+from trainium_trainer.backends.nxd import NxdBackend
+from trainium_trainer.backends.nxd.sharing import Sharing
+from trainium_trainer.config import Settings, launch_of, load, settle
+from trainium_trainer.data.loader import MicroBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(name: str, argv: Sequence[str]) -> None:
+    """Run `--config FILE --set A=B --set C=D ...` as the program `name`."""
+    settings = settle(load(Path(argv[1]), argv[3::2]), launch_of())
+    answer = {"agree": agree, "evaluate": evaluate, "reload": reload}[name](settings)
+    print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+    dist.barrier()
+    os._exit(0)
+
+
+def agree(settings: Settings) -> dict[str, Any]:
+    """How many of the values that several ranks hold are not the first such rank's, before and after they agreed."""
+    backend = NxdBackend(settings)
+    backend.build()
+    held = backend._store.held
+    own = float(backend.mesh.rank + 1)
+    with torch.no_grad():
+        for entry in held:
+            entry.master.fill_(own)
+    before = _differing(backend)
+    Sharing(held, backend._groups.tensor).agree()
+    changed = [
+        piece.name
+        for entry in held
+        for piece in entry.pieces
+        if piece.replicas == 1 and bool((entry.master[piece.start : piece.end] != own).any())
+    ]
+    return {"before": before, "after": _differing(backend), "changed": changed}
+
+
+def _differing(backend: NxdBackend) -> int:
+    mine = {
+        f"{piece.name}{piece.offsets}": entry.master[piece.start : piece.end].clone()
+        for entry in backend._store.held
+        for piece in entry.pieces
+        if piece.replicas > 1
+    }
+    gathered: list[dict[str, torch.Tensor]] = [{} for _ in range(backend.mesh.world_size)]
+    dist.all_gather_object(gathered, mine)
+    first: dict[str, torch.Tensor] = {}
+    for values in gathered:
+        first = values | first
+    return sum(int((values[name] != first[name]).sum()) for values in gathered for name in values)
+
+
+def reload(settings: Settings) -> dict[str, Any]:
+    """NxD's own `load_checkpoint` of the tag `theirs` beside the checkpoints, and its `save_checkpoint` as `again`."""
+    import torch_xla.core.xla_env_vars
+    from neuronx_distributed.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+
+    # NxD counts the hosts with a variable that torch_xla 2.9 no longer names.
+    torch_xla.core.xla_env_vars.HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
+    os.environ["HOST_WORLD_SIZE"] = "1"
+    backend = NxdBackend(settings)
+    backend.build()
+    backend.initialize(77)
+    folder = str(Path(settings.config.checkpoint.path).parent)
+    model, optimizer = backend._model, backend._store._optimizer
+    content = load_checkpoint(folder, "theirs", model=model, optimizer=optimizer)
+    save_checkpoint(folder, "again", model=model, optimizer=optimizer, user_content=content)
+    finalize_checkpoint()
+    return {"content": content}
+
+
+def evaluate(settings: Settings) -> dict[str, Any]:
+    """Losses of two validations of the initial weights, the second without a token, and the weights' norm."""
+    backend = make_backend(find_backend(settings), settings)
+    backend.build()
+    backend.initialize(3)
+    made = torch.Generator().manual_seed(backend.mesh.dp_rank)
+    batches = []
+    for _ in range(2):
+        tokens = torch.randint(settings.shape.vocab_size, (2, 33), generator=made)
+        labels = tokens[:, 1:].clone()
+        labels[0, -5 - backend.mesh.dp_rank :] = -100
+        batches.append(MicroBatch(tokens[:, :-1], labels, int((labels >= 0).sum())))
+    nothing = MicroBatch(batches[0].inputs, torch.full_like(batches[0].labels, -100), 0)
+    losses = [backend.evaluate(batches), backend.evaluate([nothing])]
+    return {"losses": [str(loss) for loss in losses], "norm": backend.parameter_norm()}

@@ -1,0 +1,48 @@
+"""A rehearsal (`trainium_trainer.compile.rehearsal`) on torch_xla's lazy device, with collectives that move nothing.
+
+On a Neuron device that is what extracting graphs does: they are made, and none is run. Started as the rehearsal is;
+prints the groups of its collectives and how many graphs were launched, as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+os.environ["NXD_CPU_MODE"] = "0"
+
+import standins
+
+standins.install()
+standins.move_nothing()
+
+from torch_xla.debug import metrics  # noqa: E402 - the stand-ins come first
+
+from trainium_trainer import exits  # noqa: E402
+from trainium_trainer.backends.nxd import NxdBackend  # noqa: E402
+from trainium_trainer.compile import rehearsal  # noqa: E402
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+leave = exits.leave
+close = NxdBackend.close
+place = -1
+
+
+def asked(self: NxdBackend) -> None:
+    global place  # noqa: PLW0603 - the backend is gone when the answer is given
+    place = self.mesh.tp_rank
+    close(self)
+
+
+def telling(code: int) -> NoReturn:
+    launched = (metrics.metric_data("ExecuteTime") or [0])[0]
+    answer = {"launched": launched, "groups": standins.moved, "place": place}
+    print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+    leave(code)
+
+
+exits.leave, NxdBackend.close = telling, asked  # type: ignore[method-assign]
+rehearsal.main()

@@ -1,0 +1,68 @@
+"""On torch_xla's own lazy device: a graph per micro-batch, none compiled after the first step, one read per step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(900)]
+
+STEPS = 5
+ACCUMULATION = 4
+
+
+def steps(config: dict[str, Any], folder: Path, *overrides: str, memory: bool = False) -> list[dict[str, Any]]:
+    file = folder / "trainer.yaml"
+    file.write_text(yaml.safe_dump(config))
+    argv = ["train", "--config", str(file), "--set", f"checkpoint.path={folder / 'checkpoints'}"]
+    for override in ("backend=Nxd", "schedule.kind=Constant", "monitor.parameterNormSteps=0", *overrides):
+        argv += ["--set", override]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if memory:
+        environment["TRAINIUM_MEMORY_DIR"] = str(folder / "memory")
+    script = Path(__file__).with_name("graphs.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *argv], env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
+def test_steps_are_the_same_few_graphs_and_their_numbers_are_read_once(
+    base_config: dict[str, Any], tmp_path: Path, mode: str
+) -> None:
+    found = steps(base_config, tmp_path, f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0")
+    assert len(found) == STEPS
+    for before, after in itertools.pairwise(found):
+        assert after["compiled"] == before["compiled"]
+        assert after["launched"] - before["launched"] == ACCUMULATION
+        assert after["fetched"] - before["fetched"] == 1
+    assert found[-1]["not lowered"] == []
+
+
+def test_a_snapshot_in_memory_adds_a_transfer_and_no_graph(base_config: dict[str, Any], tmp_path: Path) -> None:
+    found = steps(base_config, tmp_path, f"steps={STEPS}", memory=True)
+    for before, after in itertools.pairwise(found):
+        assert after["compiled"] == before["compiled"]
+        assert after["launched"] - before["launched"] == ACCUMULATION
+        assert after["fetched"] - before["fetched"] == 2
+
+
+def test_saved_and_resumed_on_the_device_the_losses_go_on(base_config: dict[str, Any], tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir()
+    halves.mkdir()
+    sharded = "dataParallel=FullySharded"
+    through = steps(base_config, whole, "steps=6", sharded)
+    first = steps(base_config, halves, "steps=3", sharded)
+    second = steps(base_config, halves, "steps=6", sharded)
+    assert [one["loss"] for one in (*first, *second)] == [one["loss"] for one in through]

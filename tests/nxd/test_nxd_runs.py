@@ -1,0 +1,254 @@
+"""The nxd backend on the real neuronx-distributed: the curves, states and checkpoints of the native backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import yaml
+
+from trainium_trainer import cli
+from trainium_trainer.checkpoint.contents import Contents
+from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.survey import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    Metrics = list[dict[str, Any]]
+
+pytestmark = pytest.mark.timeout(900)  # the first test also waits for NxD's imports
+
+NXD = "backend=Nxd"
+TP = "parallelism.tensor=2"
+TP4 = "parallelism.tensor=4"
+SP = "parallelism.sequence=true"
+ZERO1 = "dataParallel=FullySharded"
+CONSTANT = "schedule.kind=Constant"
+needs_torch_xla = pytest.mark.torch_xla
+
+
+def run(launch: Callable[..., Any], ranks: int, name: str, overrides: Sequence[str] = (), **given: Any) -> Metrics:
+    job = launch(ranks, name, list(overrides), **given)
+    assert job.wait(300) == [0] * ranks, job.log()
+    return job.metrics()
+
+
+def assert_same_curve(metrics: Metrics, reference: Metrics, rel: float = 1e-5) -> None:
+    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
+    for line, expected in zip(metrics, reference, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=rel)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=100 * rel)
+        for key in ("parameterNorm", "validationLoss"):
+            assert (key in line) == (key in expected)
+            assert line.get(key, 0) == pytest.approx(expected.get(key, 0), rel=rel)
+
+
+@pytest.fixture
+def reference(launch: Callable[..., Any]) -> Metrics:
+    return run(launch, 1, "reference", ["backend=Native"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [], id="one"),
+        pytest.param(2, [TP], id="tp2"),
+        pytest.param(2, [TP, SP], id="tp2, sequence"),
+        pytest.param(2, [], id="dp2"),
+        pytest.param(4, [TP], id="dp2 tp2"),
+        pytest.param(4, [TP, SP, "batch.microSize=4"], id="dp2 tp2, sequence, no accumulation"),
+        pytest.param(4, [TP4, SP], id="tp4, repeated heads as on trn1"),
+        pytest.param(2, [TP, "recompute=Selective"], id="tp2, selective recompute"),
+        pytest.param(2, [TP, SP, "recompute=Full"], id="tp2, sequence, full recompute"),
+        pytest.param(1, [ZERO1], id="zero1", marks=needs_torch_xla),
+        pytest.param(2, [ZERO1], id="zero1 dp2", marks=needs_torch_xla),
+        pytest.param(2, ["dataParallel=ShardedOptimizer"], id="zero1 by its name", marks=needs_torch_xla),
+        pytest.param(4, [ZERO1, TP, SP], id="zero1 dp2 tp2, sequence", marks=needs_torch_xla),
+    ],
+)
+def test_the_curve_is_that_of_the_native_backend(
+    launch: Callable[..., Any], reference: Metrics, ranks: int, overrides: list[str]
+) -> None:
+    assert_same_curve(run(launch, ranks, "nxd", [NXD, *overrides]), reference)
+
+
+def test_heads_repeated_as_on_trn2_make_the_same_curve(launch: Callable[..., Any], reference: Metrics) -> None:
+    assert_same_curve(run(launch, 4, "nxd", [NXD, TP4], TEST_NXD_TARGET="trn2"), reference)
+
+
+def test_untied_embeddings_divide_as_well(launch: Callable[..., Any]) -> None:
+    untied = "model.tieEmbeddings=false"
+    whole = run(launch, 1, "whole", ["backend=Native", untied])
+    assert_same_curve(run(launch, 2, "divided", [NXD, untied, TP, SP]), whole)
+
+
+@needs_torch_xla
+def test_zero1_pads_what_does_not_divide(launch: Callable[..., Any]) -> None:
+    batch = "batch.globalSize=6"
+    whole = run(launch, 1, "whole", ["backend=Native", batch])
+    assert_same_curve(run(launch, 3, "padded", [NXD, ZERO1, batch]), whole)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "rel"),
+    [
+        pytest.param(1, ["precision=BFloat16"], 1e-3, id="master weights"),
+        pytest.param(2, ["precision=BFloat16", TP], 1e-3, id="master weights, tp2"),
+        pytest.param(4, ["precision=BFloat16", ZERO1, TP, SP], 1e-3, id="master weights, zero1", marks=needs_torch_xla),
+        pytest.param(2, ["precision=BFloat16Stochastic", ZERO1, TP], 2e-2, id="bfloat16", marks=needs_torch_xla),
+    ],
+)
+def test_half_precision_stays_close_to_full_precision(
+    launch: Callable[..., Any], reference: Metrics, ranks: int, overrides: list[str], rel: float
+) -> None:
+    half = run(launch, ranks, "half", [NXD, *overrides])
+    assert half[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=rel)
+    assert half[0]["gradNorm"] == pytest.approx(reference[0]["gradNorm"], rel=1e-2)
+    assert half[-1]["loss"] != reference[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        pytest.param([ZERO1], marks=needs_torch_xla),
+        pytest.param([ZERO1, "precision=BFloat16"], marks=needs_torch_xla),
+    ],
+    ids=["replicated", "zero1", "zero1, master weights"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(launch: Callable[..., Any], overrides: list[str]) -> None:
+    """The library's own resume of ZeRO-1 brings back the weights from before the load, without a word."""
+    settings = [NXD, TP, CONSTANT, *overrides]
+    through = run(launch, 4, "through", [*settings, "steps=6"])
+    run(launch, 4, "halted", [*settings, "steps=3"])
+    resumed = run(launch, 4, "halted", [*settings, "steps=6"])
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in through]
+    assert [line["gradNorm"] for line in resumed] == [line["gradNorm"] for line in through]
+
+
+@needs_torch_xla
+def test_a_checkpoint_goes_through_every_layout_and_both_backends(launch: Callable[..., Any]) -> None:
+    reference = run(launch, 1, "reference", ["backend=Native", CONSTANT, "steps=10"])
+    layouts = [
+        (2, [NXD, ZERO1]),
+        (2, [NXD, ZERO1, TP, SP]),
+        (1, ["backend=Native"]),
+        (4, [NXD, TP4]),
+        (4, [NXD, ZERO1, TP]),
+    ]
+    for number, (ranks, overrides) in enumerate(layouts, start=1):
+        metrics = run(launch, ranks, "travelling", [*overrides, CONSTANT, f"steps={2 * number}"])
+    assert_same_curve(metrics, reference)
+
+
+def test_a_killed_run_goes_on_from_memory(launch: Callable[..., Any]) -> None:
+    settings = [NXD, TP, CONSTANT, "steps=12"]
+    reference = run(launch, 2, "reference", settings)
+    job = launch(2, "killed", settings, memory=True)
+    job.wait_for_step(5, 300)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    resumed = launch(2, "killed", settings, memory=True)
+    assert resumed.wait(300) == [0, 0], resumed.log()
+    assert "from memory" in resumed.log()
+    assert resumed.losses() == [line["loss"] for line in reference]
+
+
+def test_a_step_that_is_not_finite_is_noticed_before_the_update(launch: Callable[..., Any]) -> None:
+    job = launch(2, "broken", [NXD, TP, "model.ropeTheta=1e-300", "steps=2"])
+    assert job.wait(300) == [65, 65]
+    assert "step 1: loss is nan" in job.log()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallelism.pipeline=2"], "backend Nxd has no pipeline"),
+        (["precision=BFloat16Stochastic"], "set dataParallel to ShardedOptimizer"),
+    ],
+    ids=["pipeline", "rounding"],
+)
+def test_what_the_backend_cannot_do_is_refused_in_a_sentence(
+    launch: Callable[..., Any], overrides: list[str], said: str
+) -> None:
+    job = launch(2, "refused", [NXD, *overrides])
+    assert job.wait(300) == [64, 64]
+    assert said in job.log().splitlines()[-1]
+
+
+@pytest.fixture
+def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Run one of `programs.py`; what its ranks answer. `launch` has written the configuration."""
+
+    def start(name: str, ranks: int, *overrides: str, **environment: str) -> list[dict[str, Any]]:
+        logs = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        logs.mkdir()
+        argv = [name, "--config", str(tmp_path / "trainer.yaml")]
+        for override in overrides:
+            argv += ["--set", override]
+        pids = forge.ask(ranks=ranks, argv=argv, environment=environment, logs=str(logs))["pids"]
+        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
+        assert forge.ask(wait=pids, seconds=300)["codes"] == [0] * ranks, texts[0].read_text()
+        return [json.loads(text.read_text().splitlines()[-1]) for text in texts]
+
+    return start
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+def test_ranks_that_rounded_differently_agree_on_what_they_share(program: Callable[..., Any], target: str) -> None:
+    for found in program("agree", 4, TP4, NXD, TEST_NXD_TARGET=target):
+        assert found["before"] > 0
+        assert found["after"] == 0
+        assert found["changed"] == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(2, [], id="dp2"),
+        pytest.param(4, [TP, SP], id="dp2 tp2, sequence"),
+        pytest.param(4, [TP, ZERO1], id="zero1 dp2 tp2", marks=needs_torch_xla),
+    ],
+)
+def test_validation_and_the_norm_of_the_weights_are_those_of_the_native_backend(
+    program: Callable[..., Any], ranks: int, overrides: list[str]
+) -> None:
+    (expected, _) = program("evaluate", 2, "backend=Native")
+    for found in program("evaluate", ranks, NXD, *overrides):
+        assert float(found["losses"][0]) == pytest.approx(float(expected["losses"][0]), rel=1e-6)
+        assert found["losses"][1] == expected["losses"][1] == "nan"
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-6)
+
+
+@needs_torch_xla
+@pytest.mark.parametrize("tied", [True, False])
+def test_nxd_itself_reads_the_converted_tag_and_what_it_writes_is_converted_back(
+    launch: Callable[..., Any], program: Callable[..., Any], tmp_path: Path, tied: bool
+) -> None:
+    settings = [NXD, ZERO1, TP, "precision=BFloat16", f"model.tieEmbeddings={str(tied).lower()}"]
+    run(launch, 4, "run", [*settings, "steps=3"])
+    root, config = tmp_path / "run", tmp_path / "converted.yaml"
+    known = yaml.safe_load((tmp_path / "trainer.yaml").read_text())
+    known["model"]["tieEmbeddings"] = tied
+    config.write_text(yaml.safe_dump(known))
+    theirs, given = str(tmp_path / "theirs"), ["--config", str(config)]
+    assert cli.run(["convert", "to-nxd", str(root), theirs, "--tensor", "2", "--zero1", "2", *given]) == 0
+    for found in program("reload", 4, *settings, f"checkpoint.path={root}"):
+        assert found["content"]["step"] == 3
+    assert cli.run(["convert", "from-nxd", str(tmp_path / "again"), str(tmp_path / "back"), *given]) == 0
+    before, after = (contents(path) for path in (root, tmp_path / "back"))
+    assert before.tensors.keys() == after.tensors.keys()
+    assert [name for name in before.tensors if not torch.equal(before.read(name), after.read(name))] == []
+
+
+def contents(root: Path) -> Contents:
+    storage = PosixStorage(root)
+    return Contents(storage, survey(storage).committed[0], Retry(()))

@@ -1,0 +1,107 @@
+"""Small files of every format, and data configurations for them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from trainium_contract.trainer_data import DataConfig
+from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.prepared import Prepared
+from trainium_trainer.data.samples import Samples
+from trainium_trainer.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.data.opening import Data
+
+TEXTS = [f"document number {number} says hello to the world of tokens" for number in range(40)]
+END = "<|endoftext|>"
+
+
+def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
+    fields = {
+        "sequence_length": 16,
+        "cache_directory": str(tmp_path / "cache"),
+        "tokenizer": {"vocab_size": 300},
+        "workers": 1,
+    }
+    return DataConfig.model_validate({**fields, "source": str(source), **more})
+
+
+def opened(settings: DataConfig) -> Data:
+    return open_data(settings, 8)
+
+
+def write_text(path: Path) -> None:
+    path.write_text("\n".join(TEXTS))
+
+
+def json_lines(texts: list[str] = TEXTS) -> bytes:
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def write_json_lines(path: Path) -> None:
+    path.write_bytes(json_lines())
+
+
+def write_gzip(path: Path) -> None:
+    """Of two members, as tools that work in parallel write it."""
+    path.write_bytes(gzip.compress(json_lines(TEXTS[:25])) + gzip.compress(json_lines(TEXTS[25:])))
+
+
+def write_zstd(path: Path) -> None:
+    with pa.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(json_lines())
+
+
+def write_parquet(path: Path) -> None:
+    parquet.write_table(pa.table({"id": list(range(40)), "text": TEXTS}), path, row_group_size=7)
+
+
+def write_arrow_file(path: Path) -> None:
+    table = pa.table({"text": TEXTS})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+
+
+def write_arrow_chunk(path: Path) -> None:
+    table = pa.table({"text": pa.array(TEXTS, pa.large_string())})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_stream(path: Path) -> None:
+    table = pa.table({"text": TEXTS})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+
+
+FORMATS = {
+    "d.jsonl": write_json_lines,
+    "d.json.gz": write_gzip,
+    "d.jsonl.zst": write_zstd,
+    "d.parquet": write_parquet,
+    "d.arrow": write_arrow_file,
+    "c.arrow": write_arrow_chunk,
+    "s.arrow": write_arrow_stream,
+}
+
+
+def decoded(data: Data, tokens: Any = None) -> str:
+    """The text of some tokens, by default of all of the first source."""
+    if tokens is None:
+        assert isinstance(data.training, Samples)
+        run = data.training.parts[0].run
+        tokens = run.read(0, run.tokens)
+    return load_tokenizer(data.tokenizer).decode(list(tokens), skip_special_tokens=False)
+
+
+def prepared_in(cache: Path) -> Prepared:
+    (folder,) = cache.glob("tokens-*[0-9a-f]")
+    return Prepared(folder)

@@ -1,0 +1,249 @@
+"""When a standstill is a hang, and who is to blame for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.messages import TrainerPhase
+from trainium_contract.recovery import HangSpec
+from trainium_trainer.agent.hang import (
+    Calibration,
+    Finding,
+    Kind,
+    Sight,
+    Standstill,
+    Usual,
+    Watch,
+    after_hang,
+    decode,
+    describe,
+    encode,
+    find,
+    limit_of,
+    percentile,
+)
+from trainium_trainer.agent.policy import GenerationState
+
+SPEC = HangSpec()
+STEP, SAVE, COMPILE, INIT, LOAD = (
+    TrainerPhase.STEP,
+    TrainerPhase.SAVE,
+    TrainerPhase.COMPILE,
+    TrainerPhase.INIT,
+    TrainerPhase.LOAD,
+)
+
+
+def still(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **changes: object) -> Standstill:
+    """A rank that has waited for its peers in step 120 for longer than its limit."""
+    base = Standstill(rank=rank, phase=STEP, step=119, seconds=seconds, limit=15.0, waiting=waiting)
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("phase", "usual", "limit"),
+    [
+        (STEP, Usual(steps=(1.0,) * 100), 15),
+        (STEP, Usual(steps=(4.0,) * 100), 20),
+        (STEP, Usual(steps=(1.0,) * 99 + (60.0,)), 15),  # one slow step in a hundred
+        (STEP, Usual(steps=(1.0,) * 97 + (60.0,) * 3), 300),
+        (STEP, Usual(first_step=40.0), 200),  # nothing else is known yet
+        (STEP, Usual(steps=(2.0, 2.0, 2.0), first_step=600.0), 15),
+        (COMPILE, Usual(), 7200),
+        (COMPILE, Usual(first_step=100.0), 500),
+        (COMPILE, Usual(first_step=2.0), 60),
+        (INIT, Usual(), 600),
+        (INIT, Usual(init=3.0), 120),
+        (INIT, Usual(init=1000.0), 600),
+        (LOAD, Usual(init=3.0, first_step=1.0, steps=(1.0,)), 1200),
+        (SAVE, Usual(steps=(1.0,) * 100), 1200),
+    ],
+)
+def test_each_phase_has_its_own_limit_and_steps_calibrate_theirs(phase: TrainerPhase, usual: Usual, limit: int) -> None:
+    assert limit_of(phase, SPEC, usual) == pytest.approx(limit)
+
+
+@given(
+    st.sampled_from(list(TrainerPhase)),
+    st.lists(st.floats(0, 1e4), max_size=128),
+    st.floats(0, 1e4),
+    st.floats(0, 1e4),
+)
+def test_no_limit_is_below_the_floor_or_above_that_of_its_phase(
+    phase: TrainerPhase, steps: list[float], first: float, init: float
+) -> None:
+    limit = limit_of(phase, SPEC, Usual(tuple(steps), first, init))
+    assert limit >= SPEC.step_floor_seconds
+    highest = {INIT: SPEC.init_seconds, COMPILE: SPEC.compile_seconds, LOAD: SPEC.load_seconds, SAVE: SPEC.save_seconds}
+    assert limit <= highest.get(phase, max(SPEC.step_floor_seconds, SPEC.step_factor * max([*steps, first])))
+
+
+@given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=128))
+def test_a_step_like_those_before_is_never_hung(steps: list[float]) -> None:
+    assert limit_of(STEP, SPEC, Usual(tuple(steps))) >= percentile(steps, 0.99)
+
+
+def test_experience_of_another_world_size_does_not_count() -> None:
+    calibration = Calibration()
+    calibration.note_first_step(64, 30.0)
+    assert calibration.usual(64, ()).first_step == 30.0
+    assert calibration.usual(32, ()).first_step == 0.0
+
+
+def look(watch: Watch, now: float, beats: int = 7, **changes: object) -> Standstill:
+    sight = Sight(rank=0, sign=(1, beats), phase=STEP, step=4, limit=15.0, waiting=False)
+    (seen,) = watch.look(now, [replace(sight, **changes)])
+    return seen
+
+
+def test_a_standstill_grows_while_no_sign_of_life_comes_and_ends_with_one() -> None:
+    watch = Watch()
+    assert [look(watch, at).seconds for at in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
+    assert look(watch, 1.5, beats=8).seconds == 0.0
+    assert look(watch, 2.0, beats=8).seconds == 0.5
+
+
+def test_time_in_which_the_agent_did_not_look_hardly_counts() -> None:
+    watch = Watch()
+    look(watch, 0.0)
+    assert look(watch, 3600.0).seconds == 2.0
+
+
+def test_processor_time_tells_a_loop_from_a_sleep() -> None:
+    watch = Watch()
+    look(watch, 0.0)
+    look(watch, 1.0, state="R", cpu_seconds=50.0)
+    assert look(watch, 2.0, state="R", cpu_seconds=50.9).busy == pytest.approx(0.9)
+
+
+WAITING = {0: (still(0), still(1)), 1: (still(2), still(3))}
+
+
+@pytest.mark.parametrize(
+    ("testimony", "finding"),
+    [
+        (WAITING, Finding(Kind.COLLECTIVE)),
+        ({**WAITING, 1: (still(2), still(3, waiting=False))}, Finding(Kind.STUCK, (3,))),
+        ({**WAITING, 1: (still(2), still(3, state="T"))}, Finding(Kind.STUCK, (3,))),
+        ({**WAITING, 1: (still(2, waiting=False), still(3, waiting=False))}, Finding(Kind.STUCK, (2, 3))),
+        ({0: (still(0, waiting=False),), 1: (still(1, waiting=False),)}, Finding(Kind.COLLECTIVE)),
+        ({0: (still(0, waiting=False, limit=15.0),)}, Finding(Kind.STUCK, (0,))),
+        ({0: WAITING[0]}, Finding(Kind.SILENT, silent=(1,))),
+        ({0: (still(0, 3.0), still(1, 3.0)), 1: (still(2, 2.0), still(3, 0.0))}, Finding(Kind.MOVING)),
+        # All collectives are inside the work: the processor, then the kernel's word, then nothing tells.
+        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None),)}, Finding(Kind.COLLECTIVE)),
+        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, busy=0.9),)}, Finding(Kind.STUCK, (1,))),
+        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, state="D"),)}, Finding(Kind.STUCK, (1,))),
+        ({0: (still(0, waiting=True),), 1: (still(1, waiting=None),)}, Finding(Kind.STUCK, (1,))),
+    ],
+)
+def test_the_odd_one_out_is_named_and_who_waits_is_not(
+    testimony: dict[int, tuple[Standstill, ...]], finding: Finding
+) -> None:
+    assert find(testimony, 2 if len(testimony) > 1 or testimony == {0: WAITING[0]} else 1) == finding
+
+
+@pytest.mark.parametrize(
+    "excused",
+    [
+        still(2, 600.0, waiting=False, phase=SAVE, limit=1200.0),
+        still(2, 900.0, waiting=False, phase=LOAD, limit=1200.0),
+        still(2, 3000.0, waiting=False, phase=COMPILE, limit=7200.0),
+        still(2, 0.2, waiting=False),
+        still(2, 14.0, waiting=None),
+        still(2, 14.0),
+    ],
+)
+def test_one_who_has_time_left_excuses_all_who_wait_for_it(excused: Standstill) -> None:
+    finding = find({0: (still(0), still(1)), 1: (excused,)}, 2)
+    assert finding.kind is Kind.MOVING
+    assert 0 < finding.retry_seconds <= 5
+
+
+def test_ranks_that_meet_the_same_obstacle_a_moment_apart_are_not_blamed_for_being_first() -> None:
+    first, second = still(0, 15.1, waiting=False), still(1, 14.8, waiting=False)
+    assert find({0: (first,), 1: (second,)}, 2).kind is Kind.MOVING
+    late = replace(second, seconds=15.2)
+    assert find({0: (first,), 1: (late,)}, 2).kind is Kind.COLLECTIVE
+
+
+standstills = st.builds(
+    Standstill,
+    rank=st.integers(0, 9),
+    phase=st.sampled_from(list(TrainerPhase)),
+    step=st.integers(-1, 100),
+    seconds=st.floats(0, 100),
+    limit=st.sampled_from([10.0, 50.0]),
+    waiting=st.sampled_from([True, False, None]),
+    state=st.sampled_from(["", "S", "R", "T", "D"]),
+    busy=st.floats(0, 1),
+)
+
+
+@given(st.lists(st.lists(standstills, max_size=4), min_size=1, max_size=4), st.integers(0, 2))
+def test_a_victim_is_never_a_culprit_and_nothing_is_done_while_nobody_is_overdue(
+    nodes: list[list[Standstill]], missing: int
+) -> None:
+    nodes = [
+        [replace(each, rank=4 * node + number) for number, each in enumerate(rows)] for node, rows in enumerate(nodes)
+    ]
+    finding = find({node: tuple(rows) for node, rows in enumerate(nodes)}, len(nodes) + missing)
+    ranks = {each.rank: each for rows in nodes for each in rows}
+    for culprit in finding.culprits:
+        assert ranks[culprit].overdue
+        assert ranks[culprit].waits is not True
+    overdue = [each for each in ranks.values() if each.overdue]
+    if not overdue:
+        assert finding.kind is Kind.MOVING
+    assert (finding.kind is Kind.STUCK) == bool(finding.culprits)
+    if finding.kind in (Kind.COLLECTIVE, Kind.SILENT):
+        assert len(overdue) == len(ranks)
+
+
+@given(st.lists(standstills, max_size=5))
+def test_an_agents_word_survives_the_store(word: list[Standstill]) -> None:
+    assert decode(encode(word)) == tuple(word)
+
+
+def test_a_finding_survives_the_store() -> None:
+    finding = Finding(Kind.STUCK, (3, 4), (1,), 0.5)
+    assert Finding.decode(finding.encode()) == finding
+
+
+def test_a_hang_counts_once_like_a_crash_and_only_one_without_a_culprit_stays_unexplained() -> None:
+    state = GenerationState(best_step=100)
+    stuck = after_hang(Finding(Kind.STUCK, (3,)), 0, 120, state, 3)
+    assert (stuck.attempt, stuck.cause, stuck.fruitless, stuck.unexplained) == (1, Cause.HANG, 1, 0)
+    again = after_hang(Finding(Kind.STUCK, (3,)), 0, 120, stuck, 3)
+    assert again == stuck
+    collective = after_hang(Finding(Kind.COLLECTIVE), 1, 120, stuck, 3)
+    assert (collective.attempt, collective.unexplained) == (2, 1)
+    assert after_hang(Finding(Kind.COLLECTIVE), 1, 120, collective, 3).unexplained == 1
+    hopeless = after_hang(Finding(Kind.STUCK, (3,)), 2, 120, replace(collective, fruitless=3), 3)
+    assert hopeless.stopped == 77
+
+
+@pytest.mark.parametrize(
+    ("seen", "sentence"),
+    [
+        (
+            still(3, waiting=False, state="T"),
+            "rank 3 of pod w-1 stood still for 16 s in step 120 (not waiting for peers, stopped by a signal)",
+        ),
+        (still(3), "rank 3 of pod w-1 stood still for 16 s in step 120 (waiting for its peers)"),
+        (
+            still(3, waiting=False, phase=COMPILE, step=0, busy=0.9),
+            (
+                "rank 3 of pod w-1 stood still for 16 s in step 1, its first "
+                "(not waiting for peers, using 90% of a processor)"
+            ),
+        ),
+    ],
+)
+def test_a_standstill_is_one_sentence(seen: Standstill, sentence: str) -> None:
+    assert describe(seen, "w-1") == sentence

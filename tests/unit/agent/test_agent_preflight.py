@@ -1,0 +1,260 @@
+"""The checks before a worker may join: each one's finding, and that nothing else than wrong numbers fails a node."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.health import PreflightCheck as Check
+from trainium_trainer.agent import node_checks, preflight
+from trainium_trainer.agent.node_checks import NodeChecks
+from trainium_trainer.agent.node_test import Task, product_is_right
+from trainium_trainer.agent.settings import QUICK_CHECKS, AgentSettings, settings_from
+from trainium_trainer.agent.standby_keeper import StandbyLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trainium_contract.messages import CheckResult
+    from trainium_trainer.agent.standby import StartRequest
+
+
+def settings(tmp_path: Path, **changes: Any) -> AgentSettings:
+    (tmp_path / "trainer.yaml").write_text("model: {}\n")
+    made = settings_from(
+        {
+            "TRAINIUM_COORDINATOR": "127.0.0.1:8443",
+            "TRAINIUM_NAMESPACE": "team",
+            "TRAINIUM_JOB": "job",
+            "TRAINIUM_POD_NAME": "job-w-0",
+            "TRAINIUM_POD_UID": "uid",
+            "POD_IP": "127.0.0.1",
+            "TRAINIUM_NODE_NAME": "node-3",
+            "TRAINIUM_PROCESSES_PER_NODE": "2",
+            "TRAINIUM_MAX_IN_PLACE_RESTARTS": "3",
+            "TRAINIUM_GRACE_SECONDS": "30",
+            "TRAINIUM_CONFIG": str(tmp_path / "trainer.yaml"),
+            "TRAINIUM_MEMORY_DIR": str(tmp_path / "memory"),
+            **{key: value for key, value in changes.items() if key.isupper()},
+        }
+    )
+    return replace(made, **{key: value for key, value in changes.items() if not key.isupper()})
+
+
+def passed(found: AgentSettings) -> dict[str, bool]:
+    findings = preflight.preflight(found)
+    return {result.check.value: result.passed for result in preflight.results(found, findings, 0.01)}
+
+
+def test_the_checks_are_those_that_the_operator_names(tmp_path: Path) -> None:
+    assert settings(tmp_path).checks == QUICK_CHECKS
+    assert settings(tmp_path, TRAINIUM_PREFLIGHT="").checks == frozenset()
+    named = settings(tmp_path, TRAINIUM_PREFLIGHT="Devices,Matmul,OfTheFuture", TRAINIUM_PREFLIGHT_SECONDS="7")
+    assert named.checks == {Check.DEVICES, Check.MATMUL}
+    assert named.check_seconds == 7.0
+
+
+def test_a_fit_pod_passes_every_quick_check(tmp_path: Path) -> None:
+    assert passed(settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))) == {
+        "Devices": True,
+        "Memory": True,
+        "Disk": True,
+    }
+
+
+def test_a_check_that_is_not_asked_for_is_not_made(tmp_path: Path) -> None:
+    found = settings(tmp_path, TRAINIUM_PREFLIGHT="Memory", TRAINIUM_NEURON_DEVICES="99")
+    assert passed(found) == {"Memory": True}
+    assert not [finding for finding in preflight.preflight(found) if finding.check is Check.DEVICES]
+
+
+def test_a_scratch_folder_that_cannot_be_written_stops_nothing_but_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file" / "cache"))
+    (finding,) = [each for each in preflight.preflight(found) if each.check is Check.DISK]
+    assert finding.code is None
+    assert "not writable" in finding.sentence
+    assert passed(found)["Disk"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        ("MemTotal: 8 kB\nMemAvailable:   200000 kB\n", 1),
+        ("MemAvailable: 9000000 kB\n", 0),
+        ("MemAvailable: much\n", 0),
+        ("nonsense", 0),
+        ("", 0),
+        (None, 0),
+    ],
+)
+def test_host_memory_that_cannot_be_read_says_nothing(tmp_path: Path, text: str | None, findings: int) -> None:
+    meminfo = tmp_path / "meminfo"
+    if text is not None:
+        meminfo.write_text(text)
+    assert len(list(preflight._memory(2, meminfo))) == findings
+
+
+@pytest.mark.parametrize(
+    ("theirs", "asked", "answered", "good"),
+    [(100.0, 99.9, 100.1, True), (107.0, 99.9, 100.1, False), (93.0, 99.9, 100.1, False), (106.0, 98.0, 102.0, True)],
+)
+def test_clocks_may_be_seconds_apart_and_half_the_round_trip(
+    theirs: float, asked: float, answered: float, good: bool
+) -> None:
+    result = preflight.clock_result(theirs, asked, answered)
+    assert result is not None
+    assert result.passed is good
+    assert ("NTP" in result.detail) is not good
+
+
+@pytest.mark.parametrize("theirs", [0.0, -1.0, float("nan")])
+def test_a_coordinator_that_does_not_tell_its_time_is_no_finding(theirs: float) -> None:
+    assert preflight.clock_result(theirs, 1.0, 2.0) is None
+
+
+def test_a_product_of_whole_numbers_is_exact_and_a_wrong_one_is_seen() -> None:
+    assert product_is_right(0)
+
+    def flipped(left: Any, right: Any) -> Any:
+        product = left @ right
+        product[3, 5] += 1.0
+        return product
+
+    assert not product_is_right(0, flipped)
+
+
+class Process:
+    def __init__(self, on_kill: Callable[[], None], *, ends: bool) -> None:
+        self.alive = not ends
+        self._on_kill = on_kill
+
+    def signal(self, _: int) -> None:
+        self.alive = False
+        self._on_kill()
+
+
+class Keeper:
+    """A standby whose processes leave what the test says, in place of outcomes of their own."""
+
+    def __init__(self, texts: list[str | None], *, ends: bool = True, warm: bool = True) -> None:
+        self.texts, self.ends, self.warm = texts, ends, warm
+        self.killed = 0
+
+    def start(self, request: StartRequest, **_: Any) -> Process:
+        task = Task(**json.loads(request.argv[0]))
+        if not self.texts:
+            raise StandbyLostError("gone")
+        text = self.texts[task.index]
+        if text is not None:
+            task.result.write_text(text)
+        return Process(self._kill, ends=self.ends)
+
+    def _kill(self) -> None:
+        self.killed += 1
+
+
+def checked(found: AgentSettings, keeper: Keeper) -> tuple[str, dict[str, CheckResult]]:
+    told: dict[str, CheckResult] = {}
+    checks = NodeChecks(found, keeper, report=lambda result: told.update({result.check.value: result}))
+    checks.run()
+    assert checks.done.is_set()
+    return checks.unfit, told
+
+
+GOOD = '{"matmul": true, "loopback": true}'
+
+
+def active(tmp_path: Path, seconds: float = 5.0, processes: int = 2) -> AgentSettings:
+    return settings(
+        tmp_path,
+        TRAINIUM_PREFLIGHT="Matmul,Loopback",
+        TRAINIUM_PROCESSES_PER_NODE=str(processes),
+        check_seconds=seconds,
+    )
+
+
+def test_right_numbers_make_a_node_fit(tmp_path: Path) -> None:
+    unfit, told = checked(active(tmp_path), Keeper([GOOD, GOOD]))
+    assert unfit == ""
+    assert {name: (result.passed, result.detail) for name, result in told.items()} == {
+        "Matmul": (True, ""),
+        "Loopback": (True, ""),
+    }
+    assert not (tmp_path / "memory" / "preflight").exists()
+
+
+def test_wrong_numbers_name_the_core(tmp_path: Path) -> None:
+    unfit, told = checked(active(tmp_path), Keeper([GOOD, '{"matmul": false, "loopback": null}']))
+    assert unfit == "node node-3: a matrix product is wrong on core 1"
+    assert not told["Matmul"].passed
+    assert told["Loopback"].passed
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", "null", '{"matmul": "false"}', '{"matmul": 0}', '{"matmul": null}', "\x00"]
+)
+def test_an_outcome_that_cannot_be_read_counts_as_passed_and_says_so(tmp_path: Path, text: str | None) -> None:
+    unfit, told = checked(active(tmp_path), Keeper([GOOD, text]))
+    assert unfit == ""
+    assert told["Matmul"].passed
+    assert "counts as passed" in told["Matmul"].detail
+
+
+@given(st.text('{}[]:,"matmul 019.eE-\\', max_size=40))
+def test_no_text_in_a_result_fails_a_node_or_the_agent(text: str) -> None:
+    assert isinstance(node_checks._read(_Task(text)), dict)
+
+
+class _Task:
+    def __init__(self, text: str) -> None:
+        self.result = self
+        self.text = text
+
+    def read_text(self, encoding: str) -> str:
+        return self.text
+
+
+def test_what_does_not_end_within_the_budget_is_ended_and_counts_as_passed(tmp_path: Path) -> None:
+    keeper = Keeper([None, None], ends=False)
+    unfit, told = checked(active(tmp_path, seconds=0.1), keeper)
+    assert unfit == ""
+    assert keeper.killed == 2
+    assert "did not end in time" in told["Matmul"].detail
+
+
+@pytest.mark.parametrize("keeper", [Keeper([]), Keeper([GOOD, GOOD], warm=False)])
+def test_a_standby_that_is_lost_or_never_warm_fails_no_node(tmp_path: Path, keeper: Keeper) -> None:
+    unfit, told = checked(active(tmp_path, seconds=0.1), keeper)
+    assert unfit == ""
+    assert all(result.passed for result in told.values())
+
+
+def test_one_process_alone_has_nobody_to_sum_with(tmp_path: Path) -> None:
+    _, told = checked(active(tmp_path, processes=1), Keeper([GOOD]))
+    assert set(told) == {"Matmul"}
+
+
+def test_without_such_checks_ranks_may_start_at_once(tmp_path: Path) -> None:
+    checks = NodeChecks(settings(tmp_path), Keeper([]), report=lambda _: None)
+    assert checks.done.is_set()
+    checks.run()
+    assert checks.unfit == ""
+
+
+def test_a_pod_that_ends_does_not_wait_for_its_checks(tmp_path: Path) -> None:
+    keeper = Keeper([None, None], ends=False)
+    checks = NodeChecks(active(tmp_path, seconds=60), keeper, report=lambda _: None)
+    thread = threading.Thread(target=checks.run)
+    thread.start()
+    checks.cancel()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert keeper.killed in (0, 2)

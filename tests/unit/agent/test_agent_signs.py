@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.exit_codes import Cause, Response
+from trainium_trainer.agent.output import Tail
+from trainium_trainer.agent.processes import RankProcess
+from trainium_trainer.agent.signs import Signs, describe_exit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR nd-id=0"
+
+
+def ended(code: int, output: str = "") -> RankProcess:
+    process = RankProcess(0, 3, 0, 12345, Tail("[rank 3] "))
+    process.output.feed(output.encode())
+    process.output.close()
+    process.ended(code)
+    return process
+
+
+def signs(rules: Path | None = None) -> Signs:
+    return Signs(rules, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "cause", "response"),
+    [
+        (1, "nrt_execute failed with status 1202", Cause.DEVICE, Response.REPLACE_NODE),
+        (1, "NRT_EXEC_HW_ERR_COLLECTIVES", Cause.PEER_LOST, Response.RESTART_IN_PLACE),
+        (1, "nrt_execute: status=1003", Cause.NUMERICAL, Response.RESTART_IN_PLACE),
+        (134, "nrt_execute: status=1205", Cause.DEVICE_REPAIRABLE, Response.RESTART_IN_PLACE),
+        (1, "nrt_execute: status=1206", Cause.NETWORK, Response.RESTART_IN_PLACE),
+        (64, "nrt_execute: status=1202", Cause.USER_CODE, Response.STOP),
+        (76, "nrt_execute: status=5", Cause.PEER_LOST, Response.RESTART_IN_PLACE),
+        (76, "nrt_execute: status=1201", Cause.DEVICE, Response.REPLACE_NODE),
+        (1, "ImportError: torch", Cause.CRASH, Response.RESTART_IN_PLACE),
+    ],
+)
+def test_a_runtime_status_says_more_than_a_crash(code: int, output: str, cause: Cause, response: Response) -> None:
+    verdict = signs().diagnose(ended(code, output)).verdict
+    assert (verdict.cause, verdict.response) == (cause, response)
+
+
+def test_a_device_error_in_the_kernels_log_is_behind_a_crash_and_a_lost_peer_alike() -> None:
+    for code in (1, 76, 139):
+        made = signs()
+        made.kernel.take(SRAM, time.time())
+        assert made.diagnose(ended(code, "Connection closed by peer")).verdict.cause is Cause.DEVICE
+
+
+def test_a_kill_by_the_kernel_for_memory_is_told_from_another_kill() -> None:
+    made = signs()
+    assert made.diagnose(ended(137)).verdict.cause is Cause.CRASH
+    made.kernel.take("Memory cgroup out of memory: Killed process 12 (python) total-vm:1kB", time.time())
+    assert made.diagnose(ended(137)).verdict.cause is Cause.MEMORY
+    assert made.diagnose(ended(1)).verdict.cause is Cause.CRASH
+
+
+def test_an_old_kernel_line_explains_nothing() -> None:
+    made = signs()
+    made.kernel.take(SRAM, time.time() - 3600)
+    assert made.diagnose(ended(1)).verdict.cause is Cause.CRASH
+
+
+def test_a_repairable_device_that_fails_again_on_this_node_was_seen_before() -> None:
+    made = signs()
+    assert not made.diagnose(ended(1, "nrt_execute: status=1205")).seen_before
+    assert made.diagnose(ended(1, "nrt_execute: status=1205")).seen_before
+    assert not made.diagnose(ended(1, "nrt_execute: status=1206")).seen_before
+    assert not made.diagnose(ended(1, "nrt_execute: status=1206")).seen_before  # a healthy node may report it too
+
+
+def write(path: Path, *rules: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(rules))
+    return path
+
+
+def test_a_rule_of_the_job_comes_first_and_a_change_of_it_counts_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    made = signs(path)
+    assert made.diagnose(ended(3)).verdict.cause is Cause.CRASH
+    write(path, {"exitCodes": [3], "message": "license", "cause": "UserCode", "action": "Stop"})
+    assert made.diagnose(ended(3)).verdict.cause is Cause.CRASH
+    verdict = made.diagnose(ended(3, "no license left")).verdict
+    assert (verdict.cause, verdict.response) == (Cause.USER_CODE, Response.STOP)
+    write(path, {"reason": "NRT_TIMEOUT", "cause": "Device", "action": "AvoidNode"})
+    assert made.diagnose(ended(1, "nrt_execute: status=5")).verdict.response is Response.REPLACE_NODE
+
+
+@pytest.mark.parametrize("text", ["", "{", "[{}]", '[{"cause": "UserCode"}]', "[1]", "\xff", "null"])
+def test_rules_that_cannot_be_read_are_as_good_as_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(text, encoding="latin-1")
+    assert signs(path).diagnose(ended(1)).verdict.cause is Cause.CRASH
+
+
+def test_the_runtimes_word_stays_in_the_message_when_later_lines_drive_it_out() -> None:
+    text = describe_exit(ended(1, "nrt_execute failed with status 1202\n" + "frame\n" * 500))
+    assert text.startswith("NRT_EXEC_HW_ERR_NC_UE (1202): nrt_execute failed")
+    assert len(text) <= 1024
+    assert "NRT_EXEC" not in describe_exit(ended(1, "nrt_execute failed with status 1202"))
+
+
+def test_a_message_holds_no_secret() -> None:
+    text = describe_exit(
+        ended(1, "AWS_SECRET_ACCESS_KEY=abcdEFGH1234 Authorization: Bearer abc.def-ghi http://u:pw12@h/x")
+    )
+    assert "abcdEFGH1234" not in text
+    assert "abc.def-ghi" not in text
+    assert "pw12" not in text

@@ -1,0 +1,77 @@
+"""The arithmetic of the fault table, and what its document says of rows that pass, fail or did not run."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.faults.document import table_line, write_document  # noqa: E402
+from benchmarks.faults.record import Outcome, RowResult, Spread, Where  # noqa: E402
+from benchmarks.faults.row import Session  # noqa: E402
+from benchmarks.faults.table import ROWS  # noqa: E402
+
+
+def result(*outcomes: Outcome, **more: object) -> RowResult:
+    return RowResult("1", Where.REAL, 7, outcomes, **more)
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert Spread.of([3.0, None, 1.0, 2.0]) == Spread(2.0, 3.0, 3.0)
+    assert Spread.of([float(number) for number in range(1, 31)]) == Spread(15.0, 29.0, 30.0)
+    assert Spread.of([]) is None
+    assert Spread.of([None]) is None
+
+
+def test_a_row_passes_only_when_it_ran_and_nothing_was_wrong() -> None:
+    assert not result().passed
+    assert result(Outcome(0)).passed
+    assert not result(Outcome(0), Outcome(1, wrong=("2 steps were lost",))).passed
+    assert not result(Outcome(0), wrong=("the curve differs",)).passed
+
+
+def test_blame_is_counted_among_the_runs_that_expect_one() -> None:
+    assert result(Outcome(0, blame=True), Outcome(1, blame=False), Outcome(2)).blamed_right == (1, 2)
+
+
+def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    written = result(Outcome(0, 0.1, 0.2, 1, True, ("wrong",), "w-1"), wrong=("all",), seconds=3.5, asked=30)
+    written.save(tmp_path / "row.json")
+    assert RowResult.load(tmp_path / "row.json") == written
+
+
+def test_a_failing_row_stays_in_the_table_with_its_sentence(tmp_path: Path) -> None:
+    outcomes = (Outcome(0, 0.5, 1.5, 0, True), Outcome(1, 0.7, 2.5, 3, False, ("3 steps were lost",)))
+    result(*outcomes).save(tmp_path / "01-local.json")
+    write_document(tmp_path, tmp_path / "table.md")
+    text = (tmp_path / "table.md").read_text()
+    assert "0.50 / 0.70 / 0.70 | 1.50 / 2.50 / 2.50 | 3 | 1/2 | 7 | **FAILS** 1 of 2 |" in text
+    assert "- 3 steps were lost" in text
+
+
+def test_a_row_without_a_result_says_so() -> None:
+    row = ROWS[0]
+    assert "not run yet" in table_line(row, None)
+    skipped = RowResult(row.name, Where.REAL, 1, skipped="no such node")
+    assert "not run: no such node" in table_line(row, skipped)
+
+
+def test_a_seed_gives_the_same_choices_whatever_else_is_played() -> None:
+    one, other = Session("5", 1, range(2)), Session("5", 1, range(30))
+    assert one.random(1).random() == other.random(1).random()
+    assert one.random(0).random() != Session("5", 2, range(2)).random(0).random()
+    assert isinstance(one.random(0), random.Random)
+
+
+def test_each_row_says_what_it_does() -> None:
+    for row in ROWS:
+        assert all((row.fault, row.injected, row.expected, row.judged)), row.name
+        assert 1 <= row.most <= 30
+
+
+def test_every_row_of_the_table_that_needs_no_accelerator_is_there() -> None:
+    assert {row.number for row in ROWS} == {*range(1, 7), 8, *range(12, 35)}
+    assert len({row.name for row in ROWS}) == len(ROWS)

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.exit_codes import Blame, Cause, ExitCode, Response, verdict_of
+from trainium_contract.faults import (
+    KERNEL_ROWS,
+    STATUSES,
+    kernel_row,
+    lines_near,
+    meaning_of,
+    rule_verdict,
+    status_row,
+)
+from trainium_contract.messages import KernelEvent
+from trainium_contract.recovery import RecoveryRule
+from trainium_contract.redaction import without_secrets
+
+HW = "NEURON_HW_ERR={} instance-id=i-0592464924bd45322 nd-id=0 nc-id=0 serial-num=19fc action=TERMINATE_INSTANCE"
+OOM = "Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB, anon-rss:1kB"
+EFA = "efa 0000:00:1d.0: Failed to process command: -110"
+DISK = "EXT4-fs error (device nvme0n1p1): ext4_find_entry: reading directory lblock 0"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "cause", "first", "again"),
+    [
+        ((2, 9, 10, 1002, 1006), Cause.USER_CODE, Response.RESTART_IN_PLACE, Response.STOP),
+        ((3, 7, 13, 14, 15), Cause.USER_CODE, Response.RESTART_IN_PLACE, Response.STOP),
+        ((4, 11), Cause.MEMORY, Response.RESTART_IN_PLACE, Response.STOP),
+        ((1003,), Cause.NUMERICAL, Response.RESTART_IN_PLACE, Response.STOP),
+        ((1, 5), Cause.RUNTIME, Response.RESTART_IN_PLACE, Response.REPLACE_NODE),
+        ((1005,), Cause.RUNTIME, Response.RESTART_IN_PLACE, Response.RESTART_IN_PLACE),
+        ((1204,), Cause.RUNTIME, Response.RESTART_IN_PLACE, Response.STOP),
+        ((6, 1004, 1201, 1202, 1203), Cause.DEVICE, Response.REPLACE_NODE, Response.REPLACE_NODE),
+        ((101, 1205), Cause.DEVICE_REPAIRABLE, Response.RESTART_IN_PLACE, Response.REPLACE_NODE),
+        ((1100, 1200), Cause.PEER_LOST, Response.RESTART_IN_PLACE, Response.RESTART_IN_PLACE),
+        ((1206,), Cause.NETWORK, Response.RESTART_IN_PLACE, Response.REPLACE_NODE),
+    ],
+)
+def test_each_status_of_the_runtime_has_its_cause_and_answers(
+    statuses: tuple[int, ...], cause: Cause, first: Response, again: Response
+) -> None:
+    for status in statuses:
+        verdict = meaning_of(1, runtime_status=status)
+        assert (verdict.cause, verdict.response, verdict.again) == (cause, first, again), status
+
+
+def test_no_text_alone_ends_a_job_at_its_first_appearance() -> None:
+    for row in (*STATUSES, *KERNEL_ROWS):
+        assert row.verdict.response is not Response.STOP
+
+
+def test_each_status_and_each_kernel_row_is_there_once() -> None:
+    assert len({row.status for row in STATUSES}) == len({row.name for row in STATUSES}) == len(STATUSES)
+    assert len({row.name for row in KERNEL_ROWS}) == len(KERNEL_ROWS)
+    assert status_row(0) is None
+    assert status_row(4711) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "decisive"),
+    [
+        (HW.format("SRAM_UNCORRECTABLE_ERROR"), Cause.DEVICE, True),
+        (HW.format("NC_UNCORRECTABLE_ERROR"), Cause.DEVICE, True),
+        (HW.format("HBM_UNCORRECTABLE_ERROR"), Cause.DEVICE, True),
+        (HW.format("DMA_ERROR"), Cause.DEVICE, True),
+        (HW.format("SOMETHING_NEW"), Cause.DEVICE_REPAIRABLE, False),
+        (OOM, Cause.MEMORY, False),
+        ("Out of memory: Killed process 12 (python)", Cause.MEMORY, False),
+        (EFA, Cause.NETWORK, False),
+        ("infiniband rdmap0s29: Completion timed out", Cause.NETWORK, False),
+        ("ena 0000:00:05.0 eth0: Keep alive watchdog timeout.", Cause.NETWORK, False),
+        (DISK, Cause.HOST, False),
+        ("nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0x10", Cause.HOST, False),
+        ("blk_update_request: I/O error, dev nvme1n1, sector 0 op 0x0:(READ)", Cause.HOST, False),
+        ("INFO: task python:4242 blocked for more than 120 seconds.", Cause.HOST, False),
+        ("watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python:4242]", Cause.HOST, False),
+        ("mce: [Hardware Error]: CPU 2: Uncorrected error, Fatal", Cause.HOST, False),
+        ("BUG: unable to handle page fault for address: 0", Cause.HOST, False),
+    ],
+)
+def test_kernel_lines_that_tell_of_a_fault_are_known(line: str, cause: Cause, decisive: bool) -> None:
+    row = kernel_row(line)
+    assert row is not None
+    assert (row.verdict.cause, row.decisive) == (cause, decisive)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "EXT4-fs (nvme0n1p3): mounted filesystem with ordered data mode",
+        "mce: [Hardware Error]: Machine check events logged",
+        "efa 0000:00:1d.0: Setup irq:101 name:efa-mgmnt@pci:0000:00:1d.0",
+        "eth0: renamed from veth12",
+        "python[42]: segfault at 0 ip 0 sp 0 error 4 in libtorch.so",
+        "neuron:ncdev_open: nd0 opened by python",
+    ],
+)
+def test_other_kernel_lines_mean_nothing(line: str) -> None:
+    assert kernel_row(line) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kernel", "cause"),
+    [
+        (1, None, (HW.format("DMA_ERROR"),), Cause.DEVICE),
+        (76, 5, (HW.format("DMA_ERROR"),), Cause.DEVICE),
+        (65, None, (HW.format("HBM_UNCORRECTABLE_ERROR"),), Cause.DEVICE),
+        (64, 1202, (HW.format("DMA_ERROR"),), Cause.USER_CODE),
+        (77, None, (HW.format("DMA_ERROR"),), Cause.DEVICE),
+        (137, None, (OOM,), Cause.MEMORY),
+        (137, None, (DISK, OOM), Cause.MEMORY),
+        (139, None, (OOM,), Cause.CRASH),
+        (135, None, (DISK,), Cause.HOST),
+        (76, None, (EFA,), Cause.NETWORK),
+        (76, 1206, (), Cause.NETWORK),
+        (76, 1, (), Cause.PEER_LOST),
+        (80, 1205, (), Cause.DEVICE_REPAIRABLE),
+        (80, 5, (), Cause.DEVICE),
+        (81, 5, (DISK,), Cause.STORAGE),
+        (65, 1201, (), Cause.DEVICE),
+        (65, 1003, (), Cause.NUMERICAL),
+        (1, 1003, (DISK,), Cause.NUMERICAL),
+    ],
+)
+def test_all_signs_together_say_what_happened(
+    code: int, status: int | None, kernel: tuple[str, ...], cause: Cause
+) -> None:
+    assert meaning_of(code, runtime_status=status, kernel=kernel).cause is cause
+
+
+def test_only_kernel_lines_from_the_time_of_the_failure_explain_it() -> None:
+    events = [KernelEvent(sequence=at, line=str(at), at=1000.0 + at) for at in (-500, -60, 0, 5, 300) if at >= 0]
+    assert lines_near(events, 1000.0) == ("0", "5")
+    assert lines_near(events, 1600.0) == ()
+
+
+def rule(**fields: Any) -> RecoveryRule:
+    return RecoveryRule.model_validate({"cause": "Host", "action": "AvoidNode", **fields})
+
+
+def test_the_first_rule_that_matches_counts_and_all_its_conditions_must_hold() -> None:
+    rules = (rule(exitCodes=[3], message="seat", cause="UserCode", action="Stop"), rule(exitCodes=[3]))
+    assert rule_verdict(rules, code=3, texts=("no seat",)).response is Response.STOP
+    assert rule_verdict(rules, code=3, texts=("other",)).response is Response.REPLACE_NODE
+    assert rule_verdict(rules, code=4, texts=("no seat",)) is None
+    assert "rules[1]" in rule_verdict(rules, code=3).sentence
+
+
+def test_a_rule_matches_a_reason_whole_and_a_message_in_part_and_by_case() -> None:
+    assert rule_verdict((rule(reason="OOMKilled"),), reason="OOMKilled")
+    assert not rule_verdict((rule(reason="OOMKilled"),), reason="OOM")
+    assert rule_verdict((rule(message="boom"),), texts=("a", "big boom"))
+    assert not rule_verdict((rule(message="boom"),), texts=("BOOM",))
+    assert meaning_of(1, runtime_status=5, rules=(rule(reason="NRT_TIMEOUT"),)).cause is Cause.HOST
+
+
+def test_a_rule_without_a_condition_and_one_whose_cause_is_no_fault_match_nothing() -> None:
+    assert rule_verdict((rule(),), code=1, reason="x", texts=("y",)) is None
+    assert rule_verdict((rule(exitCodes=[1], cause="Finished"),), code=1) is None
+
+
+def test_a_rule_never_makes_a_node_suspect_of_a_users_error() -> None:
+    verdict = rule_verdict((rule(exitCodes=[1], cause="Memory"),), code=1)
+    assert (verdict.blame, verdict.response) == (Blame.USER, Response.REPLACE_WORKER)
+
+
+codes = st.one_of(st.sampled_from([int(code) for code in ExitCode]), st.integers(0, 255))
+statuses = st.one_of(st.none(), st.sampled_from([row.status for row in STATUSES]), st.integers(-5, 2000))
+lines = st.lists(st.one_of(st.text(max_size=80), st.sampled_from([HW.format("DMA_ERROR"), OOM, EFA, DISK])), max_size=4)
+
+
+@given(codes, statuses, st.text(max_size=50), lines)
+def test_whatever_the_signs_are_a_users_error_suspects_no_node_and_what_stops_is_the_users(
+    code: int, status: int | None, message: str, kernel: list[str]
+) -> None:
+    verdict = meaning_of(code, runtime_status=status, message=message, kernel=kernel)
+    if verdict.blame is Blame.USER:
+        assert Response.REPLACE_NODE not in (verdict.response, verdict.again)
+    if verdict.response is Response.STOP:
+        assert verdict == verdict_of(code)
+    if verdict.hearsay:
+        assert verdict.response is Response.RESTART_IN_PLACE
+
+
+def test_secrets_are_hidden_and_everything_else_is_left_as_it_is() -> None:
+    for secret in (
+        "AKIAABCDEFGHIJKLMNOP",
+        "aws_secret_access_key = wJalrXUtnFEMI",
+        "Authorization: Bearer abcdefgh.ijklmnop",
+        "https://user:hunter22@example.org/x",
+        "hf_abcdefghijklmnopqrstuvwx",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0.abc",
+        "https://x/y?X-Amz-Signature=0123456789abcdef&z=1",
+        "api_key='0123456789'",
+        "-----BEGIN RSA PRIVATE KEY-----\nabc",
+    ):
+        assert "***" in without_secrets(f"before {secret}"), secret
+    plain = "step 12: loss 2.5, 1024 tokens/s; token count 17; NRT_TIMEOUT (5); /data/secret-sauce/file.parquet"
+    assert without_secrets(plain) == plain
+
+
+@given(st.text(max_size=3000))
+def test_hiding_secrets_makes_no_text_longer_than_its_marks_and_takes_no_time(text: str) -> None:
+    began = time.perf_counter()
+    assert without_secrets(without_secrets(text)).count("\x00") == text.count("\x00") or "***" in without_secrets(text)
+    assert time.perf_counter() - began < 0.5

@@ -1,0 +1,113 @@
+"""The memory of bad machines as people see it."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.exit_codes import Cause
+from trainium_operator.cluster.fleet_record import decode, encode
+from trainium_operator.plan.fleet_memory import Machine, MachineState, Memory, Strike
+
+AT = 1_800_000_000.0
+ENTRY = Machine(
+    machine="aws:///us-west-2a/i-0abc",
+    node="ip-10-0-0-1",
+    state=MachineState.QUARANTINED,
+    until=AT + 3600,
+    quarantines=1,
+    strikes=(Strike(AT, Cause.DEVICE, "team/llama"), Strike(AT + 700, Cause.NODE_LOST, "team/other one")),
+    judged=AT + 700,
+    reported=True,
+)
+
+
+def test_an_entry_reads_like_a_note() -> None:
+    data = encode(Memory(machines={ENTRY.machine: ENTRY}, accounted={"uid-1": AT + 0.12345}))
+    assert data["aws.us-west-2a.i-0abc"].splitlines() == [
+        "machine: aws:///us-west-2a/i-0abc",
+        "node: ip-10-0-0-1",
+        "state: Quarantined",
+        "until: '2027-01-15T09:00:00Z'",
+        "quarantines: 1",
+        "strikes:",
+        "- 2027-01-15T08:00:00Z Device team/llama",
+        "- 2027-01-15T08:11:40Z NodeLost team/other one",
+        "judged: '2027-01-15T08:11:40Z'",
+        "reported: true",
+    ]
+    assert yaml.safe_load(data["accounted"]) == {"uid-1": AT + 0.123}
+
+
+def test_what_was_written_is_what_is_read() -> None:
+    memory = Memory(machines={ENTRY.machine: ENTRY}, accounted={"uid-1": AT})
+    assert decode(encode(memory)) == memory
+    assert decode(encode(Memory())) == Memory()
+
+
+def test_machines_whose_keys_would_be_the_same_keep_an_entry_each() -> None:
+    machines = {name: Machine(machine=name, node="n") for name in ("aws:///i-1", "aws/i-1", "aws.i-1", "about")}
+    assert decode(encode(Memory(machines=machines))).machines == machines
+
+
+def test_an_entry_by_hand_may_be_short() -> None:
+    memory = decode({"node-3": "state: Permanent\n"})
+    assert memory.machines == {"node-3": Machine(machine="node-3", node="", state=MachineState.PERMANENT)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[",
+        "- 1",
+        "state: Jailed",
+        "state: Quarantined",
+        "state: Quarantined\nuntil: soon",
+        "strikes: [x]",
+        "strikes: 7",
+        "quarantines: many",
+        "strikes: ['yesterday Device x']",
+        "strikes: ['2027-01-15T08:00:00Z Bad x']",
+        "!!python/object/apply:os.system [true]",
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_left_out_with_a_warning(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    good = encode(Memory(machines={ENTRY.machine: ENTRY}))
+    assert decode({**good, "bad": text}).machines == {ENTRY.machine: ENTRY}
+    assert "entry bad" in caplog.text
+
+
+def test_a_time_without_quotes_is_a_time() -> None:
+    memory = decode({"n": "state: Quarantined\nuntil: 2027-01-15T09:00:00Z\n"})
+    assert memory.machines["n"].until == AT + 3600
+
+
+NAMES = st.text(string.ascii_letters + string.digits + ":/-. é", min_size=1, max_size=12)
+STRIKES = st.builds(Strike, st.integers(0, 4_000_000_000).map(float), st.sampled_from(Cause), st.just("team/llama"))
+MACHINES = st.builds(
+    lambda name, state, strikes: Machine(
+        machine=name, node=name, state=state, until=None if state in ("Permanent", "Watched") else AT, strikes=strikes
+    ),
+    NAMES,
+    st.sampled_from(MachineState),
+    st.lists(STRIKES, max_size=3).map(tuple),
+)
+
+
+@given(st.lists(MACHINES, max_size=4))
+def test_any_memory_survives_being_written(entries: list[Machine]) -> None:
+    memory = Memory(machines={entry.machine: entry for entry in entries})
+    assert decode(encode(memory)) == memory
+
+
+@given(
+    st.dictionaries(st.sampled_from(["about", "accounted", "a", "b"]), st.text("{}[]:-'\"!&*?|> \nax0", max_size=30))
+)
+def test_no_text_stops_the_operator(data: dict[str, Any]) -> None:
+    decode(data)

@@ -1,0 +1,34 @@
+"""`python -m explorer --depth N`: how far the small models hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from explorer.alphabet import CRASH_POINTS, alphabet
+from explorer.models import MODELS
+from explorer.search import Explorer
+
+
+def main() -> int:
+    """Explore each model; 1 when one of them breaks."""
+    parser = argparse.ArgumentParser(prog="explorer", description=__doc__)
+    parser.add_argument("--depth", type=int, default=3, help="length of the histories (default 3)")
+    parser.add_argument("--model", choices=sorted(MODELS), help="one model only")
+    parser.add_argument("--no-deaths", action="store_true", help="without the operator dying between its writes")
+    options = parser.parse_args()
+    letters = alphabet(() if options.no_deaths else CRASH_POINTS)
+    for name in [options.model] if options.model else sorted(MODELS):
+        report = Explorer(letters).run([make() for make in MODELS[name]], options.depth)
+        sys.stdout.write(
+            f"{name}: {report.states} states, {report.transitions} transitions, depth {report.depth}, "
+            f"{report.by_depth}, {report.seconds:.1f} s\n"
+        )
+        if report.violation is not None:
+            sys.stdout.write(f"{report.violation}\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

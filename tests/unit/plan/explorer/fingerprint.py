@@ -1,0 +1,143 @@
+"""Which states of the small model count as the same.
+
+What only tells histories apart is left out or made relative: names and uids of pods become their place in the order,
+nodes the place of their pod, generations and attempts their distance from the one in force, times their age. Ages are
+exact while something waits for them (time-outs, deadlines) and coarse afterwards. So the fingerprint is an abstraction:
+two states with the same one differ at most in how long ago something ceased to matter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.job import Rung
+
+if TYPE_CHECKING:
+    from plan_cluster import FakeCluster
+    from plan_world import Agent, Node, Pod
+
+    from trainium_contract.messages import ProcessFailure, RestartRecord
+    from trainium_operator.plan.model import AgentView, NodeCondition
+
+_EXACT_SECONDS = 50.0
+_COARSE_SECONDS = 60.0
+_LONGEST_SECONDS = 3700.0
+
+
+def fingerprint(cluster: FakeCluster) -> int:
+    """A number that is the same for states that count as the same."""
+    return hash(_Relative(cluster).all())
+
+
+class _Relative:
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+        self.generation = max(
+            cluster.membership.generation if cluster.membership else 0,
+            cluster.published.generation if cluster.published else 0,
+        )
+        self.ordered = sorted(cluster.pods.values(), key=lambda pod: pod.view.ordinal)
+        self.pods = {pod.view.name: at for at, pod in enumerate(self.ordered)}
+        self.uids = {pod.view.uid: at for at, pod in enumerate(self.ordered)}
+        used = [pod.view.node for pod in self.ordered if pod.view.node]
+        idle = sorted(name for name in cluster.nodes if name not in used)
+        self.nodes = {name: at for at, name in enumerate(dict.fromkeys([*used, *idle]))}
+
+    def all(self) -> tuple[Any, ...]:
+        cluster = self.cluster
+        workers = cluster.spec.workers
+        membership = cluster.membership
+        members = (
+            tuple((self.uids.get(each.pod_uid), each.node_rank) for each in membership.members) if membership else ()
+        )
+        return (
+            (cluster.fleet.frozen, tuple(sorted(str(self.nodes.get(name)) for name in cluster.fleet.quarantined))),
+            (workers.replicas, cluster.spec.suspend, cluster.generation - cluster.status.observed_generation),
+            (cluster.operator_up, self.age(cluster.operator_since, 20), cluster.dirty, self.due()),
+            self.status(),
+            members,
+            membership.transition if membership else None,
+            cluster.published.generation - self.generation if cluster.published else None,
+            tuple(self.pod(pod) for pod in self.ordered),
+            tuple(sorted(map(self.node, cluster.nodes.values()))),
+            tuple(sorted((str(self.uids.get(uid)), self.heard(view)) for uid, view in cluster.heard.items())),
+        )
+
+    def age(self, at: float | None, cap: float = _LONGEST_SECONDS) -> float | None:
+        if at is None:
+            return None
+        seconds = min(cap, self.cluster.now - at)
+        return round(seconds) if seconds <= _EXACT_SECONDS else seconds // _COARSE_SECONDS * _COARSE_SECONDS
+
+    def due(self) -> float | None:
+        at = self.cluster.requeue_at
+        return None if at is None else min(60, round(at - self.cluster.now))
+
+    def status(self) -> tuple[Any, ...]:
+        status = self.cluster.status
+        return (
+            status.phase,
+            status.membership.generation - self.generation,
+            status.membership.attempt,
+            status.membership.size,
+            (status.desired, status.replicas, status.ready_replicas, status.spares),
+            self.age(status.waiting_since),
+            tuple((each.type, each.status, each.reason) for each in status.conditions),
+            tuple(
+                (each.cause, each.rung, each.generation - self.generation, each.attempt, self.age(each.failed_at))
+                for each in status.history
+                if each.recovered_seconds is None and each.rung is not Rung.STOP
+            ),
+            tuple((each.cause, self.nodes.get(each.node), self.age(each.at)) for each in status.failures),
+            tuple(sorted(str(self.nodes.get(name)) for name in status.avoided_nodes)),
+            tuple((self.pods.get(each.pod), each.reported, self.steps(each.since_step)) for each in status.stragglers),
+            self.age(status.leaving_since),
+            bool(status.start_time),
+            bool(status.progress.step),
+        )
+
+    def steps(self, since: int) -> int:
+        return min(60, self.cluster.best_step - since)
+
+    def pod(self, pod: Pod) -> tuple[Any, ...]:
+        view = pod.view
+        return (
+            (self.nodes.get(view.node), view.phase, view.reason, view.exit_code, view.deleting, view.disrupted),
+            bool(view.unschedulable_message),
+            self.age(pod.since, 5),
+            None if pod.agent is None else self.agent(pod.agent),
+        )
+
+    def agent(self, agent: Agent) -> tuple[Any, ...]:
+        generation = agent.generation
+        return (
+            (generation - self.generation if generation else None, agent.attempt, agent.phase, agent.ready),
+            agent.waiting_for,
+            agent.step - self.cluster.best_step,
+            None if agent.verdict is None else agent.verdict.exit_code,
+            tuple(self.failure(each) for each in agent.failures if each.generation == generation),
+            tuple(self.restart(each) for each in agent.restarts if each.generation == generation),
+        )
+
+    def failure(self, failure: ProcessFailure) -> tuple[Any, ...]:
+        return (failure.attempt, failure.exit_code)
+
+    def restart(self, record: RestartRecord) -> tuple[Any, ...]:
+        return (record.attempt, record.cause, record.resumed_at is not None)
+
+    def node(self, node: Node) -> tuple[str, ...]:
+        view = self.cluster._node_view(node)
+        down = None if node.up else self.age(node.down_since, 60)
+        marks = (view.ready, view.schedulable, view.deleting, tuple(map(self.condition, view.conditions)), view.taints)
+        return tuple(map(str, (self.nodes[node.name], node.up, down, node.muted, node.slowness, marks)))
+
+    def condition(self, condition: NodeCondition) -> tuple[Any, ...]:
+        return (condition.type, condition.status, condition.reason, self.age(condition.since))
+
+    def heard(self, view: AgentView) -> str:
+        beat = view.heartbeat
+        told = None
+        if beat is not None:
+            generation = beat.generation - self.generation if beat.generation else None
+            told = (generation, beat.attempt, beat.phase, beat.ready, beat.verdict is None, len(beat.failures))
+        return str((self.age(view.heard, 70), self.age(view.progressed, 20), told))

@@ -1,0 +1,112 @@
+"""What must hold in every state, and that every state ends well.
+
+Safety: one membership per generation number (asserted by the fake cluster at each write), no two incarnations of a rank
+in one generation, what was committed never goes back, sizes are legal, whose fault it was decides whose budget it uses,
+no write is refused by its own sense, and the plan always comes to rest.
+Liveness: when nothing further goes wrong and what was broken is mended, the job trains at its size again with all its
+pods, every interruption closed, or has ended with a verdict.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Phase
+from trainium_operator.plan.causes import Budget, budget_of
+from trainium_operator.plan.conditions import is_terminal
+
+if TYPE_CHECKING:
+    from plan_cluster import FakeCluster
+
+    from explorer.alphabet import Blamed
+    from trainium_contract.job import TrainingJobStatus
+
+BOUND_SECONDS = 400
+
+
+def check_step(before: TrainingJobStatus, cluster: FakeCluster) -> None:
+    """What must hold between a state and the one that follows."""
+    status = cluster.status
+    assert status.membership.generation >= before.membership.generation, "the generation went back"
+    assert status.checkpoint.durable_step >= before.checkpoint.durable_step, "a committed step went back"
+    assert status.restarts.total >= before.restarts.total, "the count of restarts went back"
+    assert status.next_pod_ordinal >= before.next_pod_ordinal, "an ordinal could be used twice"
+    assert status.restarts.total == sum(status.restarts.by_cause.values())
+    if is_terminal(before):
+        assert is_terminal(status), "a terminal condition was taken back"
+
+
+def check_state(cluster: FakeCluster, blamed: Blamed) -> None:
+    """What must hold in a state that follows these faults."""
+    _one_incarnation_of_each_rank(cluster)
+    _sizes(cluster)
+    _budgets(cluster.status, blamed)
+
+
+def _one_incarnation_of_each_rank(cluster: FakeCluster) -> None:
+    running: dict[tuple[int, int], str] = {}
+    for pod in cluster.pods.values():
+        if pod.agent is None or not pod.agent.generation:
+            continue
+        members = cluster.published_members.get(pod.agent.generation, {})
+        rank = members.get(pod.view.uid)
+        if rank is None:
+            continue
+        other = running.setdefault((pod.agent.generation, rank), pod.view.uid)
+        assert other == pod.view.uid, f"rank {rank} of generation {pod.agent.generation} runs twice"
+
+
+def _sizes(cluster: FakeCluster) -> None:
+    membership, workers = cluster.membership, cluster.spec.workers
+    if membership is None or cluster.status.membership.size == 0:
+        return
+    size = len(membership.members)
+    assert cluster.spec.batch_shape().is_legal(size), f"{size} is no legal size"
+    assert size >= min(workers.min_replicas or 1, workers.replicas), "smaller than the job allows"
+
+
+def _budgets(status: TrainingJobStatus, blamed: Blamed) -> None:
+    used = [budget_of(record.cause) for record in status.failures]
+    process, infrastructure = used.count(Budget.PROCESS), used.count(Budget.INFRASTRUCTURE)
+    assert process <= blamed.process, f"{process} failures use the process budget, {blamed.process} were the user's"
+    assert infrastructure <= blamed.infrastructure, (
+        f"{infrastructure} failures use the infrastructure budget, {blamed.infrastructure} were the infrastructure's"
+    )
+
+
+def at_rest(cluster: FakeCluster) -> bool:
+    """The good end of every history."""
+    status = cluster.status
+    if is_terminal(status):
+        return True
+    return (
+        status.phase is Phase.RUNNING
+        and status.replicas == status.ready_replicas == status.desired == cluster.spec.workers.replicas
+        and status.spares == cluster.spec.workers.spares
+        and len(cluster.pods) == status.desired + cluster.spec.workers.spares
+        and all(entry.recovered_seconds is not None for entry in status.history)
+        and cluster.membership is not None
+        and status.membership.generation == cluster.membership.generation
+        and status.waiting_since is None
+    )
+
+
+def describe(cluster: FakeCluster) -> str:
+    """What to look at when a history does not end well."""
+    status = cluster.status
+    pods = ", ".join(
+        f"{pod.view.name} {pod.view.phase.value}{' deleting' if pod.view.deleting else ''} on {pod.view.node or '-'}"
+        f" {pod.agent.phase.value + ' ' + str(pod.agent.generation) if pod.agent else ''}"
+        for pod in cluster.pods.values()
+    )
+    recorded = cluster.membership.generation if cluster.membership else None
+    open_entries = [
+        (entry.cause.value, entry.rung.value, entry.generation, entry.attempt)
+        for entry in status.history
+        if entry.recovered_seconds is None
+    ]
+    return (
+        f"phase {status.phase.value}, generation {status.membership.generation} attempt {status.membership.attempt} "
+        f"(recorded {recorded}), {status.ready_replicas} of {status.desired} train, waiting since "
+        f"{status.waiting_since}, open {open_entries}; pods: {pods}"
+    )

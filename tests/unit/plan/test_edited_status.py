@@ -1,0 +1,94 @@
+"""A status that somebody edited, or that an operator with a wrong clock wrote: nothing is lost, nothing gets stuck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from explorer.models import trains
+from explorer.oracles import at_rest, describe
+from plan_builders import NOW, planned, published, running
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import FailureRecord, Interruption, MembershipStatus, Phase, Rung, TrainingJobStatus
+
+if TYPE_CHECKING:
+    from plan_cluster import FakeCluster
+
+HOUR = 3600.0
+
+
+def edited(**changes: Any) -> FakeCluster:
+    cluster = trains(spares=1, minReplicas=1)
+    cluster.status = cluster.status.model_copy(update=changes)
+    cluster.dirty = True
+    return cluster
+
+
+def entry(**changes: Any) -> Interruption:
+    fields = {"generation": 1, "attempt": 0, "time": "2027-01-15T08:00:00Z", "message": "by hand", **changes}
+    return Interruption(cause=Cause.NODE_LOST, rung=Rung.REPLACE, **fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"membership": MembershipStatus(generation=999, attempt=7, size=2, data_parallel=2)},
+        {"membership": MembershipStatus(generation=0, attempt=0, size=0)},
+        {"membership": MembershipStatus(generation=1, attempt=2**31 - 1, size=2)},
+        {"membership": MembershipStatus(generation=1, attempt=0, size=77, data_parallel=77)},
+        {"desired": 77, "replicas": 0, "ready_replicas": 9},
+        {"next_pod_ordinal": 0},
+        {"phase": Phase.SUSPENDED},
+        {"conditions": ()},
+        {"history": (entry(failed_at=NOW + HOUR),)},
+        {"history": (entry(generation=55),)},
+        {"failures": (FailureRecord(at=NOW + HOUR, cause=Cause.NODE_LOST, node="node-0", pod="x"),) * 8},
+        {"avoided_nodes": ("node-0", "node-1", "no-such-node")},
+        {"waiting_since": NOW + HOUR},
+        {"waiting_since": 0.0},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_job_comes_to_rest_again_and_survives_the_next_fault(changes: dict[str, Any]) -> None:
+    cluster = edited(**changes)
+    cluster.run(60)
+    assert at_rest(cluster), describe(cluster)
+    cluster.kill_pod(cluster.members()[0].view.name)
+    cluster.run(90)
+    assert at_rest(cluster), describe(cluster)
+
+
+def test_a_status_that_was_emptied_is_built_anew_from_what_is_there() -> None:
+    cluster = trains(spares=1, minReplicas=1)
+    pods, generation = set(cluster.pods), cluster.membership.generation
+    cluster.status = TrainingJobStatus()
+    cluster.dirty = True
+    cluster.run(60)
+    assert at_rest(cluster), describe(cluster)
+    assert cluster.membership.generation >= generation
+    assert set(cluster.pods) == pods
+
+
+def test_a_back_off_written_by_a_fast_clock_does_not_hold_creations_up_for_an_hour() -> None:
+    records = tuple(FailureRecord(at=NOW + HOUR, cause=Cause.NODE_LOST, node=f"n{at}", pod=f"p{at}") for at in range(6))
+    result = planned(running(2, spares=1, status={"failures": records}, pods=running(2).pods))
+    assert result.requeue_after is not None
+    assert result.requeue_after < 60
+    assert all(record.at <= NOW for record in result.status.failures)
+
+
+def test_an_agent_that_claims_an_impossible_generation_does_not_use_the_numbers_up() -> None:
+    seen = running(4)
+    views = dict(seen.agents)
+    view = views["uid-2"]
+    liar = view.heartbeat.model_copy(update={"generation": 2**31 - 1})
+    views["uid-2"] = replace(view, heartbeat=liar)
+    lost = tuple(pod for pod in seen.pods if pod.ordinal != 3)
+    spare = running(4, spares=1)
+    views["uid-4"] = spare.agents["uid-4"]
+    result = planned(replace(seen, pods=(*lost, spare.pods[4]), nodes=spare.nodes, agents=views))
+    new = published(result)
+    assert new is not None
+    assert new.generation == 2

@@ -1,0 +1,131 @@
+"""Every history of the small models up to a fixed bound; and what is broken on purpose is found with a short history.
+
+Deeper: `make explore ARGS="--depth 3"`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from explorer.alphabet import FAULTS, MARKS, TIME, WISHES, alphabet
+from explorer.models import MODELS, trains
+from explorer.search import Explorer
+
+from trainium_contract.exit_codes import Cause
+from trainium_operator.plan import causes, generation
+from trainium_operator.plan import plan as plan_module
+from trainium_operator.plan.model import FleetView
+from trainium_operator.plan.size import SizeDecision
+
+if TYPE_CHECKING:
+    from explorer.alphabet import Letter
+    from explorer.search import Report
+
+
+def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only: bool = False) -> Report:
+    starts = MODELS[model][:1] if first_only else MODELS[model]
+    return Explorer(letters).run([make() for make in starts], depth)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "crash_points", "first_only", "states"),
+    [("spare", (1,), True, 1000), ("rigid", (1,), True, 600)],
+    ids=["spare", "rigid"],
+)
+def test_every_history_of_two_letters_keeps_the_oracles_and_ends_well(
+    model: str, crash_points: tuple[int, ...], first_only: bool, states: int
+) -> None:
+    report = explored(model, alphabet(crash_points), 2, first_only=first_only)
+    assert report.violation is None, str(report.violation)
+    assert report.depth == 2
+    assert report.states > states
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_operator_may_die_after_each_write_that_any_letter_makes_it_do(model: str) -> None:
+    report = explored(model, alphabet(), 1)
+    assert report.violation is None, str(report.violation)
+
+
+def test_while_nodes_may_not_be_acted_on_no_mark_on_any_node_costs_a_member() -> None:
+    """The circuit breaker: only what is dead for certain is replaced."""
+    start = trains(spares=1, minReplicas=1)
+    start.fleet = FleetView(frozen="2 of 4 nodes are bad")
+    members = [pod.view.name for pod in start.members()]
+    marks = tuple(
+        letter for letter in MARKS if "fault" in letter.name or "slow" in letter.name or "bans" in letter.name
+    )
+    explorer = Explorer(
+        (*marks, *TIME),
+        must_hold=lambda cluster: _same(members, [pod.view.name for pod in cluster.members()]),
+        ends_well=False,
+    )
+    report = explorer.run([start], 3)
+    assert report.violation is None, str(report.violation)
+    assert report.states > 10
+
+
+def _same(before: list[str], now: list[str]) -> None:
+    assert now == before, "a member was replaced although nodes may not be acted on"
+
+
+# --- the explorer itself: a policy that is broken on purpose is found, and the history is a shortest one
+
+
+def broken(depth: int, letters: tuple[Letter, ...], model: str = "spare") -> Report:
+    report = explored(model, letters, depth, first_only=True)
+    assert report.violation is not None, "the mutation was not found"
+    return report
+
+
+def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "next_generation", lambda facts: max(1, facts.job.status.membership.generation))
+    violation = broken(2, (*FAULTS, *TIME)).violation
+    assert violation is not None
+    assert len(violation.history) == 1
+    assert str(violation).count("\n") <= 2
+
+
+def test_a_restart_that_is_counted_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = plan_module.take_restarts
+
+    def forgetful(facts: Any, draft: Any, *, member_lost: bool) -> None:
+        attempt = draft.status.membership.attempt
+        real(facts, draft, member_lost=member_lost)
+        draft.update(membership=draft.status.membership.model_copy(update={"attempt": attempt}))
+
+    monkeypatch.setattr(plan_module, "take_restarts", forgetful)
+    violation = broken(1, FAULTS).violation
+    assert violation is not None
+    assert violation.history[0] == "a process of rank 1 crashes"
+
+
+def test_a_lost_pod_that_is_put_down_to_the_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "cause_of_failed_pod", lambda _pod: Cause.CRASH)
+    violation = broken(1, FAULTS).violation
+    assert violation is not None
+    assert "process budget" in violation.sentence
+    assert violation.history == ("the pod of rank 0 is killed",)
+
+
+def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SizeDecision, "legal_at_most", lambda _self, nodes: nodes)
+    start = trains(nodes=2)  # none is left for a replacement
+    lost = [letter for letter in FAULTS if letter.name == "the node of the last rank is lost"]
+    violation = Explorer((*lost, *TIME)).run([start], 3).violation
+    assert violation is not None
+    assert "fewer than it may have" in violation.sentence
+    assert violation.history == ("the node of the last rank is lost", "40 s pass")
+
+
+def test_a_decision_that_nobody_finishes_is_found_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "finish_decided", lambda _facts, _draft: None)
+    lost = [letter for letter in FAULTS if letter.name == "the spare's node is lost"]
+    up = [letter.dying(1) for letter in WISHES if letter.name == "the user scales up"]
+    violation = broken(2, (*lost, *up)).violation
+    assert violation is not None
+    assert "the job is not well" in violation.sentence
+    assert violation.history == ("the spare's node is lost", "the user scales up; the operator dies after 1 writes")

@@ -1,0 +1,189 @@
+"""Caches of compiled graphs: keys, whole files only, damage, and one compiler per key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainium_contract.trainer import TrainingConfig
+from trainium_trainer.compile import lock
+from trainium_trainer.compile.cache import LocalCache, SharedCache
+from trainium_trainer.compile.key import Graphs, graphs_of, key
+from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
+from trainium_trainer.compile.sizes import read_sizes
+from trainium_trainer.config import settle
+from trainium_trainer.exits import UserError
+
+KEY = "k" * 32
+MODULE = "neuronxcc-2.1/MODULE_1+abc"
+EXAMPLES = Path(__file__).parents[3] / "manifests/examples"
+
+
+def graphs(nodes: int = 2, **fields: Any) -> Graphs:
+    config = TrainingConfig.model_validate({"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, **fields})
+    return graphs_of(settle(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",))
+
+
+def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
+    """A node's folder as the Neuron compiler leaves it."""
+    module = folder / MODULE
+    module.mkdir(parents=True)
+    (module / "model.neff").write_bytes(b"neff" * 1000)
+    (module / "model.hlo.lock").touch()
+    if finished:
+        (module / "model.done").touch()
+    return LocalCache(folder)
+
+
+def test_a_key_is_the_same_for_what_does_not_change_a_graph() -> None:
+    same = graphs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
+    assert key(graphs()) == key(same)
+
+
+def test_a_key_differs_by_image_flags_model_and_size() -> None:
+    one = graphs()
+    others = [
+        replace(one, image="image@sha256:2"),
+        replace(one, flags=()),
+        graphs(model={"preset": "Tiny", "numLayers": 5}),
+        graphs(nodes=3),
+        graphs(precision="BFloat16"),
+        graphs(data={"sequenceLength": 64}),
+        graphs(data={"maskDocuments": True}),
+    ]
+    assert len({key(each) for each in [one, *others]}) == 8
+
+
+def test_what_one_node_compiled_another_one_has_after_fetching(tmp_path: Path) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
+    assert shared.fetch(KEY, there) is None
+    shared.publish(KEY, here)
+    assert not there.has(KEY)
+    assert shared.fetch(KEY, there)
+    assert there.has(KEY)
+    copied = {path.name for path in (there.folder / MODULE).iterdir()}
+    assert copied == {"model.neff", "model.done"}
+    assert (there.folder / MODULE / "model.neff").read_bytes() == b"neff" * 1000
+
+
+def test_a_module_that_the_compiler_has_not_finished_is_not_shared(tmp_path: Path) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    assert shared.publish(KEY, compiled(tmp_path / "a", finished=False)).files == ()
+
+
+def test_a_key_with_a_damaged_file_is_set_aside_and_can_be_published_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
+    neff = next(file for file in shared.publish(KEY, here).files if file.size)
+    stored = shared.folder / "files" / neff.digest[:2] / neff.digest
+    stored.write_bytes(b"X" * neff.size)  # the same size, other bytes
+    assert shared.fetch(KEY, there) is None
+    assert not (there.folder / MODULE / "model.neff").exists()
+    assert not (there.folder / MODULE / "model.done").exists()
+    assert "set aside" in caplog.text
+    assert not shared.has(KEY)
+    shared.publish(KEY, here)
+    assert shared.fetch(KEY, there)
+
+
+@pytest.mark.parametrize("path", ["../outside", "a/../../outside", "/etc/outside"])
+def test_a_key_that_names_a_file_outside_of_the_folder_is_not_used(tmp_path: Path, path: str) -> None:
+    shared, there = SharedCache(tmp_path / "shared"), LocalCache(tmp_path / "b")
+    shared.publish(KEY, compiled(tmp_path / "a"))
+    note = shared.folder / "keys" / f"{KEY}.json"
+    entry = json.loads(note.read_text())
+    entry["files"][0]["path"] = path
+    note.write_text(json.dumps(entry))
+    assert shared.fetch(KEY, there) is None
+    assert not (tmp_path / "outside").exists()
+
+
+def test_half_a_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    there = LocalCache(tmp_path / "b")
+    shared.publish(KEY, compiled(tmp_path / "a"))
+    shared.fetch(KEY, there)
+    (there.folder / MODULE / "model.neff").write_bytes(b"ne")
+    assert not there.has(KEY)
+    shared.fetch(KEY, there)
+    assert there.has(KEY)
+
+
+def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def compile_once() -> None:
+        with lock.held(tmp_path / "locks" / KEY, unless=lambda: False, poll_seconds=0.002):
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
+
+    threads = [threading.Thread(target=compile_once) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+    assert list((tmp_path / "locks").iterdir()) == []
+
+
+def test_the_lock_of_a_process_that_was_killed_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / KEY
+    program = (
+        "import os, sys; from pathlib import Path; from trainium_trainer.compile import lock\n"
+        "with lock.held(Path(sys.argv[1]), unless=lambda: False): os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert path.exists()
+    with lock.held(path, unless=lambda: False, poll_seconds=0.01) as mine:
+        assert mine
+
+
+def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_touched(tmp_path: Path) -> None:
+    path = tmp_path / KEY
+    path.write_text(json.dumps({"place": "another node", "pid": 1, "born": "1", "token": "theirs"}))
+    looks = iter([False, False, True])
+    with lock.held(path, unless=lambda: next(looks), poll_seconds=0.01) as mine:
+        assert not mine
+    assert json.loads(path.read_text())["token"] == "theirs"
+    os.utime(path, (1, 1))
+    with lock.held(path, unless=lambda: False, poll_seconds=0.01) as mine:
+        assert mine
+
+
+def test_the_sizes_of_a_job_are_its_legal_ones_the_first_start_first() -> None:
+    plan = read_sizes(EXAMPLES / "demo.yaml")
+    assert plan.nodes == (4, 3, 2, 6)
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 64)
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml", asked=(256,)).cores_per_node == 32
+
+
+def test_a_size_that_is_not_legal_is_refused_with_the_next_one() -> None:
+    with pytest.raises(UserError, match=r"--sizes has 5, but 5 x 1 ranks .* next smaller legal size is 4"):
+        read_sizes(EXAMPLES / "demo.yaml", asked=(5,))
+
+
+def test_the_trainer_s_own_configuration_needs_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.yaml"
+    file.write_text("steps: 10\nschedule: {warmupSteps: 1}\n")
+    with pytest.raises(UserError, match="give --sizes"):
+        read_sizes(file)
+    assert read_sizes(file, asked=(2,), cores_per_node=4).nodes == (2,)
+
+
+def test_each_place_of_the_model_is_rehearsed_by_its_first_rank() -> None:
+    config = TrainingConfig.model_validate({"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"globalSize": 12}})
+    assert [rank_of(place, config, 12) for place in places(config)] == [0, 1, 6, 7]
+    assert places(config)[-1] == Place(pipeline=1, tensor=1)

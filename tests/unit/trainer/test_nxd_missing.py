@@ -1,0 +1,44 @@
+"""The nxd backend without its packages, whole or in part: one sentence, and nothing else is touched."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_trainer.backends.choose import NXD_PACKAGES
+from trainium_trainer.exits import UserError, code_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is looked through for packages before all others."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (*NXD_PACKAGES, "trainium_trainer.backends.nxd"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def refusal() -> UserError:
+    with pytest.raises(UserError) as refused:
+        importlib.import_module("trainium_trainer.backends.nxd")
+    return refused.value
+
+
+@pytest.mark.skipif(any(map(importlib.util.find_spec, NXD_PACKAGES)), reason="packages of backend Nxd are installed")
+def test_importing_the_backend_names_what_is_missing_and_where_it_is(packages: Path) -> None:
+    error = refusal()
+    assert "backend is Nxd, but torch_xla cannot be imported" in str(error)
+    assert "Neuron SDK 2.30" in str(error)
+    assert code_of(error) == 64
+
+
+def test_a_package_that_lacks_another_is_told_by_the_one_that_lacks(packages: Path) -> None:
+    (packages / "torch_xla.py").touch()
+    (packages / "neuronx_distributed.py").write_text("import torch_neuronx_of_no_machine\n")
+    assert "but torch_neuronx_of_no_machine cannot be imported" in str(refusal())

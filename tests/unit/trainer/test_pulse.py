@@ -1,0 +1,104 @@
+"""What the agent reads of a process that works, waits and stands still."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_trainer.monitor.progress import ProgressWriter, read_with_pulse
+from trainium_trainer.monitor.pulse import PULSE_BYTES, RING, Activity, Pulse, Waiting, unpack_pulse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.monitor.pulse import PulseReading
+
+
+def reading(path: Path) -> PulseReading:
+    found = read_with_pulse(path)
+    assert found is not None
+    assert found[1] is not None
+    return found[1]
+
+
+def test_every_change_of_activity_is_a_sign_of_life_that_a_reader_sees(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    seen = [reading(tmp_path / "r0")]
+    assert (seen[0].activity, seen[0].waiting) == (Activity.INIT, Waiting.NO)
+    writer.pulse.enter(Activity.LOAD)
+    seen.append(reading(tmp_path / "r0"))
+    writer.resumed(0, tokens=0, samples=0)
+    seen.append(reading(tmp_path / "r0"))
+    assert seen[-1].activity is Activity.COMPILE
+    with writer.pulse.peers:
+        seen.append(reading(tmp_path / "r0"))
+        assert seen[-1].waiting is Waiting.YES
+    with writer.pulse.work_with_collectives:
+        seen.append(reading(tmp_path / "r0"))
+        assert seen[-1].waiting is Waiting.MAYBE
+    with writer.pulse.saving:
+        seen.append(reading(tmp_path / "r0"))
+        assert seen[-1].activity is Activity.SAVE
+    assert reading(tmp_path / "r0").activity is Activity.COMPILE, "the first step is not over"
+    beats = [each.beats for each in seen]
+    assert beats == sorted(set(beats))
+    writer.close()
+
+
+def test_the_first_step_is_known_apart_and_own_work_is_without_the_wait(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    pulse = writer.pulse
+    pulse.begin_steps()
+    pulse.step_done(90.0)
+    with pulse.peers:
+        pass
+    pulse.step_done(2.0)
+    seen = reading(tmp_path / "r0")
+    assert seen.first_step_seconds == 90.0
+    ((length, own),) = seen.steps
+    assert length == 2.0
+    assert 1.9 < own < 2.0
+    assert seen.activity is Activity.STEP
+    writer.close()
+    again = ProgressWriter(tmp_path / "r0", attempt=1)
+    assert reading(tmp_path / "r0").steps == seen.steps, "step times of the job survive a restart in place"
+    assert reading(tmp_path / "r0").first_step_seconds == 0
+    again.close()
+
+
+@given(st.lists(st.floats(0.001, 1e4), max_size=3 * RING))
+def test_the_ring_keeps_the_newest_steps_in_order(lengths: list[float]) -> None:
+    memory = bytearray(PULSE_BYTES)
+    pulse = Pulse(memoryview(memory))
+    pulse.begin_steps()
+    for length in [1.0, *lengths]:
+        pulse.step_done(length)
+    seen = unpack_pulse(bytes(memory))
+    assert seen is not None
+    assert [length for length, _ in seen.steps] == lengths[-RING:]
+    pulse.close()
+
+
+@given(st.binary(min_size=PULSE_BYTES, max_size=PULSE_BYTES))
+def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
+    seen = unpack_pulse(data)
+    assert seen is None or all(min(pair) >= 0 for pair in seen.steps)
+
+
+def test_a_validation_between_two_steps_is_no_part_of_either_and_its_first_one_compiles() -> None:
+    pulse = Pulse()
+    pulse.begin_steps()
+    pulse.step_done(1.0)
+    found = []
+    for _ in range(2):
+        with pulse.peers:
+            pass
+        waited = pulse._waited
+        with pulse.measuring:
+            found.append(pulse.read().activity)
+            pulse._waited += 100.0
+        assert pulse._waited == waited
+        assert pulse.read().activity is Activity.STEP
+    assert found == [Activity.COMPILE, Activity.STEP]

@@ -1,0 +1,105 @@
+"""HLAT's spike rule and the alarm about the loss, step by step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_trainer.monitor.stability import Judgement, Rules, Stability, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+HLAT = Rules()
+
+
+def judged(norms: Iterable[float], rules: Rules = HLAT, *, losses: Iterable[float] | None = None) -> list[Judgement]:
+    state, found = Stability(), []
+    norms = list(norms)
+    for norm, loss in zip(norms, losses or [1.0] * len(norms), strict=True):
+        found.append(judge(state, rules, loss=loss, gradient_norm=norm))
+        state = found[-1].after
+    return found
+
+
+def test_the_defaults_are_hlats_twenty_steps_one_tenth_and_three_times() -> None:
+    assert (HLAT.window, HLAT.margin, HLAT.alarm_ratio) == (20, 0.1, 3.0)
+
+
+def test_the_bound_is_the_mean_of_the_twenty_steps_before_plus_one_tenth() -> None:
+    *_, last = judged([*range(1, 22), 30.0])
+    assert last.bound == sum(range(2, 22)) / 20 + 0.1
+
+
+def test_a_norm_on_the_bound_is_no_spike_and_one_above_it_is() -> None:
+    bound = judged([0.5] * 21)[-1].bound
+    assert judged([0.5] * 20 + [bound])[-1].after.spikes == 0
+    assert judged([0.5] * 20 + [math.nextafter(bound, 2)])[-1].after.spikes == 1
+
+
+def test_nothing_is_a_spike_before_there_are_twenty_steps() -> None:
+    found = judged([0.5] * 19 + [100.0, 0.5])
+    assert [one.after.spikes for one in found] == [0] * 21
+    assert found[-1].bound == (0.5 * 19 + 100) / 20 + 0.1
+
+
+def test_a_spike_of_one_step_is_counted_and_is_over_at_the_next() -> None:
+    spike, back = judged([0.5] * 20 + [2.0, 0.5])[-2:]
+    assert (spike.after.spikes, spike.after.spike_steps, spike.spike_ended_after) == (1, 1, 0)
+    assert (back.after.spikes, back.after.spike_steps, back.spike_ended_after) == (1, 0, 1)
+
+
+def test_steps_of_a_long_spike_are_counted_until_the_norm_is_back() -> None:
+    found = judged([0.5] * 20 + [2.0, 3.0, 4.0, 0.6, 0.6])
+    assert [one.after.spike_steps for one in found[20:]] == [1, 2, 3, 0, 0]
+    assert [one.spike_ended_after for one in found[20:]] == [0, 0, 0, 3, 0]
+    assert found[-1].after.spikes == 1
+
+
+def test_two_spikes_apart_are_two() -> None:
+    assert judged([0.5] * 20 + [2.0, 0.5, 2.0, 0.5])[-1].after.spikes == 2
+
+
+def test_a_lasting_higher_level_ends_its_spike_when_the_mean_has_come_up() -> None:
+    # After k steps at 1.5 the mean of twenty is 0.5 + k / 20: above 1.4 first at k = 18, on 1.4 at most at 18.
+    lengths = [one.spike_ended_after for one in judged([0.5] * 20 + [1.5] * 25)]
+    assert [length for length in lengths if length] in ([18], [19])
+
+
+def test_a_spike_is_told_once_when_it_has_lasted_long_enough() -> None:
+    rules = Rules(told_after=3)
+    told = [one.spike_told for one in judged([0.5] * 20 + [9.0] * 5 + [0.5] * 30 + [9.0] * 2 + [0.5], rules)]
+    assert [step for step, one in enumerate(told) if one] == [22]
+
+
+def test_the_alarm_is_raised_above_three_times_the_lowest_and_not_repeated() -> None:
+    losses = [5.0, 2.0, 4.0, 6.0, 6.1, 9.0, 5.0, 7.0]
+    assert [one.alarm_raised for one in judged([1.0] * 8, losses=losses)] == [False] * 4 + [True] + [False] * 3
+
+
+def test_the_alarm_may_be_raised_again_after_a_new_lowest() -> None:
+    losses = [2.0, 7.0, 2.0, 7.0, 1.9, 7.0]
+    assert [one.alarm_raised for one in judged([1.0] * 6, losses=losses)] == [False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
+def test_a_skipped_step_is_not_judged(loss: float, norm: float) -> None:
+    state = Stability(norms=(1.0,) * 20, lowest_loss=2.0, spikes=4)
+    verdict = judge(state, HLAT, loss=loss, gradient_norm=norm)
+    assert verdict == Judgement(after=state)
+
+
+@given(st.lists(st.floats(0, 10), max_size=70), st.integers(0, 70))
+def test_it_makes_no_difference_where_the_steps_are_cut(norms: list[float], cut: int) -> None:
+    rules = Rules(window=5, told_after=2)
+    whole = [one.after for one in judged(norms, rules, losses=norms)]
+    state = whole[cut - 1] if 0 < cut <= len(norms) else Stability()
+    start = cut if 0 < cut <= len(norms) else 0
+    # What a history file keeps: the newest norms, the counts and the lowest loss.
+    for norm, expected in zip(norms[start:], whole[start:], strict=True):
+        state = judge(state, rules, loss=norm, gradient_norm=norm).after
+        assert state == expected

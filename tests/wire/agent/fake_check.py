@@ -1,0 +1,13 @@
+"""A node whose product of matrices is wrong on its last core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    task = json.loads(argv[0])
+    right = task["index"] + 1 < task["size"]
+    (Path(task["folder"]) / f"{task['index']}.json").write_text(json.dumps({"matmul": right}))
+    return 0

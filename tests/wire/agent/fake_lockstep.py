@@ -1,0 +1,93 @@
+"""A stand-in for training whose ranks wait for each other in a real all-reduce each step, as training does.
+
+Files in $FAKE_CONTROL, each taken once by the rank in its name, say where to stand still, for ever or for the seconds
+that the file holds: `sleep-<rank>` in its own work, `spin-<rank>` in its own work with the processor, `save-<rank>` in
+a place that waits for storage, `hide-<rank>` as if it waited for its peers. `slow-<rank>` holds the seconds of work in
+each step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainium_trainer.monitor.pulse import Pulse
+
+STEP_SECONDS = 0.05
+
+
+def main(argv: list[str]) -> int:
+    control = Path(os.environ["FAKE_CONTROL"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    generation, attempt = int(os.environ["TRAINIUM_GENERATION"]), int(os.environ["TRAINIUM_ATTEMPT"])
+    row = {
+        "rank": rank,
+        "world": world,
+        "generation": generation,
+        "attempt": attempt,
+        "pid": os.getpid(),
+        "pod": os.environ["TRAINIUM_POD_NAME"],
+    }
+    with (control / "starts.jsonl").open("a") as log:
+        log.write(json.dumps(row) + "\n")
+
+    import torch
+    from fake_figures import figures
+    from torch import distributed as dist
+
+    from trainium_trainer.exits import code_of
+    from trainium_trainer.monitor.progress import ProgressWriter
+
+    progress = ProgressWriter(Path(os.environ["TRAINIUM_PROGRESS_FILE"]), generation=generation, attempt=attempt)
+    pulse = progress.pulse
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    memory = control / "memory"
+    try:
+        with pulse.peers:
+            dist.init_process_group("gloo")
+            start = torch.tensor([int(memory.read_text()) if memory.exists() else 0])
+            dist.broadcast(start, 0)
+        step = int(start)
+        progress.resumed(step, tokens=0, samples=0)
+        while True:
+            began = time.perf_counter()
+            own_work(control, rank, pulse)
+            with pulse.peers:
+                if taken(control, "hide", rank) is not None:
+                    time.sleep(3600)
+                dist.all_reduce(torch.ones(1))
+            step += 1
+            progress.step_done(figures(step), seconds=time.perf_counter() - began)
+            if rank == 0:
+                draft = memory.with_suffix(".new")
+                draft.write_text(str(step))
+                draft.rename(memory)
+    except RuntimeError as error:
+        return code_of(error)
+
+
+def own_work(control: Path, rank: int, pulse: Pulse) -> None:
+    slow = control / f"slow-{rank}"
+    time.sleep(float(slow.read_text()) if slow.exists() else STEP_SECONDS)
+    if (seconds := taken(control, "sleep", rank)) is not None:
+        time.sleep(seconds)
+    if (seconds := taken(control, "spin", rank)) is not None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+    if (seconds := taken(control, "save", rank)) is not None:
+        with pulse.saving:
+            time.sleep(seconds)
+
+
+def taken(control: Path, what: str, rank: int) -> float | None:
+    command = control / f"{what}-{rank}"
+    if not command.exists():
+        return None
+    text = command.read_text()
+    command.unlink()
+    return float(text or 3600)

@@ -1,0 +1,69 @@
+"""Idle spares compile for other sizes: with the real compiler's command, and out of the way when ranks come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from agent_world import alive
+
+from trainium_trainer.agent.kernel import descendants
+
+if TYPE_CHECKING:
+    from agent_world import World
+
+pytestmark = pytest.mark.timeout(180)  # processes that import torch anew
+
+CONFIG = {
+    "model": {"numLayers": 1, "hiddenSize": 32, "intermediateSize": 64},
+    "data": {"source": "/there/is/no/such/folder", "sequenceLength": 32, "tokenizer": {"vocabSize": 320}},
+    "batch": {"globalSize": 6},
+}
+
+
+def spare_of_a_training_pod(world: World, sizes: str) -> Path:
+    shared = world.folder / "shared"
+    config = CONFIG | {"neuron": {"sharedCacheDirectory": str(shared)}}
+    (world.folder / "trainer.yaml").write_text(json.dumps(config))
+    world.start("a")
+    world.start("spare", TRAINIUM_BACKGROUND_SIZES=sizes, XDG_CACHE_HOME=str(world.folder / "cache"))
+    return shared
+
+
+def compilers(world: World) -> list[int]:
+    """Pids of the compiling processes of the spare."""
+    found = []
+    for pid in descendants(world.agents["spare"].pid):
+        with contextlib.suppress(OSError):
+            if b"precompile" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+async def test_a_spare_compiles_for_the_other_sizes_while_the_others_train(world: World) -> None:
+    shared = spare_of_a_training_pod(world, "2,3")
+    await world.ready("a", "spare")
+    assert not shared.exists(), "a pod that may be a member at once has no time for that"
+    await world.jobs.publish(["a"])
+    await world.training("a")
+    log = world.agents["spare"].log_path
+    await world.until(lambda: "the graphs for 2, 3 nodes are ready" in log.read_text(), "both sizes compiled", 120)
+    assert "[precompile] 2 nodes: data parallel 2, 1 place(s) in the model: compiled" in log.read_text()
+    assert len(list((shared / "keys").iterdir())) == 2
+    beat = world.jobs.last("spare")
+    assert (beat.phase, beat.ready) == ("Standby", True)
+
+
+async def test_a_spare_that_is_needed_stops_compiling_first(world: World) -> None:
+    spare_of_a_training_pod(world, "2,3,6")
+    await world.ready("a", "spare")
+    await world.jobs.publish(["a"])
+    await world.until(lambda: compilers(world), "a compiling process", 60)
+    before = compilers(world)
+    await world.jobs.publish(["a", "spare"])
+    await world.training("a", "spare", generation=2)
+    assert not [pid for pid in before if alive(pid)]
+    assert "not all compiled" not in world.agents["spare"].log

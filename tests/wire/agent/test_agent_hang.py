@@ -1,0 +1,141 @@
+"""Processes that stand still, with real agents and real collectives; no operator takes part."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from agent_world import World, alive
+
+LIMITS = {
+    "stepFloorSeconds": 1.5,
+    "stepFactor": 2,
+    "initSeconds": 60,
+    "compileSeconds": 60,
+    "loadSeconds": 60,
+    "saveSeconds": 60,
+}
+
+
+async def train(world: World, *names: str, processes: int = 1, **limits: float) -> None:
+    extra = {"TRAINIUM_RANK_ENTRY": "fake_lockstep:main", "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS | limits)}
+    world.start(*names, **extra)
+    await world.ready(*names)
+    await world.jobs.publish([*names], processes=processes)
+    await world.training(*names, step=5)
+
+
+def stand(world: World, how: str, rank: int, seconds: str = "") -> None:
+    world.command(f"{how}-{rank}", seconds)
+
+
+def failures(world: World, *names: str) -> dict[str, list[int]]:
+    return {name: [failure.exit_code for failure in world.jobs.last(name).failures] for name in names}
+
+
+async def test_a_stopped_rank_is_named_and_all_restart_in_place(world: World) -> None:
+    await train(world, "a", "b", "c")
+    os.kill(world.starts(rank=1)[0]["pid"], signal.SIGSTOP)
+    await world.training("a", "b", "c", attempt=1)
+    assert failures(world, "a", "b", "c") == {"a": [], "b": [77], "c": []}
+    (failure,) = world.jobs.last("b").failures
+    assert failure.message.startswith("rank 1 of pod b stood still for ")
+    assert "stopped by a signal" in failure.message
+    assert "cannot answer" in failure.message
+    assert {name: world.jobs.last(name).restarts[-1].cause.value for name in "abc"} == {
+        "a": "PeerLost",
+        "b": "Hang",
+        "c": "PeerLost",
+    }
+    waiting = [rank for name in "ac" for beat in world.jobs.heartbeats[name] for rank in beat.stuck]
+    assert all(rank.waiting and "all_reduce" in rank.stack for rank in waiting), "the others are known to wait"
+    await world.until(lambda: not world.jobs.last("a").stuck, "nothing stands still any more")
+    assert not alive(world.starts(rank=1)[0]["pid"])
+    assert not world.starts(attempt=2)
+    restart = world.jobs.last("b").restarts[-1]
+    assert 1.5 <= restart.detected_at - restart.failed_at < 8
+
+
+async def test_a_rank_that_sleeps_in_its_own_work_is_named_with_its_stack(world: World) -> None:
+    await train(world, "a", "b", processes=2)
+    stand(world, "sleep", 3)
+    await world.training("a", "b", attempt=1)
+    assert failures(world, "a", "b") == {"a": [], "b": [77]}
+    (failure,) = world.jobs.last("b").failures
+    assert failure.rank == 3
+    assert "not waiting for peers" in failure.message
+    assert "own_work" in failure.message
+    assert "[rank 3]   File " in world.agents["b"].log
+    assert "all_reduce" in world.agents["b"].log, "the stack of a rank that waits is in the log too"
+
+
+async def test_an_endless_loop_is_named_although_it_uses_the_processor(world: World) -> None:
+    await train(world, "a", "b")
+    stand(world, "spin", 0)
+    await world.training("a", "b", attempt=1)
+    (failure,) = world.jobs.last("a").failures
+    assert "not waiting for peers" in failure.message
+    assert failures(world, "a", "b") == {"a": [77], "b": []}
+
+
+async def test_ranks_that_all_wait_restart_without_a_culprit(world: World) -> None:
+    await train(world, "a", "b", "c")
+    for rank in range(3):
+        stand(world, "hide", rank)
+    await world.training("a", "b", "c", attempt=1)
+    assert failures(world, "a", "b", "c") == {"a": [], "b": [], "c": []}
+    assert {world.jobs.last(name).restarts[-1].cause.value for name in "abc"} == {"Hang"}
+
+
+async def test_a_long_save_of_one_rank_is_no_hang_of_those_who_wait(world: World) -> None:
+    await train(world, "a", "b")
+    stand(world, "save", 1, "5")
+    await world.until(
+        lambda: any(beat.stuck for beat in world.jobs.heartbeats["a"]), "a says that its rank stands still"
+    )
+    before = world.jobs.last("a").progress.step
+    await world.training("a", "b", attempt=0, step=before + 20)
+    assert not world.starts(attempt=1)
+    await world.until(lambda: not world.jobs.last("a").stuck, "nothing stands still any more")
+
+
+async def test_a_hang_is_healed_while_the_coordinator_is_down(world: World) -> None:
+    await train(world, "a", "b")
+    await world.servers[0].stop()
+    os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
+    await world.until(lambda: len(world.starts(attempt=1)) == 2, "attempt 1 without a coordinator")
+    await world.servers[0].start()
+    await world.training("a", "b", attempt=1)
+    assert failures(world, "a", "b") == {"a": [77], "b": []}
+
+
+async def test_a_rank_that_hangs_again_and_again_is_given_up_with_a_verdict(world: World) -> None:
+    extra = {
+        "TRAINIUM_RANK_ENTRY": "fake_lockstep:main",
+        "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS),
+        "TRAINIUM_MAX_IN_PLACE_RESTARTS": "0",
+    }
+    world.start("a", "b", **extra)
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b", step=5)
+    stand(world, "sleep", 1)
+    await world.until(lambda: world.jobs.last("b").verdict is not None, "b gives up")
+    assert world.jobs.last("b").verdict.exit_code == 77
+    await world.until(lambda: world.jobs.last("a").phase == "Failed", "a stops")
+    assert world.jobs.last("a").verdict is None
+
+
+async def test_an_agent_that_was_frozen_itself_sees_no_hang(world: World) -> None:
+    await train(world, "a")
+    for pid in (world.agents["a"].pid, world.starts(rank=0)[0]["pid"]):
+        os.kill(pid, signal.SIGSTOP)
+    import asyncio
+
+    await asyncio.sleep(4)
+    for pid in (world.starts(rank=0)[0]["pid"], world.agents["a"].pid):
+        os.kill(pid, signal.SIGCONT)
+    before = world.jobs.last("a").progress.step
+    await world.training("a", attempt=0, step=before + 10)
+    assert not world.starts(attempt=1)

@@ -1,0 +1,69 @@
+"""How soon a job is planned after changes, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from virtual_time import run_virtual
+
+from trainium_operator.cluster.pace import LONGEST_PAUSE, Pace
+from trainium_operator.cluster.store import Key
+from trainium_operator.cluster.work_queue import WorkQueue
+
+JOB = ("default", "llama")
+OTHER = ("default", "other")
+
+
+async def plans(cost: float, changes: list[float], until: float) -> list[float]:
+    """When plans begin that take `cost` seconds, for a job that changes at these times."""
+    loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
+    pace, began, start = Pace(queue), list[float](), loop.time()
+
+    async def work() -> None:
+        while True:
+            key = await queue.get()
+            began.append(loop.time())
+            # Planning is one uninterrupted stretch, so nothing changes in its middle.
+            pace.planned(key, began[-1] - cost, began[-1])
+            queue.done(key)
+
+    worker = asyncio.create_task(work())
+    for at in changes:
+        await asyncio.sleep(start + at - loop.time())
+        pace.put(JOB)
+    await asyncio.sleep(start + until - loop.time())
+    worker.cancel()
+    return [round(at - start, 3) for at in began]
+
+
+def test_a_change_after_a_quiet_while_is_planned_at_once() -> None:
+    assert run_virtual(plans(0.1, [1.0, 5.0], 9.0)) == [1.0, 5.0]
+
+
+def test_a_thousand_changes_are_planned_in_a_fifth_of_the_time_and_the_last_is_not_missed() -> None:
+    began = run_virtual(plans(0.02, [1.0 + number / 1000 for number in range(1000)], 9.0))
+    assert began[0] == 1.0
+    assert 12 <= len(began) <= 14
+    assert began[-1] >= 1.999
+
+
+def test_even_a_plan_that_takes_long_does_not_hold_up_the_next_for_more_than_a_second() -> None:
+    began = run_virtual(plans(3.0, [1.0, 1.1, 4.5], 20.0))
+    assert began[1] <= began[0] + LONGEST_PAUSE
+
+
+def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_anew() -> None:
+    async def run() -> list[bool]:
+        loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
+        pace, waiting = Pace(queue), list[bool]()
+        pace.planned(JOB, loop.time(), loop.time() + 0.1)
+        pace.put(JOB)
+        waiting.append(len(queue) == 0)
+        pace.put(OTHER)
+        waiting.append(len(queue) == 1)
+        pace.forget(JOB)
+        pace.put(JOB)
+        waiting.append(len(queue) == 2)
+        return waiting
+
+    assert run_virtual(run()) == [True, True, True]
