@@ -1,14 +1,16 @@
 # Images of the operator and of the worker pods, from the repository's root:
 #
-#   docker build --target operator -t trainium-operator:0.1.0 .
-#   docker build --target trainer  -t trainium-trainer:0.1.0 .
-#   docker build --target trainer  -t trainium-trainer:0.1.0 --build-arg BASE=<the vendor's Neuron PyTorch image> .
+#   docker build --target operator    -t trainium-operator:0.1.0 .
+#   docker build --target trainer     -t trainium-trainer:0.1.0 .       # Trainium 1: the vendor's last image with torch-xla
+#   docker build --target trainer     -t trainium-trainer:0.1.0 --build-arg NEURON_IMAGE=IMAGE .   # Trainium 2, 3, or your own
+#   docker build --target trainer-cpu -t trainium-trainer:0.1.0-cpu .   # no accelerator, or CUDA; needs no vendor's image
 #
-# Every package is installed at the version and hash of constraints.txt. BASE needs Python 3.11 or newer; a torch that it
-# brings is kept (on Trainium it must be the vendor's).
-ARG BASE=python:3.11-slim
+# Every package is installed at the version and hash of constraints.txt. The vendor's image needs Python 3.11 or newer; its
+# torch and what belongs to that are kept.
+ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
+ARG NEURON_IMAGE=public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.30.0-ubuntu24.04
 
-FROM python:3.11-slim AS wheel
+FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /source
 COPY pyproject.toml constraints.txt ./
 COPY scripts/image_requirements.py scripts/
@@ -21,33 +23,47 @@ COPY operator operator
 COPY trainer_image trainer_image
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
-FROM python:3.11-slim AS operator
-WORKDIR /install
-COPY --from=wheel /source/pyproject.toml /source/constraints.txt ./
-COPY --from=wheel /source/scripts scripts
+# What the other stages install from; its files are mounted there, so that no layer keeps them.
+FROM scratch AS source
+COPY pyproject.toml constraints.txt /
+COPY scripts/image_requirements.py /scripts/
 COPY --from=wheel /wheels /wheels
-RUN python scripts/image_requirements.py operator >/tmp/requirements.txt \
+
+FROM ${PYTHON_IMAGE} AS operator
+RUN --mount=from=source,target=/source \
+    cd /source \
+    && python scripts/image_requirements.py operator >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
-    && pip install --no-cache-dir --no-deps /wheels/*.whl \
-    && rm -r /install /wheels /tmp/requirements.txt
+    && pip install --no-cache-dir --no-deps wheels/*.whl \
+    && rm /tmp/requirements.txt
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
-WORKDIR /
 USER 65532:65532
 EXPOSE 8443 8080
 ENTRYPOINT ["trainium-operator"]
 
-FROM ${BASE} AS trainer
+FROM ${PYTHON_IMAGE} AS trainer-cpu
+RUN --mount=from=source,target=/source \
+    cd /source \
+    && python scripts/image_requirements.py trainer >/tmp/requirements.txt \
+    && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
+    && pip install --no-cache-dir --no-deps wheels/*.whl \
+    && rm /tmp/requirements.txt
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+USER 1000:1000
+# The agent is process 1: it reaps its children and passes SIGTERM on to the ranks.
+ENTRYPOINT ["trainium-agent"]
+
+FROM ${NEURON_IMAGE} AS trainer
 USER 0:0
-WORKDIR /install
-COPY --from=wheel /source/pyproject.toml /source/constraints.txt ./
-COPY --from=wheel /source/scripts scripts
-COPY --from=wheel /wheels /wheels
-RUN python3 scripts/image_requirements.py trainer >/tmp/requirements.txt \
+# The vendor's torch is not replaced: image_requirements.py leaves out what is there.
+RUN --mount=from=source,target=/source \
+    cd /source \
+    && python3 -c 'import importlib.util as found, sys; found.find_spec("torch") or sys.exit("NEURON_IMAGE has no torch")' \
+    && python3 scripts/image_requirements.py trainer >/tmp/requirements.txt \
     && python3 -m pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
-    && python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl \
-    && rm -r /install /wheels /tmp/requirements.txt
+    && python3 -m pip install --no-cache-dir --no-deps wheels/*.whl \
+    && rm /tmp/requirements.txt
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 WORKDIR /
 USER 1000:1000
-# The agent is process 1: it reaps its children and passes SIGTERM on to the ranks.
 ENTRYPOINT ["trainium-agent"]

@@ -8,7 +8,7 @@ ARGS ?=
 TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries 2>/dev/null | tail -n 1)/helm"
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo test test-cluster check format generate bench clean
+.PHONY: help setup binaries demo test test-cluster test-nxd check format generate bench bench-check faults explore parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -28,10 +28,14 @@ test: binaries  ## All tests, on a development cluster of their own
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)
 
+test-nxd: setup  ## The nxd backend on the real neuronx-distributed (NXD_SRC=<its checkout>/src, docs/backends.md)
+	@NXD_SRC="$(NXD_SRC)" $(BIN)/python -m pytest tests/nxd $(ARGS)
+
 check: binaries  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy tests/support/*.py tests/wire/agent/fake_[!b]*.py tests/wire/agent/agent_factory.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
 
@@ -42,8 +46,31 @@ format: setup  ## Format the code
 generate: binaries  ## Write the CRD and the manifests that are derived from the code
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate
 
+explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
+	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)
+
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@$(BIN)/python benchmarks/report.py
+
+bench-check: binaries  ## Fleet and coordinator benchmarks, quick, held to their thresholds
+	@$(BIN)/python benchmarks/run.py fleet coordinator --quick
+	@$(BIN)/python benchmarks/check.py
+
+faults: binaries  ## The fault table: faults injected into real training (CLUSTER=existing: what kubelets decide)
+	@$(BIN)/python -m benchmarks.faults --cluster=$(CLUSTER) $(ARGS)
+
+bench-training: setup  ## Training speed and memory beside transformers.Trainer (PEER_PYTHON=VENV/bin/python)
+	@$(BIN)/python -m benchmarks.training_speed $(ARGS)
+
+parity: setup  ## Loss curves and exported models against transformers, in every layout: docs/parity.md (ARGS="--rows tp2")
+	@$(BIN)/python -m benchmarks.parity $(ARGS)
+
+learn: setup  ## Ten minutes of training against n-grams on Python's documentation: docs/learning.md (ARGS="--minutes 1")
+	@$(BIN)/python -m benchmarks.learn $(ARGS)
+
+proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--points 10")
+	@$(BIN)/python -m benchmarks.proof --document docs/recovery-proof.md $(ARGS)
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all

@@ -19,50 +19,41 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from trainium_contract.trainer import CheckpointConfig, DataParallelMode
+from trainium_contract.trainer_checkpoint import CheckpointConfig
+from trainium_contract.trainer_parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager, warm
-from trainium_trainer.checkpoint.storage import PosixStorage
+from trainium_trainer.checkpoint.posix import PosixStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 MODES = ("off", "memory", "memory+durable", "memory+durable, slow store")
 
 
-class ThrottledFile:
-    """A file that takes its time, without using the processor."""
-
-    def __init__(self, file: BinaryIO, bytes_per_second: float) -> None:
-        self._file = file
-        self._rate = bytes_per_second
-
-    def write(self, data: Any) -> int:
-        """Write after the time that a slow store would have taken."""
-        time.sleep(memoryview(data).nbytes / self._rate)
-        return self._file.write(data)
-
-
 class ThrottledStorage(PosixStorage):
-    """A store of a given speed."""
+    """A store of a given speed, which takes its time without using the processor."""
 
     def __init__(self, root: Path, bytes_per_second: float) -> None:
         super().__init__(root)
         self._rate = bytes_per_second
 
-    @contextmanager
-    def open_write(self, name: str) -> Iterator[BinaryIO]:
+    def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
         """A new file of a slow store."""
-        with super().open_write(name) as file:
-            yield ThrottledFile(file, self._rate)  # type: ignore[misc]
+
+        def slowly() -> Iterator[memoryview]:
+            for piece in pieces:
+                time.sleep(len(piece) / self._rate)
+                yield piece
+
+        super().write_stream(name, slowly(), size)
 
 
 @dataclass
@@ -71,6 +62,8 @@ class Place:
 
     rank: int
     world_size: int
+    pp_rank: int = 0
+    pp_size: int = 1
     tp_rank: int = 0
     tp_size: int = 1
     dp_mode: DataParallelMode = DataParallelMode.REPLICATED
@@ -144,7 +137,7 @@ def managers(training: Training, place: Place, folder: Path, rate: float) -> dic
             mesh=place,
             generation=0,
             memory_directory=memory_directory(folder, number, place.rank),
-            config_digest="benchmark",
+            settings={"of": "benchmark"},
             storage=ThrottledStorage(root, rate) if "slow" in mode else PosixStorage(root),
         )
         made[mode].resume()

@@ -2,8 +2,9 @@
 """Prints what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
 
 Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|build
-`operator` and `trainer` are the project's extras, `build` is what makes its wheel. A torch that is already installed
-(a vendor's image brings its own) is left alone, and so is everything that only the pinned torch would need.
+`operator` is the project's extra of that name, `trainer` stands for its extras trainer and s3, `build` is what makes
+its wheel. A torch that is already installed (a vendor's image brings its own) is left alone, and so is everything that
+only the pinned torch would need.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def wanted(part: str) -> list[str]:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     if part == "build":
         return list(project["build-system"]["requires"])
-    return [*project["project"]["dependencies"], *project["project"]["optional-dependencies"][part]]
+    extras = project["project"]["optional-dependencies"]
+    more = extras["s3"] if part == "trainer" else []
+    return [*project["project"]["dependencies"], *extras[part], *more]
 
 
 def resolved(requirements: list[str], pins: str) -> list[str]:

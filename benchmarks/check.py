@@ -1,0 +1,104 @@
+"""Holds measured figures to checked-in thresholds: `make bench-check`. Not a part of `make test`.
+
+thresholds.json has for each figure the mean and spread of the runs that it comes from, who measured them where, and the
+limit: the mean and three spreads, at least a quarter above the mean, at least the goal where the goal is met.
+`python benchmarks/check.py --record` writes it anew from the files in out/bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from fleetlab.figures import shown
+from rich.console import Console
+from rich.table import Table
+
+FOLDER = Path(__file__).parent
+THRESHOLDS = FOLDER / "thresholds.json"
+OUT = FOLDER.parent / "out/bench"
+NAMES = ("fleet", "coordinator")
+STEADY_UNITS = ("x", "count", "/min", "MiB")
+"""What does not depend on the machine; of the other figures only those with a goal are held to a threshold."""
+Json = dict[str, Any]
+
+
+def main() -> int:
+    """Check, or record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="take the figures in out/bench as thresholds")
+    parser.add_argument("--folder", type=Path, default=OUT)
+    parser.add_argument("--thresholds", type=Path, default=THRESHOLDS)
+    options = parser.parse_args()
+    reports = [json.loads(path.read_text()) for name in NAMES if (path := options.folder / f"{name}.json").is_file()]
+    if not reports:
+        print(f"There are no figures in {options.folder}; run benchmarks/run.py fleet coordinator.", file=sys.stderr)
+        return 64
+    if options.record:
+        document = {"thresholds": [each for report in reports for each in thresholds_of(report)]}
+        options.thresholds.write_text(json.dumps(document, indent=1) + "\n")
+        return 0
+    wanted = json.loads(options.thresholds.read_text())["thresholds"]
+    return judge(wanted, reports)
+
+
+def thresholds_of(report: Json) -> list[Json]:
+    """One threshold for each figure that can be held to one."""
+    found = []
+    for figure in report["figures"]:
+        if figure["name"].startswith("floor") or (figure["unit"] not in STEADY_UNITS and figure["goal"] is None):
+            continue
+        values = figure["values"]
+        mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+        margin = max(3 * spread, 0.25 * mean, 1.0 if figure["unit"] == "count" and mean > 0 else 0.0)
+        limit = max(mean + margin, figure["goal"] or 0.0)
+        machine = f"{report['machine']['cores']} cores {report['machine']['processor']}"
+        found.append(
+            {
+                "benchmark": report["benchmark"],
+                "name": figure["name"],
+                "nodes": figure["nodes"],
+                "unit": figure["unit"],
+                "mean": round(mean, 4),
+                "spread": round(spread, 4),
+                "limit": round(limit, 4),
+                "provenance": f"{report['date']}, {len(values)} values, {machine}",
+            }
+        )
+    return found
+
+
+def judge(wanted: list[Json], reports: list[Json]) -> int:
+    """Print the comparison; 1 when a figure is above its limit, or is missing from a size that was measured."""
+    measured = {
+        (report["benchmark"], figure["name"], figure["nodes"]): figure
+        for report in reports
+        for figure in report["figures"]
+    }
+    sizes = {(benchmark, nodes) for benchmark, _, nodes in measured}
+    table = Table(title="Figures and their thresholds")
+    for heading in ("benchmark", "figure", "nodes", "measured", "mean", "limit", ""):
+        table.add_column(heading, justify="left" if heading in ("benchmark", "figure", "") else "right")
+    failures = 0
+    for threshold in wanted:
+        unit, key = threshold["unit"], (threshold["benchmark"], threshold["name"], threshold["nodes"])
+        if (threshold["benchmark"], threshold["nodes"]) not in sizes:
+            continue
+        figure = measured.get(key)
+        verdict = "missing" if figure is None else "ok" if figure["median"] <= threshold["limit"] else "REGRESSION"
+        failures += verdict != "ok"
+        seen = "" if figure is None else shown(figure["median"], unit)
+        cells = (seen, shown(threshold["mean"], unit), shown(threshold["limit"], unit), verdict)
+        table.add_row(threshold["benchmark"], threshold["name"], str(threshold["nodes"]), *cells)
+    Console(width=150).print(table)
+    if failures:
+        print(f"{failures} figures are worse than their thresholds.", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""`python -m benchmarks.faults`: play rows of the fault table, keep their results, write the document."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.faults import ROOT
+from benchmarks.faults.document import write_document
+from benchmarks.faults.record import Outcome, RowResult, Where
+from benchmarks.faults.row import Row, Session
+from benchmarks.faults.stage import NODES, SkipRowError, Stage
+from benchmarks.faults.table import ROWS
+from sites import open_site
+
+_STARTED = time.monotonic()
+
+
+def say(sentence: str) -> None:
+    """A line of progress."""
+    print(f"[{time.monotonic() - _STARTED:6.1f} s] {sentence}", flush=True)
+
+
+def main() -> int:
+    """Play, print, write; 1 when a row failed."""
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clusters that are not ours are left tidy
+    rows = _chosen(options)
+    out: Path = options.out
+    results = out / "rows"
+    if not options.resume:
+        for path in results.glob(f"*{_suffix(options)}.json"):
+            path.unlink()
+    waiting = [row for row in rows if not _is_done(results, row, options)]
+    say(f"{len(waiting)} rows to play, {len(rows) - len(waiting)} are done; seed {options.seed}")
+    virtual = [row for row in waiting if row.where is Where.VIRTUAL]
+    real = [row for row in waiting if row.where is not Where.VIRTUAL]
+    for row in virtual:
+        _play(None, row, options, results)
+    if real:
+        import sites  # noqa: PLC0415 - the number of nodes is the table's own
+
+        sites.NODES = NODES
+        with open_site(options.cluster) as site, Stage(site, out, say) as stage:
+            for row in real:
+                _play(stage, row, options, results)
+    if options.document is not None:
+        write_document(results, options.document)
+        say(f"wrote {options.document}")
+    everything = [RowResult.load(_file(results, row, options)) for row in rows if _file(results, row, options).exists()]
+    failed = [result.name for result in everything if not result.passed and not result.skipped]
+    say(f"{sum(result.passed for result in everything)} rows passed; failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("--rows", default="", help="numbers, for instance 1,2,5; by default all")
+    parser.add_argument("--runs", type=int, default=30, help="runs of each row (rows that take long: fewer)")
+    parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and moments")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are done; else begin a new table")
+    parser.add_argument("--cluster", choices=("local", "existing"), default="local", help="as for the tests")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder of the results")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fault-table.md", help="the table to write")
+    parser.add_argument("--no-document", dest="document", action="store_const", const=None, help="write no table")
+    return parser.parse_args()
+
+
+def _chosen(options: argparse.Namespace) -> list[Row]:
+    numbers = [int(part) for part in options.rows.split(",") if part]
+    unknown = sorted(set(numbers) - {row.number for row in ROWS})
+    if unknown:
+        known = ", ".join(str(number) for number in sorted({row.number for row in ROWS}))
+        sys.exit(f"There are no rows {unknown}; there are {known}.")
+    rows = [row for row in ROWS if not numbers or row.number in numbers]
+    return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
+
+
+def _suffix(options: argparse.Namespace) -> str:
+    return "-kubelet" if options.cluster == "existing" else "-local"
+
+
+def _file(results: Path, row: Row, options: argparse.Namespace) -> Path:
+    return results / f"{row.number:02d}{row.part}{_suffix(options)}.json"
+
+
+def _wanted(row: Row, options: argparse.Namespace) -> int:
+    return min(int(options.runs), row.most)
+
+
+def _is_done(results: Path, row: Row, options: argparse.Namespace) -> bool:
+    path = _file(results, row, options)
+    if not options.resume or not path.exists():
+        return False
+    known = RowResult.load(path)
+    return known.seed == options.seed and len(known.outcomes) >= _wanted(row, options) and not known.skipped
+
+
+def _play(stage: Stage | None, row: Row, options: argparse.Namespace, results: Path) -> None:
+    runs = _wanted(row, options)
+    session = Session(row.name, options.seed, range(runs))
+    where = Where.KUBELET if options.cluster == "existing" and row.where is Where.REAL else row.where
+    result = RowResult(row.name, where, options.seed, asked=runs, commit=_commit())
+    say(f"row {row.name}: {row.fault}, {runs} run{'s' if runs > 1 else ''}")
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    skipped = ""
+    try:
+        for outcome in row.play(stage, session):  # type: ignore[arg-type]  # rows in virtual time need no stage
+            outcomes.append(outcome)
+            say(f"  {row.name}.{outcome.run} {_line(outcome)}")
+    except SkipRowError as reason:
+        skipped = str(reason)
+        say(f"  not run: {skipped}")
+    except Exception as error:  # noqa: BLE001 - a row that breaks must not cost the others
+        session.blame([f"the row broke off: {type(error).__name__}: {error}"])
+    for sentence in session.wrong:
+        say(f"  {row.name} WRONG: {sentence}")
+    seconds = round(time.monotonic() - began, 1)
+    replace(result, outcomes=tuple(outcomes), wrong=tuple(session.wrong), skipped=skipped, seconds=seconds).save(
+        _file(results, row, options)
+    )
+
+
+def _line(outcome: Outcome) -> str:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f} s"
+
+    text = f"detect {shown(outcome.detect)}, recover {shown(outcome.recover)}, lost {outcome.steps_lost}"
+    note = f" ({outcome.note})" if outcome.note else ""
+    return f"{text}{note}{'' if not outcome.wrong else ' WRONG: ' + '; '.join(outcome.wrong)}"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

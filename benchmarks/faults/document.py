@@ -1,0 +1,142 @@
+"""The document: all results that lie in the folder, as a table that a person reads.
+
+Invariants: the document is made from results alone, so it can be written again at any time; a row without a result is
+in it as not run, and a row that fails is in it with its sentences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from benchmarks.faults.record import RowResult, Spread, Where
+from benchmarks.faults.table import ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from benchmarks.faults.row import Row
+
+HEAD = """# The fault table
+
+Every fault of the table that needs no accelerator, injected on purpose, timed and judged. Made by
+
+```sh
+make faults                       # all rows; ARGS="--rows 1,5 --runs 3 --seed 2", ARGS=--resume goes on
+make faults CLUSTER=existing      # the rows in which a kubelet decides, on the cluster of KUBECONFIG
+```
+
+How to read it. *Detect* and *first new step* are seconds from the moment of the fault, to its detection and to the
+end of the first step that had not been done before it: median, 95th percentile and greatest of the runs. Steps take
+0.15 s here (a tiny model, three workers and a spare that share this machine), so the figures are those of the
+machinery, not of a model's start-up. Of a row that ends the job, *detect* is the time to its verdict. *Lost* is the
+greatest number of steps computed again. *Blame* counts the runs in which the history names the expected cause,
+answer, pod and node, and in which nobody else is suspected. A row passes when every run was as expected, and when the
+loss curve of the job, with all its faults, equals that of an undisturbed run (bit for bit at the same size, 1e-5
+across sizes) and every sample was seen once. What failed is said below the table.
+"""
+
+PLACES = """
+*Real processes*: etcd, API server, scheduler, controller manager, the operator and training processes of the
+development cluster. *Virtual time*: the operator's own code against a fake API server, with workers that are played,
+so that half an hour passes in a second; its times are virtual. *Genuine kubelet*: real processes on a Kubernetes with
+genuine kubelets and containerd. Seeds choose who is hit and when.
+"""
+
+
+def write_document(results: Path, path: Path) -> None:
+    """Write the table from what lies in the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(_lines(results)) + "\n")
+
+
+def _lines(results: Path) -> Iterator[str]:
+    yield HEAD + PLACES
+    found = {path.stem: RowResult.load(path) for path in sorted(results.glob("*.json"))}
+    local = [(row, found.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
+    kubelet = [(row, found.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
+    yield f"Made {_about([result for _, result in (*local, *kubelet) if result is not None])}.\n"
+    yield from _table(local)
+    if any(result is not None for _, result in kubelet):
+        yield "\n## On genuine kubelets\n"
+        yield from _table(kubelet)
+    failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _sentences(result)]
+    if failing:
+        yield "\n## What is not as expected\n"
+        for row, result in failing:
+            yield from _failure(row, result)
+    yield "\n## What is injected, and by what it is judged\n"
+    yield "| # | injected | expected | judged by |"
+    yield "|---|---|---|---|"
+    for row in ROWS:
+        yield f"| {row.name} | {row.injected} | {row.expected} | {row.judged} |"
+    yield "\nRows 7, 9, 10, 11, 35 and 36 need devices, links that can be spoilt, or days; they are not played here."
+
+
+def _table(rows: Iterable[tuple[Row, RowResult | None]]) -> Iterator[str]:
+    figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
+    yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row, result in rows:
+        yield table_line(row, result)
+
+
+def table_line(row: Row, result: RowResult | None) -> str:
+    """One row as a line of the table."""
+    if result is None or result.skipped:
+        why = "not run yet" if result is None else f"not run: {result.skipped}"
+        return f"| {row.name} | {row.fault} | {row.where.value} | 0 | | | | | | {why} |"
+    right, judged = result.blamed_right
+    lost = [outcome.steps_lost for outcome in result.outcomes if outcome.steps_lost is not None]
+    failures = result.failures
+    bad = f"**FAILS**{f' {failures} of {len(result.outcomes)}' if failures else ''}"
+    cells = (
+        row.name,
+        row.fault,
+        result.where.value,
+        str(len(result.outcomes)),
+        _spread(outcome.detect for outcome in result.outcomes),
+        _spread(outcome.recover for outcome in result.outcomes),
+        str(max(lost)) if lost else "",
+        f"{right}/{judged}" if judged else "",
+        str(result.seed),
+        "pass" if result.passed else bad,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(values: Iterable[float | None]) -> str:
+    spread = Spread.of(values)
+    return "" if spread is None else f"{spread.p50:.2f} / {spread.p95:.2f} / {spread.most:.2f}"
+
+
+def _sentences(result: RowResult) -> list[str]:
+    return [*result.wrong, *(sentence for outcome in result.outcomes for sentence in outcome.wrong)]
+
+
+def _failure(row: Row, result: RowResult) -> Iterator[str]:
+    where = "" if result.where is not Where.KUBELET else f" ({result.where.value})"
+    yield f"**{row.name}, {row.fault}**{where}:"
+    for sentence, times in Counter(_shortened(one) for one in _sentences(result)).most_common(6):
+        yield f"- {sentence}{f' ({times} times)' if times > 1 else ''}"
+    yield ""
+
+
+def _shortened(sentence: str) -> str:
+    """One line, without what makes every run's sentence another one."""
+    text = " ".join(sentence.split()).replace("|", "/")
+    return text if len(text) <= 400 else f"{text[:400]} …"
+
+
+def _about(results: list[RowResult]) -> str:
+    if not results:
+        return "without any result yet"
+    seeds = sorted({result.seed for result in results})
+    commits = sorted({result.commit for result in results} - {""})
+    minutes = sum(result.seconds for result in results) / 60
+    passed = sum(result.passed for result in results)
+    return (
+        f"with seed {', '.join(map(str, seeds))} at {', '.join(commits) or 'an unknown state'}: {len(results)} rows in "
+        f"{minutes:.0f} minutes, {passed} pass"
+    )

@@ -1,0 +1,377 @@
+"""Where the rows play: a cluster with the operator installed, jobs with a saboteur in them, and what they must equal.
+
+Invariants: every job of the table trains the same model on the same data, so that all of them have one reference curve
+per size; a node that a fault has spoilt is replaced by a new one before the next run, so that no run inherits what the
+fleet remembers of the run before; what a row leaves behind is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import yaml
+from benchmarks.faults.api import Api, ApiError
+from benchmarks.faults.patient import Patient
+from jobs import Job, merged
+from sites import ROOT, Site
+
+from trainium_devcluster.state import NodeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainium_devcluster.faults import Faults
+
+RELEASE = "trainium-operator"
+OPERATOR_NAMESPACE = "trainium-system"
+NAMESPACE = "fault-table"
+STEPS = 2400
+BATCH = 12
+PACE_SECONDS = 0.15
+"""Length of a step: a model that is this small would not notice the difference between 20 ms and 150 ms."""
+NODES = 7
+"""Three for members, two for spares, and two that are free; the operator has one of its own."""
+HERE = Path(__file__).parent
+SPEC = f"""
+workers: {{accelerator: {{device: cpu}}}}
+trainer:
+  model: {{preset: Tiny}}
+  data: {{sequenceLength: 32, tokenizer: {{vocabSize: 512}}, cacheDirectory: /cache}}
+  batch: {{globalSize: {BATCH}, microSize: 2}}
+  steps: {STEPS}
+  schedule: {{warmupSteps: 20}}
+  monitor: {{tensorboard: false, recordSamples: true}}
+checkpoint: {{durable: {{everySteps: 20, everySeconds: 86400, keepLast: 3}}}}
+recovery:
+  rescaleAfterSeconds: 20
+  gracefulSeconds: 20
+  hang: {{stepFloorSeconds: 3}}
+  budgets: {{process: {{maxFailures: 1000}}, infrastructure: {{maxFailures: 1000}}}}
+"""
+_FEW_STEPS = 500
+"""How far the reference goes as long as no row needs more."""
+_CURVE_PARTS = ("models", "data", "backends", "train.py", "schedule.py")
+
+
+class SkipRowError(Exception):
+    """The row cannot be played here; the text says why."""
+
+
+class Stage:
+    """One cluster for all rows."""
+
+    def __init__(self, site: Site, out: Path, say: Callable[[str], None]) -> None:
+        self.site = site
+        self.out = out
+        self.say = say
+        self.api = Api(site)
+        self._references: dict[str, dict[int, float]] = {}
+        self._numbers = itertools.count(int(time.time()) % 1_000_000)
+
+    def __enter__(self) -> Self:
+        faults = self.site.shared / "cache" / "faults"
+        for folder in (faults.parent, faults, faults / "lib"):
+            folder.mkdir(mode=0o777, exist_ok=True)
+            folder.chmod(0o777)
+        shutil.copy(HERE / "trainium_saboteur.py", faults / "lib")
+        self._install()
+        with contextlib.suppress(ApiError):
+            self.api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):
+            if self.site.cluster is None:
+                self.site.kubectl("delete", "trainingjobs", "--all", "-n", NAMESPACE)
+                self.site.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+                self.site.helm("uninstall", RELEASE, "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
+        self.api.__exit__()
+
+    def _install(self) -> None:
+        values = self.site.shared / "values.json"
+        chosen = {"statusIntervalSeconds": 1, "replicas": 1, **self.site.settings.get("chartValues", {})}
+        values.write_text(json.dumps(chosen))
+        self.site.helm(
+            "upgrade", "--install", RELEASE, str(ROOT / "helm" / "trainium-operator"), "-n", OPERATOR_NAMESPACE,
+            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
+        )  # fmt: skip
+        self.say("the operator is installed")
+
+    @property
+    def local(self) -> bool:
+        """Whether this is the development cluster, where all faults can be made."""
+        return self.site.cluster is not None
+
+    @property
+    def size(self) -> int:
+        """Workers of a job: one node is left for a spare, and locally some for more."""
+        return 3 if self.local else 2
+
+    @property
+    def spares(self) -> str:
+        """Workers outside the membership, as a part of a spec: a second one warms up while the first is used."""
+        return f"workers: {{spares: {2 if self.local else 1}}}"
+
+    # --- jobs ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def job(
+        self, name: str, change: str = "", *, environment: dict[str, str] | None = None, pace: float = PACE_SECONDS
+    ) -> Iterator[Patient]:
+        """A job with a saboteur; removed at the end."""
+        unique = f"{name}-{next(self._numbers)}"
+        orders = self.site.shared / "cache" / "faults" / f"{NAMESPACE}-{unique}"
+        orders.mkdir(mode=0o777)
+        orders.chmod(0o777)
+        variables = {
+            "PYTHONPATH": "/cache/faults/lib",
+            "TRAINIUM_RANK_ENTRY": "trainium_saboteur:main",
+            "TRAINIUM_FAULTS_DIR": f"/cache/faults/{orders.name}",
+            "TRAINIUM_FAULTS_PACE": f"{pace:g}",
+        }
+        job = Job(
+            self.site,
+            NAMESPACE,
+            unique,
+            merged_yaml(SPEC, f"workers: {{replicas: {self.size}}}", change),
+            environment=variables | (environment or {}),
+        )
+        spares = int(job.manifest["spec"]["workers"].get("spares", 0))
+        patient = Patient(self.site, self.api, job, orders, spares)
+        job.apply()
+        try:
+            yield patient
+        finally:
+            patient.remove()
+            shutil.rmtree(job.folder, ignore_errors=True)
+
+    def reference(self, size: int, steps: int) -> dict[int, float]:
+        """Step -> loss of the job, undisturbed, at this size, for at least `steps` steps.
+
+        Computed once for a state of the trainer's code, and no longer than some row needed.
+        """
+        path = self.out / f"reference-{size}-{_curve_digest()}.json"
+        known = self._references.get(path.name) or _losses_of(path)
+        if len(known) < steps:
+            wanted = _FEW_STEPS if steps <= _FEW_STEPS else STEPS
+            self.say(f"an undisturbed run of {wanted} steps at size {size}, to compare the curves with")
+            change = f"workers: {{replicas: {size}}}\ntrainer: {{monitor: {{recordSamples: false}}}}"
+            with self.job(f"reference-{size}", change, pace=0.0) as patient:
+                patient.until_step(wanted, 900)
+                known = {step: record["loss"] for step, record in patient.records().items()}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known))
+        self._references[path.name] = known
+        return known
+
+    def check_curve(self, patient: Patient, size: int, tolerance: float = 0.0) -> list[str]:
+        """What is wrong with the curve and the samples of a job, as sentences: nothing, if all is well."""
+        records = patient.records()
+        newest = max(records, default=0)
+        reference = self.reference(size, newest)
+        missing = [step for step in range(1, newest + 1) if step not in records]
+        wrong = [f"steps are missing in the history: {missing[:5]}"] if missing else []
+        worst = max(((_difference(records[step]["loss"], reference[step]), step) for step in records), default=(0.0, 0))
+        if worst[0] > tolerance:
+            wrong.append(f"the curve differs from the undisturbed one: by {worst[0]:.1e} (relative) at step {worst[1]}")
+        whole = _whole_steps(patient.job.folder)
+        if not _every_sample_once(patient.job.folder, whole):
+            wrong.append(f"samples were left out or seen twice within the first {whole} steps")
+        return wrong
+
+    def keep_evidence(self, patient: Patient, name: str) -> None:
+        """Write down what a person would look at when a run got stuck: objects, events and logs."""
+        folder = self.out / "stuck" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        namespace = patient.job.namespace
+        inside = ("-n", namespace)
+        commands = {
+            "job.yaml": ("get", "trainingjob", patient.job.name, *inside, "-o", "yaml"),
+            "pods.txt": ("get", "pods,configmaps,poddisruptionbudgets", *inside, "-o", "wide"),
+            "nodes.txt": ("get", "nodes", "-o", "wide"),
+            "events.txt": ("get", "events", *inside, "--sort-by=.metadata.creationTimestamp"),
+            "operator.log": ("logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=400"),
+        }
+        with contextlib.suppress(ApiError):
+            names = [pod["metadata"]["name"] for pod in patient.pods()]
+            commands |= {f"{pod}.log": ("logs", pod, *inside, "--tail=400") for pod in names}
+        for file, command in commands.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                done = self.site.run("kubectl", *command, seconds=20)
+                (folder / file).write_text(done.stdout + done.stderr)
+
+    # --- nodes -----------------------------------------------------------------------------------------------------
+
+    def renew(self, node: str) -> None:
+        """Put a new node in the place of a spoilt one; on a cluster that is not ours: bring the same one back."""
+        cluster = self.site.cluster
+        if cluster is None:
+            self.site.power_on(node)
+            return
+        with contextlib.suppress(Exception):
+            cluster.faults.thaw_node(node)
+        cluster.add_node(NodeSpec(name=f"node-{next(self._numbers)}", cpu="4", memory="8Gi"), wait=False)
+        with contextlib.suppress(Exception):
+            cluster.faults.kill_node(node)
+        cluster.supervisor({"op": "forget-node", "node": node})
+        self.api.delete(f"/api/v1/nodes/{node}")
+
+    def cordon(self, node: str, *, on: bool = True) -> None:
+        """Let no new pods onto a node, or let them again."""
+        self.api.patch(f"/api/v1/nodes/{node}", {"spec": {"unschedulable": on or None}})
+
+    def cordoned(self) -> list[str]:
+        """Nodes that take no new pods."""
+        nodes = self.api.get("/api/v1/nodes")["items"]
+        return [node["metadata"]["name"] for node in nodes if node["spec"].get("unschedulable")]
+
+    def forget_nodes(self) -> None:
+        """Release all machines that the fleet's memory holds something against, as a person may: rows stand alone."""
+        self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/configmaps/{RELEASE}-quarantine")
+
+    def taint(self, node: str, key: str, effect: str) -> None:
+        """Add a taint, as a termination handler does."""
+        self.site.kubectl("taint", "node", node, f"{key}=fault-table:{effect}", "--overwrite")
+
+    def untaint(self, node: str, key: str) -> None:
+        """Take it away; nothing happens where it is not."""
+        self.site.run("kubectl", "taint", "node", node, f"{key}-")
+
+    @property
+    def faults(self) -> Faults:
+        """The fault controls of the development cluster; raises SkipRowError elsewhere."""
+        if self.site.cluster is None:
+            raise SkipRowError("only the development cluster's nodes can be told to do this")
+        return self.site.cluster.faults
+
+    def kill_agent(self, namespace: str, pod: str, node: str) -> None:
+        """SIGKILL of a worker's main process, from outside its container."""
+        if self.site.cluster is not None:
+            self.site.cluster.faults.kill_container(namespace, pod)
+            return
+        shell = self.site.settings.get("nodeShell")
+        if not shell:
+            raise SkipRowError("the site's settings have no nodeShell command")
+        command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
+        subprocess.run(command, shell=True, check=True, timeout=60)
+
+    # --- operator --------------------------------------------------------------------------------------------------
+
+    def operator_pods(self) -> list[dict[str, Any]]:
+        """Pods of the operator that are not leaving."""
+        items = self.api.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods")["items"]
+        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+
+    def scale_operator(self, replicas: int) -> None:
+        """Change the number of operator replicas and wait until it is so."""
+        path = f"/apis/apps/v1/namespaces/{OPERATOR_NAMESPACE}/deployments/{RELEASE}"
+        self.api.patch(f"{path}/scale", {"spec": {"replicas": replicas}})
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            pods = self.api.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods")["items"]
+            ready = self.api.get(path)["status"].get("readyReplicas", 0)
+            if len(pods) == replicas and ready == replicas:
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"the operator did not come to {replicas} replicas within 60 s")
+
+    def leader(self) -> str:
+        """Identity of the operator that holds the Lease."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/{RELEASE}"
+        holder: str = self.api.get(path)["spec"].get("holderIdentity") or ""
+        return holder
+
+    def keep_operator(self, node: str) -> bool:
+        """Before a node is lost: see that the operator is not on it; whether it had to move."""
+        if all(pod["spec"].get("nodeName") != node for pod in self.operator_pods()):
+            return False
+        self.cordon(node)
+        try:
+            self.kill_operator()
+            deployment = ("-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}")
+            time.sleep(1)
+            self.site.kubectl("rollout", "status", *deployment, "--timeout=90s", seconds=100)
+            self._await_agents()
+        finally:
+            self.cordon(node, on=False)
+        return True
+
+    def _await_agents(self) -> None:
+        """Until every worker has registered with the operator: one that it never heard is not silent to it."""
+        workers = self.api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
+        wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
+        (pod,) = self.operator_pods()
+        path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            text = self.site.kubectl("get", "--raw", path)
+            lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            if float(lines["trainingjob_operator_agents"]) >= wanted:
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"{wanted} agents did not register with the new operator within 60 s")
+
+    def kill_operator(self) -> None:
+        """The operator's pods are gone at once; their Deployment makes new ones."""
+        for pod in self.operator_pods():
+            name = pod["metadata"]["name"]
+            self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{name}", {"gracePeriodSeconds": 0})
+
+
+def merged_yaml(*parts: str) -> str:
+    """Mappings merged in order, as text."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        result = merged(result, yaml.safe_load(part) or {})
+    return str(yaml.safe_dump(result))
+
+
+def _losses_of(path: Path) -> dict[int, float]:
+    if not path.exists():
+        return {}
+    return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
+
+
+def _every_sample_once(folder: Path, steps: int) -> bool:
+    """Whether the first `steps` steps saw whole batches and no sample twice; for runs within the first epoch."""
+    seen: dict[int, list[int]] = {}
+    for path in folder.glob("samples-*.jsonl"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                seen.setdefault(record["step"], []).extend(record["samples"])
+    wanted = range(1, steps + 1)
+    every = [sample for step in wanted for sample in seen.get(step, [])]
+    return all(len(seen.get(step, [])) == BATCH for step in wanted) and len(set(every)) == len(every)
+
+
+def _whole_steps(folder: Path) -> int:
+    """Steps that every rank has surely recorded: the job may be in the middle of one when it is looked at."""
+    newest = []
+    for path in folder.glob("samples-*.jsonl"):
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        newest.append(json.loads(lines[-1])["step"] if lines else 0)
+    return max(0, max(newest, default=0) - 2)
+
+
+def _difference(loss: float | None, reference: float) -> float:
+    return float("inf") if loss is None else abs(loss - reference) / abs(reference)
+
+
+def _curve_digest() -> str:
+    """Changes whenever the trainer could compute another curve."""
+    package = ROOT / "trainer_image" / "trainium_trainer"
+    digest = hashlib.sha256(SPEC.encode())
+    for part in _CURVE_PARTS:
+        path = package / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]

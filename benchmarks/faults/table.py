@@ -1,0 +1,15 @@
+"""All rows, in the order of their numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.faults import control, endings, nodes, pods, processes, storage, virtual
+
+if TYPE_CHECKING:
+    from benchmarks.faults.row import Row
+
+_FAMILIES = (processes.ROWS, pods.ROWS, nodes.ROWS, endings.ROWS, storage.ROWS, control.ROWS, virtual.ROWS)
+ROWS: tuple[Row, ...] = tuple(
+    sorted((row for family in _FAMILIES for row in family), key=lambda row: (row.number, row.part))
+)

@@ -1,0 +1,293 @@
+"""One simulated agent: it speaks the real protocol over real TLS with a real token, and trains nothing.
+
+It does on the wire what the agent of a worker pod does: registers with whoever leads, holds a long poll for membership,
+beats once a second, tells of phases, steps, failures and restarts, and starts over when the coordinator is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+from fleetlab.wire import Endpoint, Wire
+from trainium_contract.exit_codes import Cause
+from trainium_contract.messages import (
+    HEARTBEAT_PATH,
+    MEMBERSHIP_PATH,
+    REGISTER_PATH,
+    HeartbeatRequest,
+    ProcessFailure,
+    Progress,
+    RegisterRequest,
+    RestartRecord,
+    WorkerPhase,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fleetlab.wire import Reply
+    from trainium_contract.base import MessageModel
+
+_REQUEST_SECONDS = 15.0
+_POLL_SECONDS = 25
+_LONGEST_BACKOFF = 3.0
+_GONE = (401, 403, 404, 503)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """Who the agent speaks for."""
+
+    namespace: str
+    job: str
+    name: str
+    uid: str
+    ip: str
+    node: str
+    token: str
+
+
+class Job:
+    """What all agents of one job share: the step, and memberships as they were parsed once for all of them."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.learned: dict[int, dict[str, float]] = {}
+        """Generation -> pod uid -> when that agent heard of it."""
+        self.served: dict[str, float] = {}
+        """Pod uid -> when that agent last registered."""
+        self.latencies: list[float] = []
+        self.errors: dict[str, int] = {}
+        self.changed = asyncio.Condition()
+        self._memberships: dict[bytes, tuple[int, frozenset[str]]] = {}
+        self._stalled: float | None = None
+
+    @property
+    def step(self) -> int:
+        """One step a second, while all members are there."""
+        return int((self._stalled or time.monotonic()) - self.began)
+
+    def stall(self) -> None:
+        """A member is lost: the others wait for it."""
+        self._stalled = self._stalled or time.monotonic()
+
+    def go_on(self) -> None:
+        """A new generation trains from where the last one stood."""
+        if self._stalled is not None:
+            self.began += time.monotonic() - self._stalled
+            self._stalled = None
+
+    def membership(self, body: bytes) -> tuple[int, frozenset[str]]:
+        """Generation and members."""
+        found = self._memberships.get(body)
+        if found is None:
+            document = json.loads(body)
+            found = document["generation"], frozenset(member["podUid"] for member in document["members"])
+            self._memberships = {body: found}
+        return found
+
+    def failed(self, kind: str) -> None:
+        """Count an exchange that did not work."""
+        self.errors[kind] = self.errors.get(kind, 0) + 1
+
+
+@dataclass(slots=True)
+class Agent:
+    """See the module."""
+
+    pod: Pod
+    shared: Job
+    endpoints: Sequence[Endpoint]
+    registered: bool = False
+    silent: bool = False
+    generation: int = 0
+    attempt: int = 0
+    known: int = 0
+    member: bool = False
+    phase: WorkerPhase = WorkerPhase.STANDBY
+    on_change: Callable[[], None] = lambda: None
+    _failures: list[ProcessFailure] = field(default_factory=list)
+    _restarts: list[RestartRecord] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _poll_again: asyncio.Event = field(default_factory=asyncio.Event)
+    _seconds: float = 1.0
+    _beat_at: float = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        backoff = 0.1
+        while True:
+            began = time.monotonic()
+            for endpoint in random.sample(self.endpoints, len(self.endpoints)):
+                try:
+                    await self._stay(endpoint)
+                except _LostError as error:
+                    self.shared.failed(str(error))
+                except OSError as error:
+                    self.shared.failed(type(error).__name__)
+                self.registered = False
+            if time.monotonic() - began > 5.0:
+                backoff = 0.1
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+
+    def crash(self, *, here: bool) -> None:
+        """A process of the job died, on this pod or (`here` off) on another: restart in place."""
+        now = time.time()
+        if here:
+            failure = ProcessFailure(
+                sequence=len(self._failures),
+                generation=self.generation,
+                attempt=self.attempt,
+                rank=0,
+                exit_code=137,
+                step=self.shared.step,
+                message="killed",
+                at=now,
+            )
+            self._failures = [*self._failures, failure][-8:]
+        self.attempt += 1
+        self.phase = WorkerPhase.LOADING
+        record = RestartRecord(
+            sequence=len(self._restarts),
+            generation=self.generation,
+            attempt=self.attempt,
+            cause=Cause.CRASH if here else Cause.PEER_LOST,
+            failed_at=now,
+            detected_at=now,
+            resumed_at=now + 1.0,
+            step_before=self.shared.step,
+            resume_step=self.shared.step,
+        )
+        self._restarts = [*self._restarts, record][-8:]
+        self._news.set()
+
+    async def _stay(self, endpoint: Endpoint) -> None:
+        headers = {"Authorization": f"Bearer {self.pod.token}"}
+        beats, polls = Wire(endpoint, headers), Wire(endpoint, headers)
+        try:
+            await self._register(beats)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat(beats))
+                group.create_task(self._poll(polls))
+        except* (_LostError, OSError) as group_error:
+            raise group_error.exceptions[0] from None
+        finally:
+            beats.close()
+            polls.close()
+
+    async def _register(self, wire: Wire) -> None:
+        pod = self.pod
+        request = RegisterRequest(
+            namespace=pod.namespace,
+            job=pod.job,
+            pod_name=pod.name,
+            pod_uid=pod.uid,
+            pod_ip=pod.ip,
+            node_name=pod.node,
+            rendezvous_port=29500,
+            agent_version="bench",
+        )
+        reply = await self._exchange(wire, REGISTER_PATH, request)
+        welcome = json.loads(reply.body)
+        self.registered = True
+        self.shared.served[pod.uid] = time.monotonic()
+        self._seconds = welcome["heartbeatSeconds"]
+        if welcome.get("membership"):
+            self._learn(json.dumps(welcome["membership"]).encode())
+        self.on_change()
+
+    async def _beat(self, wire: Wire) -> None:
+        # Spread over the interval, as agents that started at different times are.
+        self._beat_at = time.monotonic() + random.uniform(0.0, self._seconds)
+        while True:
+            if not self.silent:
+                began = time.monotonic()
+                reply = await self._exchange(wire, HEARTBEAT_PATH, self._heartbeat())
+                self.shared.latencies.append(time.monotonic() - began)
+                if reply.status == 409 or json.loads(reply.body)["generation"] > self.known:
+                    self._poll_again.set()
+            await self._until_next_beat()
+
+    async def _until_next_beat(self) -> None:
+        now = time.monotonic()
+        self._beat_at = max(self._beat_at + self._seconds * random.uniform(0.9, 1.1), now)
+        self._news.clear()
+        try:
+            async with asyncio.timeout(self._beat_at - now):
+                await self._news.wait()
+        except TimeoutError:
+            if self.member:
+                self.phase = WorkerPhase.TRAINING
+
+    def _heartbeat(self) -> HeartbeatRequest:
+        pod, step = self.pod, self.shared.step
+        progress = None
+        if self.member and self.phase is WorkerPhase.TRAINING:
+            progress = Progress(
+                step=step,
+                loss=2.0 + 1.0 / (1 + step),
+                tokens_per_second=1e6,
+                resume_step=0,
+                samples=step,
+                memory_step=step,
+                durable_step=step // 300 * 300,
+                updated=time.time(),
+                productive_seconds=float(step),
+            )
+        return HeartbeatRequest(
+            namespace=pod.namespace,
+            job=pod.job,
+            pod_name=pod.name,
+            pod_uid=pod.uid,
+            generation=self.generation,
+            attempt=self.attempt,
+            phase=self.phase,
+            progress=progress,
+            failures=tuple(self._failures),
+            restarts=tuple(self._restarts),
+            ready=True,
+        )
+
+    async def _poll(self, wire: Wire) -> None:
+        pod = self.pod
+        path = MEMBERSHIP_PATH.format(namespace=pod.namespace, job=pod.job)
+        while not self.silent:
+            query = urlencode({"after": self.known, "podUid": pod.uid, "timeoutSeconds": _POLL_SECONDS})
+            reply = await wire.request("GET", f"{path}?{query}", seconds=_POLL_SECONDS + _REQUEST_SECONDS)
+            if reply.status == 200:
+                self._learn(reply.body)
+            elif reply.status != 204:
+                raise _LostError(f"poll {reply.status}")
+        await asyncio.Event().wait()
+
+    def _learn(self, body: bytes) -> None:
+        generation, members = self.shared.membership(body)
+        if generation <= self.known or self.silent:
+            return
+        self.known = generation
+        self.shared.go_on()
+        self.shared.learned.setdefault(generation, {})[self.pod.uid] = time.monotonic()
+        self.member = self.pod.uid in members
+        self.phase = WorkerPhase.STANDBY
+        if self.member:
+            self.generation, self.attempt, self.phase = generation, 0, WorkerPhase.JOINING
+        self._news.set()
+        self.on_change()
+
+    async def _exchange(self, wire: Wire, path: str, message: MessageModel) -> Reply:
+        body = message.model_dump_json(by_alias=True, exclude_none=True).encode()
+        reply = await wire.request("POST", path, body, seconds=_REQUEST_SECONDS)
+        if reply.status in _GONE or reply.status >= 500 or reply.status == 400:
+            raise _LostError(f"{path.rpartition('/')[2]} {reply.status}")
+        return reply
+
+
+class _LostError(Exception):
+    """The coordinator at this address does not serve us."""

@@ -1,0 +1,79 @@
+"""The floor: the same pods without an operator, created and deleted by a plain client with 64 requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fleetlab.kube import PodWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from fleetlab.kube import Json, Kube
+
+IN_FLIGHT = 64
+_PODS = "/api/v1/namespaces/default/pods"
+_LABEL = "bench.trainium.dev/floor"
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds of one round, from its first request."""
+
+    created: float
+    running: float
+    restarted: float | None
+    """Delete all, create all again, until all run; absent when that was not measured."""
+
+
+async def measure_floor(kube: Kube, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
+    """One round; leaves nothing behind."""
+    async with PodWatch(kube, f"{_LABEL}=first") as first:
+        began = time.monotonic()
+        await _create(kube, manifests, "first")
+        created, running = await first.until_running(len(manifests), seconds)
+        restarted = None
+        if restart:
+            async with PodWatch(kube, f"{_LABEL}=second") as second:
+                again = time.monotonic()
+                await _delete(kube, manifests, "first")
+                await _create(kube, manifests, "second")
+                restarted = (await second.until_running(len(manifests), seconds))[1] - again
+                await _delete(kube, manifests, "second")
+                await second.until(lambda: not second.pods, seconds, "the floor's pods are gone")
+        else:
+            await _delete(kube, manifests, "first")
+        await first.until(lambda: not first.pods, seconds, "the floor's pods are gone")
+    return Floor(created - began, running - began, restarted)
+
+
+async def in_flight(calls: Iterable[Callable[[], Awaitable[object]]], limit: int = IN_FLIGHT) -> None:
+    """Run all calls, at most `limit` at a time."""
+    waiting = iter(calls)
+
+    async def work() -> None:
+        for call in waiting:
+            await call()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(limit):
+            group.create_task(work())
+
+
+async def _create(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
+    await in_flight(lambda each=each: kube.request("POST", _PODS, _of_wave(each, wave)) for each in manifests)
+
+
+async def _delete(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
+    paths = [f"{_PODS}/{_of_wave(each, wave)['metadata']['name']}" for each in manifests]
+    await in_flight(lambda path=path: kube.delete(path) for path in paths)
+
+
+def _of_wave(manifest: Json, wave: str) -> Json:
+    metadata = manifest["metadata"]
+    kept = {key: value for key, value in metadata.items() if key != "ownerReferences"}
+    # Other labels: the operator takes these pods for nobody's.
+    return {**manifest, "metadata": {**kept, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}}

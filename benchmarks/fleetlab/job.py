@@ -1,0 +1,63 @@
+"""The TrainingJob of the fleet benchmarks, and the pods that the operator would make for it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_operator.plan.model import JobView, PlanSettings
+from trainium_operator.plan.worker_pod import pod_template
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Json = dict[str, Any]
+NAME = "fleet"
+INSTANCE = "trn1.32xlarge"
+CORES = 32
+
+
+def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = (), name: str = NAME) -> Json:
+    """A job of `replicas` nodes whose global batch divides at every one of `sizes` too."""
+    batch = math.lcm(replicas, *sizes)
+    return {
+        "apiVersion": "trainium.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {
+            "workers": {"replicas": replicas, "spares": spares, "accelerator": {"instanceType": INSTANCE}},
+            "parallelism": {"tensor": CORES, "sequence": True},
+            "trainer": {
+                "model": {"preset": "Llama2-7B"},
+                "data": {"source": "/data/corpus", "sequenceLength": 4096},
+                "batch": {"globalSize": batch, "microSize": 1},
+                "steps": 1_000_000,
+                "precision": "BFloat16",
+            },
+        },
+    }
+
+
+def worker_manifests(job: Json, count: int) -> list[Json]:
+    """The very pods that the operator makes, for the floor."""
+    metadata = job["metadata"]
+    view = JobView(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid="00000000-0000-0000-0000-000000000000",
+        generation=1,
+        deleting=False,
+        spec=TrainingJobSpec.model_validate(job["spec"]),
+        status=TrainingJobStatus(),
+        created=0.0,
+    )
+    settings = PlanSettings(image="trainium-trainer:bench", coordinator="trainium-operator-coordinator.system.svc:8443")
+    body = pod_template(view, settings)
+    pods = []
+    for number in range(count):
+        pod = f"{view.name}-w-{number}"
+        spec = {**body["spec"], "hostname": pod, "subdomain": view.name}
+        metadata = {**body["metadata"], "name": pod, "namespace": view.namespace}
+        pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    return pods

@@ -1,0 +1,233 @@
+"""One size of fleet, from the floor to the last fault."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fleetlab.control import AgentsProcess
+from fleetlab.faults import SPARES, FaultRound
+from fleetlab.floor import Floor, measure_floor
+from fleetlab.job import NAME, training_job, worker_manifests
+from fleetlab.kube import Kube, PodWatch
+from fleetlab.operator_site import SERVER_NAME, OperatorSite
+from trainium_contract.worker_env import LABEL_JOB
+from trainium_devcluster.cluster import Cluster
+from trainium_devcluster.fleet import FleetShape
+from trainium_operator.cluster.views import membership_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from fleetlab.figures import Report
+    from fleetlab.kube import Json
+    from fleetlab.operator_site import OperatorRun
+    from trainium_contract.messages import Membership
+
+JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
+RATIO_GOAL = 1.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured at one size."""
+
+    nodes: int
+    starts: int
+    """Rounds of floor and job, one after the other."""
+    faults: int
+    """How often each fault is made."""
+    restarts: bool
+    """Gang restart and scaling."""
+    steady_seconds: float
+
+    @classmethod
+    def of(cls, nodes: int, *, quick: bool) -> Plan:
+        """What is affordable on two cores."""
+        if nodes <= 256:
+            return cls(
+                nodes=nodes,
+                starts=3 if quick else 7,
+                faults=2 if quick else 5,
+                restarts=True,
+                steady_seconds=15 if quick else 60,
+            )
+        if nodes <= 1500:
+            return cls(
+                nodes=nodes,
+                starts=1 if quick else 3,
+                faults=1 if quick else 2,
+                restarts=True,
+                steady_seconds=10 if quick else 30,
+            )
+        return cls(nodes=nodes, starts=1, faults=1, restarts=False, steady_seconds=10)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the slowest thing may take."""
+        return 120.0 + self.nodes / 5
+
+
+async def run_fleet(plan: Plan, report: Report, folder: Path) -> None:
+    """Measure everything at one size."""
+    say(f"{plan.nodes} nodes: starting the control plane")
+    # Each round of faults costs three nodes for good.
+    with cluster_of(math.ceil(plan.nodes * 1.1) + 8 + SPARES + 3 * plan.faults, plan.nodes) as cluster:
+        async with Kube(cluster) as kube:
+            site = OperatorSite(cluster, folder)
+            await site.install(kube)
+            await FleetRun(plan, report, cluster, kube, site).run()
+
+
+def cluster_of(nodes: int, workers: int) -> Cluster:
+    """A control plane as the peers were measured on, with `nodes` fake nodes for a job of `workers`."""
+    # Fewer renewals than a kubelet's: two cores carry all of it.
+    lease = 400 if workers > 1500 else 120
+    return Cluster.start(
+        fleet=nodes,
+        fleet_shape=FleetShape(lease_seconds=lease),
+        node_monitor_grace_seconds=lease * 1.25,
+        # Nodes are registered Ready: without this the controller manager would first take a taint off each.
+        apiserver_args=("--disable-admission-plugins=TaintNodesByCondition",),
+        controller_manager_args=("--kube-api-qps=200", "--kube-api-burst=400"),
+        scheduler_args=("--kube-api-qps=500", "--kube-api-burst=1000"),
+        write=say,
+    )
+
+
+class FleetRun:
+    """The measurements of one size."""
+
+    def __init__(self, plan: Plan, report: Report, cluster: Cluster, kube: Kube, site: OperatorSite) -> None:
+        self.plan = plan
+        self.report = report
+        self.cluster = cluster
+        self.kube = kube
+        self.site = site
+        n = plan.nodes
+        self.smaller, self.larger = n - n // 10, n + n // 10
+        self.body = training_job(n, spares=SPARES, sizes=(self.smaller, self.larger))
+        self.floors: list[Floor] = []
+
+    async def run(self) -> None:
+        """All of it."""
+        operator = await self.site.start()
+        try:
+            await operator.leads()
+            for number in range(self.plan.starts):
+                await self._floor(restart=number == 0 and self.plan.restarts)
+                await operator.settles()
+                # The last job stays and is put through the faults.
+                await self._job(operator, last=number == self.plan.starts - 1)
+            self.report.add(
+                "operator memory, peak with all agents connected", self.plan.nodes, "MiB", operator.peak_mib()
+            )
+        finally:
+            await operator.stop()
+
+    async def _floor(self, *, restart: bool) -> None:
+        manifests = worker_manifests(self.body, self.plan.nodes + SPARES)
+        floor = await measure_floor(self.kube, manifests, restart=restart, seconds=self.plan.patience)
+        say(f"{self.plan.nodes} nodes: floor: created {floor.created:.2f} s, running {floor.running:.2f} s")
+        self.floors.append(floor)
+        self.report.add("floor: created", self.plan.nodes, "s", floor.created)
+        self.report.add("floor: Running", self.plan.nodes, "s", floor.running)
+        if floor.restarted is not None:
+            self.report.add("floor: delete all, create all", self.plan.nodes, "s", floor.restarted)
+
+    async def _job(self, operator: OperatorRun, *, last: bool) -> None:
+        """Start the job and delete it again; the last one goes through everything before."""
+        async with AsyncExitStack() as stack:
+            watch = await stack.enter_async_context(PodWatch(self.kube, f"{LABEL_JOB}={NAME}"))
+            agents = None
+            if last:
+                agents = AgentsProcess(self.cluster, NAME, [(operator.host, operator.port)], SERVER_NAME)
+                await stack.enter_async_context(agents)
+                await agents.ask("state")
+            await self._start(operator, watch)
+            if agents is not None:
+                await self._train(operator, watch, agents)
+            await self.kube.delete(f"{JOBS}/{NAME}")
+            await self._gone(watch)
+
+    async def _start(self, operator: OperatorRun, watch: PodWatch) -> None:
+        n, floor = self.plan.nodes, self.floors[-1]
+        cpu = operator.cpu_seconds()
+        began = time.monotonic()
+        await self.kube.request("POST", JOBS, self.body)
+        created, running = await watch.until_running(n + SPARES, self.plan.patience)
+        created, running = created - began, running - began
+        say(f"{n} nodes: ours: created {created:.2f} s, running {running:.2f} s")
+        self.report.add("created", n, "s", created)
+        self.report.add("Running", n, "s", running)
+        self.report.add("created over the floor", n, "x", created / floor.created, goal=RATIO_GOAL)
+        self.report.add("Running over the floor", n, "x", running / floor.running, goal=RATIO_GOAL)
+        self.report.add("operator CPU for the start", n, "s", operator.cpu_seconds() - cpu)
+        goal = 150.0 if n <= 1000 else None
+        self.report.add("operator memory, peak until all run", n, "MiB", operator.peak_mib(), goal=goal)
+
+    async def _train(self, operator: OperatorRun, watch: PodWatch, agents: AgentsProcess) -> None:
+        n = self.plan.nodes
+        cpu, began = operator.cpu_seconds(), time.monotonic()
+        await agents.ask("go")
+        learned = await agents.ask("learned", generation=1, count=n, seconds=self.plan.patience)
+        self.report.add("agents go → first membership with all", n, "s", learned["last"] - began)
+        await self._phase("Running")
+        self.report.add("operator CPU until all agents train", n, "s", operator.cpu_seconds() - cpu)
+        say(f"{n} nodes: all agents train after {time.monotonic() - began:.1f} s")
+        round_ = FaultRound(self, operator, watch, agents)
+        await round_.steady()
+        if self.plan.restarts:
+            await round_.restarts()  # first: after a few failures within minutes new pods wait a little
+        await round_.faults()
+
+    async def status(self) -> Json:
+        """Status of the job."""
+        found: Json = (await self.kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+        return found
+
+    async def membership(self) -> Membership:
+        """The generation on record."""
+        return await membership(self.kube)
+
+    async def _phase(self, phase: str) -> None:
+        await self.until_status(lambda status: status.get("phase") == phase, f"phase {phase}")
+
+    async def until_status(self, condition: Callable[[Json], bool], what: str) -> Json:
+        """Wait until the status says so."""
+        return await until_status(self.kube, condition, self.plan.patience, what)
+
+    async def _gone(self, watch: PodWatch) -> None:
+        await watch.until(lambda: not watch.pods, self.plan.patience, "the job's pods are gone")
+
+
+async def membership(kube: Kube) -> Membership:
+    """The generation of the job that is on record."""
+    path = f"/api/v1/namespaces/default/configmaps/{NAME}-membership"
+    found = membership_of(await kube.request("GET", path))
+    assert found is not None
+    return found
+
+
+async def until_status(kube: Kube, condition: Callable[[Json], bool], seconds: float, what: str) -> Json:
+    """Wait until the status of the job says so; raises TimeoutError with `what`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        status: Json = (await kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+        if condition(status):
+            return status
+        if time.monotonic() > deadline:
+            shown = {key: status.get(key) for key in ("phase", "readyReplicas", "spares", "membership", "conditions")}
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}: {shown}")
+        await asyncio.sleep(0.1)
+
+
+def say(text: str) -> None:
+    """Tell what goes on."""
+    print(f"   {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Proof that it learns: `python -m benchmarks.learn`."""

@@ -1,0 +1,68 @@
+"""Runs of the trainer as its users start it: one process per rank, a YAML file, `--set`; and what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+
+from trainium_trainer.export.checkpoint import export
+from trainium_trainer.models.llama import Llama
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainium_trainer.models.shapes import ModelShape
+
+
+class RunFailedError(Exception):
+    """A rank ended with a code that is not 0; the message has the end of its log."""
+
+
+def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: Path) -> list[float]:
+    """Train with `ranks` processes below `folder` and return the loss of every step. Raises RunFailedError."""
+    folder.mkdir(parents=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(config)]
+    for override in (*overrides, f"checkpoint.path={folder / 'run'}"):
+        argv += ["--set", override]
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(argv, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(timeout=1800) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        rank = next(rank for rank, code in enumerate(codes) if code)
+        log = (folder / f"rank-{rank}.log").read_text().splitlines()
+        raise RunFailedError(f"rank {rank} ended with {codes[rank]}: {' / '.join(log[-3:])}")
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def export_newest(folder: Path, shape: ModelShape) -> tuple[Path, Llama]:
+    """The newest checkpoint below a run's folder as a Hugging Face folder, and as a model of ours."""
+    export(str(folder / "run"), folder / "exported", step=None, dtype=torch.float32)
+    model = Llama(shape)
+    model.load_state_dict(load_file(folder / "exported" / "model.safetensors"), strict=not shape.tie_embeddings)
+    return folder / "exported", model

@@ -1,0 +1,138 @@
+"""The reference: `transformers`' LlamaForCausalLM and its loss, torch's AdamW and clipping, in one process.
+
+Nothing of the trainer computes here: it gives the initial weights, the samples of each step and the shape, and the
+learning rate is written down a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
+from trainium_trainer.config import Launch, settle
+from trainium_trainer.data.loader import Share
+from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.streaming import open_loader
+from trainium_trainer.models.huggingface import to_config
+from trainium_trainer.models.llama import initial_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from trainium_contract.trainer import TrainingConfig
+    from trainium_trainer.models.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A finished reference run."""
+
+    losses: list[float]
+    model: LlamaForCausalLM
+
+
+def shape_of(config: TrainingConfig) -> ModelShape:
+    """The model that a configuration describes."""
+    alone = Launch(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        generation=0,
+        attempt=0,
+        run_id="",
+        progress_file=None,
+        memory_directory=None,
+    )
+    return settle(config, alone).shape
+
+
+def train_reference(config: TrainingConfig) -> Reference:
+    """Train for all steps of the configuration."""
+    torch.use_deterministic_algorithms(mode=True)
+    shape = shape_of(config)
+    model = LlamaForCausalLM(LlamaConfig(**_known(to_config(shape)), attn_implementation="sdpa"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = initial_weight(
+                name, parameter.shape, seed=config.seed, num_layers=shape.num_layers, std=shape.initial_std
+            )
+            parameter.copy_(whole)
+    model.train()
+    optimizer = _optimizer(model, config)
+    losses = []
+    for step, (inputs, labels) in zip(range(config.steps), batches(config), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(config, step)
+        valid = int((labels != -100).sum())
+        loss = model(input_ids=inputs, labels=labels, shift_labels=labels, num_items_in_batch=valid).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Reference(losses, model.eval())
+
+
+def batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and next tokens, each [samples, sequence], of one whole global batch after another."""
+    size = config.batch.global_size
+    share = Share(global_size=size, micro_size=size, dp_rank=0, dp_size=1)
+    loader = open_loader(open_data(config.data, size), share)
+    try:
+        for step in range(config.steps):
+            (batch,) = loader.batch_at(step * size).micro_batches
+            yield batch.inputs, batch.labels
+    finally:
+        loader.close()
+
+
+def _known(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields that say what the file is, and those of older versions."""
+    return {key: value for key, value in config.items() if key not in ("architectures", "rope_theta", "rope_scaling")}
+
+
+def _optimizer(model: LlamaForCausalLM, config: TrainingConfig) -> torch.optim.AdamW:
+    settings = config.optimizer
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    if settings.decay_scope is WeightDecayScope.MATRICES:
+        groups = [
+            {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1]},
+            {"params": [parameter for parameter in model.parameters() if parameter.ndim == 1], "weight_decay": 0.0},
+        ]
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _rate(config: TrainingConfig, step: int) -> float:
+    """The learning rate of step `step`, from 0."""
+    schedule, peak, number = config.schedule, config.optimizer.learning_rate, step + 1
+    if number <= schedule.warmup_steps:
+        return peak * number / schedule.warmup_steps
+    if schedule.kind is ScheduleKind.COSINE:
+        share = (number - schedule.warmup_steps) / (config.steps - schedule.warmup_steps)
+        return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * (1 + math.cos(math.pi * share)) / 2)
+    if schedule.kind is not ScheduleKind.WARMUP_STABLE_DECAY or schedule.decay_steps is None:
+        raise ValueError(f"the reference has no schedule {schedule.kind}: write it down here")
+    left = min(1.0, (config.steps - number) / schedule.decay_steps)
+    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * left)
+
+
+def exported_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Logits that `transformers` computes from an exported folder."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: Tensor = model(tokens).logits
+    return logits

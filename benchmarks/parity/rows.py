@@ -1,0 +1,126 @@
+"""What is compared: settings with a reference run each, and layouts whose curve must be the reference's.
+
+Add a row to have another layout judged; nothing else knows the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TOLERANCE = 1e-4
+"""Largest relative difference of the losses of a step, in float32."""
+LOGITS_TOLERANCE = 1e-3
+"""Largest difference of two logits of one model in two programs, in units of the logits' standard deviation."""
+
+BASE: dict[str, Any] = {
+    "steps": 200,
+    "batch": {"globalSize": 8, "microSize": 8},
+    "data": {"source": "python-docs", "sequenceLength": 64, "tokenizer": {"vocabSize": 1024}},
+    "model": {
+        "numLayers": 4,
+        "hiddenSize": 64,
+        "intermediateSize": 176,
+        "numAttentionHeads": 4,
+        "numKeyValueHeads": 2,
+        "tieEmbeddings": False,
+    },
+    "optimizer": {"learningRate": 3e-4},
+    "schedule": {"warmupSteps": 20},
+    "checkpoint": {"memory": {"everySteps": 0}, "durable": {"everySeconds": None}},
+    "monitor": {"tensorboard": False},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is trained; the reference trains it in one process."""
+
+    name: str
+    about: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+HLAT = Settings("HLAT", "cosine to a tenth, decay on all parameters, plain rotary embedding, untied")
+LLAMA31 = Settings(
+    "Llama 3.1",
+    "warm-up, stable, decay; decay on matrices only; scaled rotary embedding; tied; heads of their own width",
+    {
+        "schedule.kind": "WarmupStableDecay",
+        "schedule.decaySteps": 60,
+        "optimizer.decayScope": "Matrices",
+        "model.tieEmbeddings": True,
+        "model.headDim": 32,
+        "model.ropeTheta": 500.0,
+        "model.ropeScaling.originalMaxPositions": 64,
+    },
+)
+SETTINGS = (HLAT, LLAMA31)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run of the trainer."""
+
+    settings: Settings
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    accumulation: int = 1
+    overrides: tuple[str, ...] = ()
+    """Further `--set` of the run."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def name(self) -> str:
+        """Names the row in files and on the command line."""
+        parts = [f"dp{self.data}", f"tp{self.tensor}", f"pp{self.pipeline}"]
+        parts += [f"accumulation{self.accumulation}"] if self.accumulation > 1 else []
+        parts += [override.rpartition(".")[2].replace("=", "-").lower() for override in self.overrides]
+        return "-".join([self.settings.name.lower().replace(" ", "-"), *parts])
+
+    @property
+    def set_options(self) -> list[str]:
+        """All that the row changes in the settings."""
+        micro = BASE["batch"]["globalSize"] // (self.data * self.accumulation)
+        degrees = [f"parallelism.tensor={self.tensor}", f"parallelism.pipeline={self.pipeline}"]
+        return [f"batch.microSize={micro}", *degrees, *self.overrides]
+
+
+_SHARDED = "dataParallel=FullySharded"
+_ZERO = "dataParallel=ShardedOptimizer"
+_SEQUENCE = "parallelism.sequence=true"
+_SELECTIVE = "recompute=Selective"
+_FULL = "recompute=Full"
+
+ROWS = (
+    Row(HLAT),
+    Row(HLAT, accumulation=4),
+    Row(HLAT, data=2),
+    Row(HLAT, data=2, accumulation=4),
+    Row(HLAT, data=4),
+    Row(HLAT, data=2, overrides=(_SHARDED,)),
+    Row(HLAT, data=2, accumulation=4, overrides=(_SHARDED,)),
+    Row(HLAT, data=4, overrides=(_SHARDED,)),
+    Row(HLAT, data=2, accumulation=4, overrides=(_ZERO,)),
+    Row(HLAT, tensor=2),
+    Row(HLAT, tensor=2, accumulation=4),
+    Row(HLAT, tensor=2, overrides=(_SEQUENCE,)),
+    Row(HLAT, data=2, tensor=2),
+    Row(HLAT, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE)),
+    Row(HLAT, overrides=(_SELECTIVE,)),
+    Row(HLAT, accumulation=4, overrides=(_FULL,)),
+    Row(HLAT, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE, _SELECTIVE)),
+    Row(HLAT, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE, _FULL)),
+    Row(HLAT, pipeline=2),
+    Row(HLAT, pipeline=2, accumulation=4),
+    Row(HLAT, data=2, pipeline=2, accumulation=4, overrides=(_SHARDED,)),
+    Row(HLAT, tensor=2, pipeline=2, accumulation=4, overrides=(_SEQUENCE,)),
+    Row(LLAMA31),
+    Row(LLAMA31, data=2, tensor=2, accumulation=2, overrides=(_SHARDED, _SEQUENCE)),
+    Row(LLAMA31, tensor=2, pipeline=2, accumulation=4),
+)

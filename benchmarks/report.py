@@ -1,0 +1,237 @@
+"""docs/benchmarks.md from the JSON files of the benchmarks and the measured figures of peers: one command, no hand.
+
+`python benchmarks/report.py [--out FILE] [JSON ...]`, by default out/bench/*.json. Figures that were not measured are
+left out; every table says when and on what its own were taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from fleetlab.figures import shown
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+PEERS = ("JobSet", "JobSet in-place", "PyTorchJob")
+TITLES = {"fleet": "A fleet", "coordinator": "The coordinator"}
+Json = dict[str, Any]
+
+
+def main() -> int:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="JSON")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks.md")
+    options = parser.parse_args()
+    files = options.files or sorted((ROOT / "out/bench").glob("*.json"))
+    documents = {path.stem: json.loads(path.read_text()) for path in files if path.is_file()}
+    found = {document.get("benchmark", stem): document for stem, document in documents.items()}
+    if not found:
+        print("There are no figures; run `make bench` first.", file=sys.stderr)
+        return 1
+    options.out.write_text(page(found))
+    return 0
+
+
+def page(found: dict[str, Json]) -> str:
+    """The whole page."""
+    peers = json.loads((FOLDER / "peers.json").read_text())
+    parts = [_head(peers)]
+    parts += [_figures(TITLES[name], found[name], peers) for name in TITLES if name in found]
+    if "recovery" in found:
+        parts.append(_recovery(found["recovery"]))
+    if "control_plane" in found:
+        parts.append(_control_plane(found["control_plane"]))
+    if "checkpoint_stall" in found:
+        parts.append(_checkpoints(found["checkpoint_stall"]))
+    if "checkpoint_bandwidth" in found:
+        parts.append(_bandwidth(found["checkpoint_bandwidth"]))
+    if "training_speed" in found:
+        parts.append(_training_speed(found["training_speed"]))
+    if "loader" in found:
+        parts.append(_loader(found["loader"]))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _head(peers: Json) -> str:
+    versions = "\n".join(f"- {name}: {text}." for name, text in peers["versions"].items())
+    return f"""# Benchmarks
+
+Written by `python benchmarks/report.py` from the files of `make bench`; do not edit.
+
+Seconds move with a machine and with what else it does; ratios do not, or much less. So what the machine decides is
+divided by the **floor** of the same run: the same pods, created by a plain client with 64 requests in flight (its
+restart: delete all, create all). Each figure is the median, with the lowest and the highest value; **missed** goals are
+marked.
+
+Peers: {peers["source"]}, {peers["date"]}, {peers["machine"]}.
+Their ratios are to the floor of their own runs.
+
+{versions}
+"""
+
+
+def _figures(title: str, report: Json, peers: Json) -> str:
+    rows = report["figures"]
+    sizes = sorted({row["nodes"] for row in rows})
+    others = {(row["name"], row["nodes"]): row for row in peers["figures"]}
+    machine = report["machine"]
+    quick = ", quick mode" if report["quick"] else ""
+    lines = [f"## {title}", ""]
+    lines.append(
+        f"{report['date']}, {machine['cores']} cores ({machine['processor']}), load {machine['load']:.1f}{quick}. "
+        f"Command: `python benchmarks/run.py {report['benchmark']}{' --quick' if report['quick'] else ''}`."
+    )
+    for size in sizes:
+        here = [row for row in rows if row["nodes"] == size]
+        compared = [peer for peer in PEERS if any(peer in others.get((row["name"], size), {}) for row in here)]
+        what = "agents" if report["benchmark"] == "coordinator" else "nodes"
+        lines += ["", f"### {size:,} {what}", ""]
+        lines.append("| figure | median | lowest to highest | goal | " + " | ".join(["", *compared]).strip(" |") + " |")
+        if not compared:
+            lines[-1] = "| figure | median | lowest to highest | goal |"
+        lines.append("|---" * (4 + len(compared)) + "|")
+        lines += [_row(row, others.get((row["name"], size), {}), compared) for row in here]
+    return "\n".join(lines) + "\n"
+
+
+def _row(row: Json, peer: Json, compared: list[str]) -> str:
+    unit = row["unit"]
+    spread = (
+        "" if len(row["values"]) == 1 else f"{shown(min(row['values']), unit)} to {shown(max(row['values']), unit)}"
+    )
+    goal = "" if row["goal"] is None else f"{shown(row['goal'], unit)}{'' if row['met'] else ', **missed**'}"
+    cells = [row["name"], shown(row["median"], unit), spread, goal, *(peer.get(name, "") for name in compared)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _recovery(report: Json) -> str:
+    lines = ["## Real training processes", "", "Four workers and a spare on the development cluster (`recovery`).", ""]
+    lines += [
+        "| fault | to the first new step, median | slowest | goal | steps lost | pods replaced |",
+        "|---" * 6 + "|",
+    ]
+    for kind, rows in report["faults"].items():
+        costs = [row["pauseSeconds"] if kind.startswith("resize") else row["recoveredSeconds"] for row in rows]
+        goal, lost = report["goalSeconds"][kind], max(row["stepsLost"] for row in rows)
+        pods, median = max(row["podsReplaced"] for row in rows), statistics.median(costs)
+        met = "" if median <= goal else ", **missed**"
+        lines.append(f"| {kind} | {median:.2f} s | {max(costs):.2f} s | {goal:g} s{met} | {lost} | {pods} |")
+    return "\n".join(lines) + "\n"
+
+
+def _control_plane(report: Json) -> str:
+    lines = ["## The development cluster", "", "From nothing to ready (`control_plane`).", ""]
+    lines += ["| nodes | median | fastest to slowest | goal |", "|---|---|---|---|"]
+    for nodes, seconds in report["seconds"].items():
+        spread = f"{min(seconds):.2f} s to {max(seconds):.2f} s"
+        lines.append(f"| {nodes} | {statistics.median(seconds):.2f} s | {spread} | {report['goalSeconds']:g} s |")
+    return "\n".join(lines) + "\n"
+
+
+def _checkpoints(report: Json) -> str:
+    lines = [
+        "## Checkpoints beside training",
+        "",
+        f"{report['ranks']} ranks on CPU, state of {report['stateMiB']} MiB",
+        "",
+    ]
+    lines += ["| mode | step, median | 90th percentile | over no checkpoints |", "|---|---|---|---|"]
+    base = report["modes"]["off"]["medianStepMs"]
+    for mode, row in report["modes"].items():
+        ratio = f"{row['medianStepMs'] / base:.2f} x"
+        lines.append(f"| {mode} | {row['medianStepMs']:.1f} ms | {row['p90StepMs']:.1f} ms | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def _bandwidth(report: Json) -> str:
+    lines = [
+        "## Bandwidth of checkpoints",
+        "",
+        f"A fully sharded state of {report['stateMiB']:,} MiB on {report['ranks']} ranks, against plain copies of as",
+        f"many bytes in the same run; medians of {report['rounds']} rounds, load {report['loadAverage']}",
+        "(`checkpoint_bandwidth`). Loading verifies every byte that it reads.",
+        "",
+        "| | checkpoint | plain copy | ratio | goal |",
+        "|---" * 5 + "|",
+    ]
+    for row in report["figures"]:
+        met = "" if row["ratio"] >= report["goalRatio"] else ", **missed**"
+        lines.append(
+            f"| {row['name']} | {row['checkpointMiBs']:,.0f} MiB/s | {row['copyMiBs']:,.0f} MiB/s | "
+            f"{row['ratio']:.2f} x | {report['goalRatio']} x{met} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _training_speed(report: Json) -> str:
+    machine, settings, goals = report["machine"], report["settings"], report["goals"]
+    model = settings["model"]
+    conditions = (
+        f"{report['date']}, {report['device']}, {machine['cores']} cores ({machine['processor']}), load "
+        f"{machine['load']:.1f}, {machine['threads']} thread(s) for each process, torch {machine['torch']}; "
+        f"{model['numLayers']} layers of width {model['hiddenSize']}, samples of {settings['length']} tokens"
+        f"{', **quick mode: the figures mean nothing**' if report['quick'] else ''}. The median step of "
+        f"{settings['rounds']} runs; goal: {goals['speed']:g} x the peer's tokens per second, {goals['memory']:g} x "
+        "its memory. Command: `python -m benchmarks.training_speed`."
+    )
+    lines = ["## Training speed", "", conditions, ""]
+    for name, state in report["peers"].items():
+        versions = ", ".join(f"{part} {text}" for part, text in state.items() if part not in {"missing", "unable"})
+        reason = state.get("missing") or state.get("unable")
+        said = [text for text in (versions, f"not measured: {reason}" if reason else "") if text]
+        lines.append(f"- {name}: {'; '.join(said)}.")
+    lines += [
+        "",
+        "| mode | processes | tokens/s | transformers.Trainer | ratio | best steps | peak memory of a process, ratio |",
+        "|---" * 7 + "|",
+    ]
+    for row in report["rows"]:
+        start = f"| {row['mode']} | {row['ranks']} |"
+        if "error" in row:
+            lines.append(f"{start} **failed**: {row['error']} | | | | |")
+        elif "peer" not in row:
+            lines.append(f"{start} {row['ours']['tokensPerSecond']:,.0f} | | | | |")
+        else:
+            speed = _judged(row["speedRatio"], row["speedRatio"] >= goals["speed"])
+            memory = _judged(row["memoryRatio"], row["memoryRatio"] <= goals["memory"])
+            lines.append(
+                f"{start} {row['ours']['tokensPerSecond']:,.0f} | {row['peer']['tokensPerSecond']:,.0f} | {speed} | "
+                f"{row['bestRatio']:.2f} x | {memory} |"
+            )
+    lines += ["", "From start to the end of the first step, median:", ""]
+    lines += ["| processes | cold | from the standby process | transformers.Trainer, cold |", "|---" * 4 + "|"]
+    for row in report["start"]:
+        cells = [f"{row[name]['seconds']:.2f} s" if name in row else "" for name in ("cold", "standby", "peer")]
+        lines.append(f"| {row['ranks']} | {row['error'] if 'error' in row else ' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _judged(ratio: float, met: bool) -> str:
+    return f"{ratio:.2f} x{'' if met else ', **missed**'}"
+
+
+def _loader(report: Json) -> str:
+    need, goal = report["nodeTokensPerSecond"], report["goalRatio"]
+    lines = [
+        "## Data",
+        "",
+        f"Tokens per second of processor time of one core; a trn1.32xlarge eats {need:,} (`loader`).",
+        "",
+    ]
+    lines += [f"| what | median | lowest to highest | over a node's need (goal {goal:g} x) |", "|---" * 4 + "|"]
+    for title, row in report["figures"].items():
+        speeds = row["tokensPerCoreSecond"]
+        missed = "" if row["ratio"] >= goal else ", **missed**"
+        spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
+        lines.append(f"| {title} | {statistics.median(speeds):,.0f} | {spread} | {row['ratio']:.1f} x{missed} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

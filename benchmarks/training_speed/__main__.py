@@ -1,0 +1,214 @@
+"""Speed, memory and start of the trainer beside its peers: `python -m benchmarks.training_speed`.
+
+    python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,sharded] [--ranks 1 2] [--quick]
+
+Both train a Llama of one shape from random weights with AdamW, clipping and a cosine, on as many processes, with
+torch's fused kernels. Runs alternate, so that whatever else the machine does hits both alike; a figure is the median of
+the runs' median steps. transformers.Trainer needs transformers and accelerate in the interpreter of `--peer-python`;
+what is missing there, or does not run here, is said and not measured. Nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.training_speed.peers import TRANSFORMERS, state_of_peers
+from benchmarks.training_speed.runs import (
+    THREADS,
+    WARM_STEPS,
+    Result,
+    RunFailedError,
+    Task,
+    run_ours,
+    run_peer,
+    text_file,
+)
+from benchmarks.training_speed.start import measure_start
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"micro": 2, "accumulation": 4},
+    "half": {"half": True},
+    "sharded": {"sharded": True},
+    "recomputed": {"recompute": True},
+}
+SHAPES: dict[str, dict[str, int]] = {
+    "cpu": {
+        "hiddenSize": 384,
+        "intermediateSize": 1024,
+        "numLayers": 6,
+        "numAttentionHeads": 8,
+        "numKeyValueHeads": 4,
+        "vocabSize": 4096,
+    },
+    # Llama 3.2 1B with a smaller vocabulary.
+    "cuda": {
+        "hiddenSize": 2048,
+        "intermediateSize": 8192,
+        "numLayers": 16,
+        "numAttentionHeads": 32,
+        "numKeyValueHeads": 8,
+        "vocabSize": 32_000,
+    },
+}
+
+
+GOALS = {"cpu": 1.1, "cuda": 1.0}
+"""Tokens per second over those of the peer, on each device."""
+MEMORY_GOAL = 1.0
+QUICK = {
+    "hiddenSize": 64,
+    "intermediateSize": 128,
+    "numLayers": 2,
+    "numAttentionHeads": 4,
+    "numKeyValueHeads": 2,
+    "vocabSize": 512,
+}
+"""So small that the figures mean nothing: whether it all runs."""
+
+
+def main() -> int:
+    """Run, print the table, write the file."""
+    options = _options()
+    unknown = set(options.modes.split(",")) - set(MODES)
+    if unknown:
+        print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
+        return 64
+    peers = state_of_peers(options.peer_python, options.device)
+    for name, state in peers.items():
+        if reason := state.get("missing") or state.get("unable"):
+            print(f"{name} is not measured: {reason}", flush=True)
+    peer_python = None if "missing" in peers[TRANSFORMERS] else options.peer_python
+    base = Task(
+        ranks=1,
+        device=options.device,
+        model=QUICK if options.quick else SHAPES[options.device],
+        length=options.length,
+        micro=options.micro,
+        accumulation=1,
+        steps=options.steps,
+        half=False,
+        sharded=False,
+        recompute=False,
+    )
+    report: dict[str, Any] = {
+        "benchmark": "training_speed",
+        "date": time.strftime("%Y-%m-%d"),
+        "quick": options.quick,
+        "device": options.device,
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "threads": THREADS["OMP_NUM_THREADS"],
+            "torch": torch.__version__,
+        },
+        "settings": {"model": base.model, "length": base.length, "steps": base.steps, "rounds": options.rounds},
+        "goals": {"speed": GOALS[options.device], "memory": MEMORY_GOAL},
+        "peers": peers,
+    }
+    report["rows"] = [
+        _row(mode, replace(base, ranks=ranks, **MODES[mode]), options, peer_python)
+        for ranks in options.ranks
+        for mode in options.modes.split(",")
+        if not (mode == "sharded" and ranks == 1)
+    ]
+    report["start"] = [_start(replace(base, ranks=ranks), options.rounds, peer_python) for ranks in options.ranks]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any("error" in row for row in report["rows"] + report["start"]))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.training_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    peers = os.environ.get("PEER_PYTHON", sys.executable)
+    parser.add_argument("--peer-python", default=peers, help="the interpreter that has the peers (PEER_PYTHON)")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {','.join(MODES)}")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer")
+    parser.add_argument("--steps", type=int, default=15, help="optimizer steps of a run")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
+    parser.add_argument("--micro", type=int, default=8, help="samples of a micro-batch")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
+    parser.add_argument("--quick", action="store_true", help="one short run of a tiny model: whether it works")
+    parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64
+    if options.steps <= WARM_STEPS:
+        parser.error(f"--steps is {options.steps}: the first {WARM_STEPS} are not counted; give more")
+    return options
+
+
+def _start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
+    """Start-up of `task.ranks` processes; prints a line."""
+    try:
+        found = measure_start(task, rounds, peer_python)
+    except RunFailedError as error:
+        print(f"start of {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
+        return {"ranks": task.ranks, "error": str(error)}
+    said = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in ("cold", "standby", "peer") if name in found)
+    print(f"start of {task.ranks} ranks to the first step: {said}", flush=True)
+    return found
+
+
+def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:
+    """Both trainers in turn; prints a line as soon as it is known."""
+    row: dict[str, Any] = {"mode": mode, "ranks": task.ranks, "tokensPerStep": task.tokens}
+    found: dict[str, list[Result]] = {"ours": [], "peer": []}
+    try:
+        for _ in range(options.rounds):
+            with tempfile.TemporaryDirectory(prefix="speed-") as scratch:
+                folders = [Path(scratch, name) for name in ("text", "ours", "peer")]
+                for folder in folders:
+                    folder.mkdir()
+                text = text_file(folders[0])
+                found["ours"].append(run_ours(task, folders[1], text, options.overrides))
+                if peer_python is not None:
+                    found["peer"].append(run_peer(task, folders[2], peer_python))
+    except RunFailedError as error:
+        print(f"{mode}, {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
+        return row | {"error": str(error)}
+    row |= {name: _figures(task, results) for name, results in found.items() if results}
+    said = f"{mode:12} {task.ranks} ranks: {row['ours']['tokensPerSecond']:9.0f} tokens/s"
+    if "peer" in row:
+        ours, peer = row["ours"], row["peer"]
+        memory = "deviceBytes" if task.device == "cuda" else "hostBytes"
+        row["speedRatio"] = round(ours["tokensPerSecond"] / peer["tokensPerSecond"], 3)
+        row["bestRatio"] = round(ours["best"] / peer["best"], 3)
+        row["memoryRatio"] = round(ours[memory] / peer[memory], 3)
+        said += (
+            f", {TRANSFORMERS} {peer['tokensPerSecond']:9.0f}: {row['speedRatio']:.2f} x "
+            f"(best steps {row['bestRatio']:.2f} x), memory {row['memoryRatio']:.2f} x"
+        )
+    print(said, flush=True)
+    return row
+
+
+def _figures(task: Task, results: list[Result]) -> dict[str, Any]:
+    speeds = [result.speed(task.tokens) for result in results]
+    return {
+        "tokensPerSecond": round(statistics.median(speeds), 1),
+        "values": [round(speed, 1) for speed in speeds],
+        "best": round(task.tokens / min(min(result.seconds) for result in results), 1),
+        "hostBytes": max(result.host_bytes for result in results),
+        "deviceBytes": max(result.device_bytes for result in results),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

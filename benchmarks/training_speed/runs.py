@@ -1,0 +1,235 @@
+"""Runs of one task by either trainer: processes per rank, seconds of the steps, and the most memory that they took."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_WORDS = 40_000
+WARM_STEPS = 3
+"""Steps at the beginning that are not counted: the first allocate, and compile where something compiles."""
+THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
+"""The same for every process of both trainers."""
+_POLL_SECONDS = 0.02
+
+
+class RunFailedError(Exception):
+    """A rank ended with a code that is not 0; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What both trainers do."""
+
+    ranks: int
+    device: str
+    model: dict[str, int]
+    """Fields of `trainer.model`."""
+    length: int
+    micro: int
+    accumulation: int
+    steps: int
+    half: bool
+    sharded: bool
+    recompute: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.ranks * self.micro * self.accumulation * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one run came to."""
+
+    seconds: tuple[float, ...]
+    """Of the counted steps; may be empty in a run that is only started."""
+    host_bytes: int
+    """The largest resident set of a rank."""
+    device_bytes: int
+    """Most device memory of rank 0; 0 on a CPU."""
+    start_seconds: float
+    """From before the processes were made to the end of the first step."""
+
+    def speed(self, tokens: int) -> float:
+        """Tokens per second of the median step."""
+        return tokens / statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All ranks of a run have ended with 0."""
+
+    began: float
+    """When the first was made, seconds since the epoch."""
+    host_bytes: int
+
+
+def text_file(folder: Path) -> Path:
+    """Random words to train on."""
+    choose = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(choose.choices(letters, k=choose.randint(2, 9))) for _ in range(3000)]
+    path = folder / "text.txt"
+    path.write_text("\n".join(" ".join(choose.choices(words, k=12)) for _ in range(_WORDS // 12)) + "\n")
+    return path
+
+
+def write_config(task: Task, folder: Path, text: Path) -> Path:
+    """The configuration of one run of this repository's trainer, into `folder`."""
+    config: dict[str, Any] = {
+        "steps": task.steps,
+        "batch": {"globalSize": task.ranks * task.micro * task.accumulation, "microSize": task.micro},
+        "data": {
+            "source": str(text),
+            "sequenceLength": task.length,
+            "cacheDirectory": str(text.parent / "cache"),
+            "tokenizer": {"vocabSize": task.model["vocabSize"]},
+        },
+        "model": task.model | {"tieEmbeddings": False},
+        "schedule": {"warmupSteps": 0},
+        "checkpoint": {"path": str(folder / "run"), "durable": {"everySeconds": None}},
+        "monitor": {"tensorboard": False},
+        "precision": "BFloat16" if task.half else "Float32",
+        "dataParallel": "FullySharded" if task.sharded else "Replicated",
+        "recompute": "Full" if task.recompute else "None",
+        "device": "Cpu" if task.device == "cpu" else "Auto",
+    }
+    file = folder / "trainer.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()) -> Result:
+    """One run of this repository's trainer. Raises RunFailedError."""
+    argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
+    for override in overrides:
+        argv += ["--set", override]
+    return result_of(folder, _run_ranks(argv, task.ranks, folder, {}))
+
+
+def result_of(folder: Path, ended: Ended) -> Result:
+    """What a run of this repository's trainer in `folder` wrote down."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    seconds = tuple(line["seconds"] for line in steps[WARM_STEPS:])
+    return Result(seconds, ended.host_bytes, int(steps[-1].get("deviceBytes") or 0), steps[0]["time"] - ended.began)
+
+
+def run_peer(task: Task, folder: Path, python: str) -> Result:
+    """One run of `transformers.Trainer`. Raises RunFailedError."""
+    model = task.model
+    described = {
+        "folder": str(folder / "run"),
+        "device": task.device,
+        "length": task.length,
+        "micro": task.micro,
+        "accumulation": task.accumulation,
+        "steps": task.steps,
+        "half": task.half,
+        "sharded": task.sharded,
+        "recompute": task.recompute,
+        "model": {
+            "vocab_size": model["vocabSize"],
+            "hidden_size": model["hiddenSize"],
+            "intermediate_size": model["intermediateSize"],
+            "num_hidden_layers": model["numLayers"],
+            "num_attention_heads": model["numAttentionHeads"],
+            "num_key_value_heads": model["numKeyValueHeads"],
+            "max_position_embeddings": task.length,
+            "tie_word_embeddings": False,
+        },
+    }
+    argv = [python, str(Path(__file__).with_name("peer.py"))]
+    ended = _run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(described)})
+    told = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
+    ends: list[float] = told["ends"]
+    seconds = [end - begin for begin, end in itertools.pairwise(ends)]
+    # The first interval is that of the second step.
+    return Result(tuple(seconds[WARM_STEPS - 1 :]), ended.host_bytes, int(told["deviceBytes"]), ends[0] - ended.began)
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What a launcher says to a rank, over loopback."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    } | THREADS
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, str]) -> Ended:
+    """Run all ranks to their end. Raises RunFailedError as soon as one fails."""
+    port = free_port()
+    began = time.time()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            given = os.environ | rank_environment(rank, ranks, port) | environment
+            with (folder / f"rank-{rank}.log").open("w") as log:
+                processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
+        return Ended(began, wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder))
+    finally:
+        for process in processes:
+            process.returncode = process.returncode or 0  # reaped by `wait_for`
+
+
+def wait_for(pids: dict[int, int], folder: Path) -> int:
+    """Wait for child processes (pid to rank); the largest resident set of one, bytes.
+
+    Raises RunFailedError as soon as one fails, once the others have been killed.
+    """
+    waiting, largest = dict(pids), 0
+    failed: tuple[int, int] | None = None
+    try:
+        while waiting:
+            for pid in list(waiting):
+                ended, status, usage = os.wait4(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                rank, code = waiting.pop(pid), os.waitstatus_to_exitcode(status)
+                largest = max(largest, usage.ru_maxrss * 1024)
+                if code and failed is None:
+                    failed = (rank, code)
+                    _kill(waiting)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        _kill(waiting)
+        for pid in waiting:
+            os.waitpid(pid, 0)
+    if failed is not None:
+        end = (folder / f"rank-{failed[0]}.log").read_text().splitlines()[-4:]
+        raise RunFailedError(f"rank {failed[0]} ended with {failed[1]}: {' / '.join(end)}")
+    return largest
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
