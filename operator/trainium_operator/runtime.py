@@ -43,7 +43,7 @@ from trainium_operator.plan.model import PlanSettings
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from trainium_operator.cluster.store import Entry, Key
     from trainium_operator.cluster.transport import Transport
@@ -96,6 +96,7 @@ class Runtime:
             Authenticator(TokenReviewer(self.api).review, WorkerPods(self.caches.pods.store), wall_clock=clock),
             is_serving=self.leading.is_set,
             notify=self._notify,
+            until_serving=self._until_leading,
             on_message=self.metrics.message,
             on_news=self.metrics.said,
         )
@@ -192,6 +193,9 @@ class Runtime:
             return "trainingjobs are not listed yet"
         missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
         return f"not listed yet: {', '.join(missing)}" if missing else ""
+
+    def _until_leading(self) -> Awaitable[object] | None:
+        return self.leading.wait() if self.elector.due() else None
 
     def _plan(self, observed: Observed) -> Plan:
         return plan(observed, self.plan_settings)

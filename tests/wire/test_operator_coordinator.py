@@ -72,6 +72,7 @@ class World:
     def __init__(self) -> None:
         self.state = CoordinatorState(time.time)
         self.leading = True
+        self.due: asyncio.Event | None = None
         self.api_up = True
         self.notes: list[tuple[str, str, bool]] = []
         self.server = CoordinatorServer(
@@ -79,6 +80,7 @@ class World:
             Authenticator(self.review, self, wall_clock=time.time),
             is_serving=lambda: self.leading,
             notify=lambda *note: self.notes.append(note),
+            until_serving=lambda: self.due.wait() if self.due is not None else None,
         )
         self.base = ""
         self.session: aiohttp.ClientSession
@@ -272,6 +274,26 @@ async def test_a_follower_answers_503_to_everything(world: World) -> None:
     world.leading = False
     assert await world.post("/v1/register", register()) == (503, {"error": "not leader"})
     assert (await world.poll(0))[0] == 503
+
+
+async def test_a_registration_waits_for_a_follower_that_is_about_to_lead(world: World) -> None:
+    world.leading, world.due = False, asyncio.Event()
+    waiting = asyncio.create_task(world.post("/v1/register", register()))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    assert (await world.post("/v1/heartbeat", heartbeat()))[0] == 503
+    world.leading = True
+    world.due.set()
+    assert (await waiting)[0] == 200
+    assert world.state.agent_count() == 1
+
+
+async def test_a_registration_does_not_wait_longer_than_its_agent_does(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainium_operator.coordinator.server.DUE_SECONDS", 0.1)
+    world.leading, world.due = False, asyncio.Event()
+    assert await world.post("/v1/register", register()) == (503, {"error": "not leader"})
 
 
 async def test_an_api_server_that_is_away_is_503_for_who_is_not_known_yet(world: World) -> None:

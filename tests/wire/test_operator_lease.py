@@ -98,6 +98,24 @@ def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
     assert 12 < run_virtual(scenario()) < 20
 
 
+def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(60)
+        assert first.elector.due()
+        assert not second.elector.due()
+        await first.crash()
+        await asyncio.sleep(6)
+        assert second.elector.due()
+        assert second.led_at is None
+        await second.crash()
+
+    run_virtual(scenario())
+
+
 def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()

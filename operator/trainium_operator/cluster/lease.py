@@ -91,6 +91,12 @@ class LeaseElector:
         """Whether the Lease is certainly ours at this moment."""
         return self.leading and asyncio.get_running_loop().time() < self._renewed_at + self._times.renew_deadline
 
+    def due(self) -> bool:
+        """Whether we lead or may lead soon: the holder has let go, or has missed a renewal."""
+        if self.leading or not self._spec().get("holderIdentity"):
+            return True
+        return asyncio.get_running_loop().time() - self._seen_at > 2 * self._times.retry
+
     async def hold(self) -> None:
         """Renew for ever. Raises LeaseLostError."""
         loop = asyncio.get_running_loop()

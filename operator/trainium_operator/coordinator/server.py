@@ -1,6 +1,7 @@
 """The HTTPS server that agents call: register, long poll for membership, heartbeat.
 
-Invariants: nothing is answered but 503 unless this process leads and its caches are in sync; every message is
+Invariants: nothing is answered but 503 unless this process leads and its caches are in sync (a registration waits a
+moment where that is due, so that agents are there when the lead is taken over); every message is
 authenticated before it is believed, and its sender's token before its body is read; bodies and waits are bounded;
 every refusal is one sentence (`ErrorResponse`).
 """
@@ -50,6 +51,8 @@ LARGEST_BODY = 640 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 LONGEST_POLL = 60.0
 SHUTDOWN_SECONDS = 2.0
+DUE_SECONDS = 2.5
+"""How long a registration waits for a lead that is due; shorter than agents wait for an answer."""
 LARGEST_WELCOME = 64
 """Members of a membership that the answer to a registration carries."""
 RETRY_AFTER = {"Retry-After": "1"}
@@ -66,15 +69,20 @@ class CoordinatorServer:
         *,
         is_serving: Callable[[], bool],
         notify: Callable[[str, str, bool], None],
+        until_serving: Callable[[], Awaitable[object] | None] = lambda: None,
         heartbeat_seconds: float = 1.0,
         on_message: Callable[[str, int], None] = lambda _kind, _status: None,
         on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None] = lambda _before, _now: None,
     ) -> None:
-        """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while."""
+        """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while.
+
+        `until_serving` gives what to wait for when this process is about to serve, and None when another does.
+        """
         self._state = state
         self._authenticator = authenticator
         self._is_serving = is_serving
         self._notify = notify
+        self._until_serving = until_serving
         self._heartbeat_seconds = heartbeat_seconds
         self._on_message = on_message
         self._on_news = on_news
@@ -177,7 +185,7 @@ class CoordinatorServer:
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not self._is_serving():
+        if not self._is_serving() and not await self._serves_soon(request):
             return _refusal(503, "not leader", headers=RETRY_AFTER)
         try:
             return await handler(request)
@@ -204,6 +212,18 @@ class CoordinatorServer:
         except Exception:
             logger.exception("answering %s failed", request.path)
             return _refusal(500, "defect in the coordinator; its log has the details")
+
+    async def _serves_soon(self, request: web.Request) -> bool:
+        """Hold a registration while the lead is due; whether it was taken over meanwhile."""
+        due = self._until_serving() if request.path == REGISTER_PATH else None
+        if due is None:
+            return False
+        try:
+            async with asyncio.timeout(DUE_SECONDS):
+                await due
+        except TimeoutError:
+            return False
+        return self._is_serving()
 
 
 class _BadMessageError(Exception):

@@ -16,6 +16,7 @@ from trainium_operator.plan.loss import Loss
 from trainium_operator.plan.model import PodPhase
 from trainium_operator.plan.node_health import hand_overs, unhealthy
 from trainium_operator.plan.reported import accused, given_up_with, reported
+from trainium_operator.plan.silence import failed_since
 from trainium_operator.plan.stragglers import evicted
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _loss_of(
 ) -> Loss | None:
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
-        since = agent.heard if agent is not None else facts.now
+        since = agent.heard if agent is not None else failed_since(facts, None)
         message = f"pod {member.pod_name} on node {member.node_name} no longer exists"
         return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
     if worker.finished:
@@ -95,7 +96,7 @@ def _without_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
         return None
     state = "no longer exists" if worker.node is None else "was declared out of service"
     message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
-    failed_at = facts.now - worker.silent_seconds
+    failed_at = failed_since(facts, worker)
     return Loss(member=member, worker=worker, cause=Cause.NODE_LOST, failed_at=failed_at, message=message, force=True)
 
 
@@ -107,7 +108,7 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
         member=member,
         worker=worker,
         cause=Cause.PREEMPTED,
-        failed_at=facts.now if answers else facts.now - worker.silent_seconds,
+        failed_at=facts.now if answers else failed_since(facts, worker),
         message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted",
         force=worker.node_bad,
         saves=answers,
@@ -122,15 +123,16 @@ def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) 
         return None
     # Whoever refuses a connection has power: the agent is gone, its machine is not.
     host_answers = worker.refuses and not worker.node_bad
+    known = "when it was last heard" if worker.agent is not None else "the last step before this operator took over"
     message = (
         f"no word from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
-        f"{evidence}; the time of the failure is when it was last heard"
+        f"{evidence}; the time of the failure is {known}"
     )
     return Loss(
         member=member,
         worker=worker,
         cause=Cause.POD_LOST if host_answers else Cause.NODE_LOST,
-        failed_at=facts.now - worker.silent_seconds,
+        failed_at=failed_since(facts, worker),
         message=message,
         force=not host_answers,
     )

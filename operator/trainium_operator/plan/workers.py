@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.messages import WorkerPhase
 from trainium_operator.plan.model import NodeReadiness, PodPhase
+from trainium_operator.plan.silence import audible_since
 from trainium_operator.plan.written_off import written_off
 
 if TYPE_CHECKING:
@@ -120,11 +121,11 @@ class Worker:
 def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
     """Every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
-    audible_since = observed.coordinator_since + settings.reconnect_seconds
+    expected = audible_since(observed, settings)
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
-        heard = agent.heard if agent is not None and agent.heard >= observed.coordinator_since else audible_since
+        heard = agent.heard if agent is not None and agent.heard >= observed.coordinator_since else expected
         workers[pod.uid] = Worker(
             pod=pod,
             agent=agent,

@@ -31,7 +31,7 @@ def call():
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 deadline = time.monotonic() + 30
-# The Service leads to any replica, and one that does not lead says so: a new connection is the next try, as for an agent.
+# The Service leads to any replica, and one that does not lead says so: try again with a new connection, as agents do.
 while (answer := call())[0] == 503 and time.monotonic() < deadline:
     time.sleep(0.05)
 print(json.dumps(answer))

@@ -22,7 +22,7 @@ from plan_builders import (
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Phase, Rung
-from trainium_contract.messages import Transition, WorkerPhase
+from trainium_contract.messages import Progress, Transition, WorkerPhase
 from trainium_operator.plan.model import NodeReadiness, PodPhase
 
 LOST = pod(1).name
@@ -164,14 +164,35 @@ def test_when_all_members_are_silent_at_once_nothing_is_done() -> None:
     assert result.actions == ()
 
 
+def unheard(*missing: int, since: float, **changes: Any) -> Any:
+    """Four members of which some have not called since the operator took over; the others wait for them."""
+    seen = running(
+        4, agents={at: joining(at, attempt=1, waiting_for=missing, silent=0.1, **changes) for at in range(4)}
+    )
+    heard = {uid: known for uid, known in seen.agents.items() if uid not in {f"uid-{at}" for at in missing}}
+    return replace(seen, agents=heard, published=0, coordinator_since=NOW - since)
+
+
 def test_agents_get_time_to_find_a_restarted_operator() -> None:
-    agents = {at: joining(at, attempt=1, waiting_for=(1,), silent=0.1) for at in (0, 2, 3)}
-    seen = running(4, agents=agents)
-    unheard = {uid: known for uid, known in seen.agents.items() if uid != "uid-1"}
-    seen = replace(seen, agents=unheard, published=0)
     for since, lost in ((5.0, False), (13.9, False), (14.0, True)):
-        result = planned(replace(seen, coordinator_since=NOW - since))
-        assert bool(result.status.history) is lost, since
+        assert bool(planned(unheard(1, 2, since=since)).status.history) is lost, since
+
+
+def test_an_agent_that_alone_has_not_found_a_restarted_operator_is_silent_since_the_others_have() -> None:
+    for since, lost in ((3.9, False), (4.0, True)):
+        assert bool(planned(unheard(1, since=since)).status.history) is lost, since
+
+
+def test_a_loss_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
+    entry = newest(planned(unheard(1, since=6, progress=Progress(step=20, updated=NOW - 22))))
+    assert entry.failed_at == pytest.approx(NOW - 22)
+    assert entry.detected_seconds == pytest.approx(22)
+
+
+def test_a_pod_that_vanished_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
+    seen = unheard(1, since=1, progress=Progress(step=20, updated=NOW - 22))
+    seen = replace(seen, pods=tuple(each for each in seen.pods if each.uid != "uid-1"))
+    assert newest(planned(seen)).failed_at == pytest.approx(NOW - 22)
 
 
 def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget() -> None:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _Message = TypeVar("_Message", bound=BaseModel)
 _log = logging.getLogger(__name__)
 _REQUEST_SECONDS = 3.0
+_CONNECT_SECONDS = 1.5
+"""A lost replica stays an address of the Service until its node is given up, and does not even refuse."""
 _POLL_SECONDS = 25.0
 _BEAT_SPREAD = (0.9, 1.1)
 """Of the interval: a thousand agents that were answered at the same moment must not stay in step for ever."""
@@ -120,7 +122,7 @@ class Coordinator:
                 headers={"Authorization": f"Bearer {token}", "Host": f"{address.host}:{address.port}"},
                 ssl=self._context(),
                 server_hostname=address.host,
-                timeout=aiohttp.ClientTimeout(total=seconds),
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS),
                 allow_redirects=False,
             ) as response:
                 text = await response.text()
