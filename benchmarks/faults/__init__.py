@@ -1,6 +1,6 @@
 """The fault table: every row of faults that needs no accelerator, injected into real training and timed.
 
-`python -m benchmarks.faults` (`make faults`) plays the rows and writes `docs/fault-table.md` and `out/faults/`. A row
+`python -m benchmarks.faults` (`make faults`) plays the rows and writes `docs/fault-table.md` from `results/`. A row
 is a name, what is injected, what is expected and a function that plays it; one file per family of rows. The clusters
 are those of the tests (`tests/support/sites.py`), so the same rows run on the development cluster and on others.
 """

@@ -18,6 +18,7 @@ from benchmarks.faults.stage import NODES, SkipRowError, Stage
 from benchmarks.faults.table import ROWS
 from sites import open_site
 
+HERE = Path(__file__).parent
 _STARTED = time.monotonic()
 
 
@@ -32,7 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clusters that are not ours are left tidy
     rows = _chosen(options)
     out: Path = options.out
-    results = out / "rows"
+    results: Path = options.results
     if not options.resume:
         for path in results.glob(f"*{_suffix(options)}.json"):
             path.unlink()
@@ -63,9 +64,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="numbers, for instance 1,2,5; by default all")
     parser.add_argument("--runs", type=int, default=30, help="runs of each row (rows that take long: fewer)")
     parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and moments")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are done; else begin a new table")
+    parser.add_argument("--resume", action="store_true", help="add the runs that are missing; else begin a new table")
     parser.add_argument("--cluster", choices=("local", "existing"), default="local", help="as for the tests")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder of what runs leave behind")
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results", help="folder of the figures, kept with the code"
+    )
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fault-table.md", help="the table to write")
     parser.add_argument("--no-document", dest="document", action="store_const", const=None, help="write no table")
     return parser.parse_args()
@@ -93,20 +97,26 @@ def _wanted(row: Row, options: argparse.Namespace) -> int:
     return min(int(options.runs), row.most)
 
 
-def _is_done(results: Path, row: Row, options: argparse.Namespace) -> bool:
+def _known(results: Path, row: Row, options: argparse.Namespace) -> RowResult | None:
+    """What earlier runs with the same seed gave, where they are to be kept."""
     path = _file(results, row, options)
     if not options.resume or not path.exists():
-        return False
+        return None
     known = RowResult.load(path)
-    return known.seed == options.seed and len(known.outcomes) >= _wanted(row, options) and not known.skipped
+    return None if known.skipped or known.seed != options.seed else known
+
+
+def _is_done(results: Path, row: Row, options: argparse.Namespace) -> bool:
+    known = _known(results, row, options)
+    return known is not None and len(known.outcomes) >= _wanted(row, options)
 
 
 def _play(stage: Stage | None, row: Row, options: argparse.Namespace, results: Path) -> None:
     runs = _wanted(row, options)
-    session = Session(row.name, options.seed, range(runs))
     where = Where.KUBELET if options.cluster == "existing" and row.where is Where.REAL else row.where
-    result = RowResult(row.name, where, options.seed, asked=runs, commit=_commit())
-    say(f"row {row.name}: {row.fault}, {runs} run{'s' if runs > 1 else ''}")
+    known = _known(results, row, options) or RowResult(row.name, where, options.seed)
+    session = Session(row.name, options.seed, range(len(known.outcomes), runs))
+    say(f"row {row.name}: {row.fault}, {len(session.runs)} run{'s' if len(session.runs) > 1 else ''}")
     began = time.monotonic()
     outcomes: list[Outcome] = []
     skipped = ""
@@ -121,10 +131,15 @@ def _play(stage: Stage | None, row: Row, options: argparse.Namespace, results: P
         session.blame([f"the row broke off: {type(error).__name__}: {error}"])
     for sentence in session.wrong:
         say(f"  {row.name} WRONG: {sentence}")
-    seconds = round(time.monotonic() - began, 1)
-    replace(result, outcomes=tuple(outcomes), wrong=tuple(session.wrong), skipped=skipped, seconds=seconds).save(
-        _file(results, row, options)
-    )
+    replace(
+        known,
+        outcomes=(*known.outcomes, *outcomes),
+        wrong=(*known.wrong, *session.wrong),
+        skipped=skipped,
+        seconds=round(known.seconds + time.monotonic() - began, 1),
+        asked=runs,
+        commits=tuple(sorted({*known.commits, _commit()})),
+    ).save(_file(results, row, options))
 
 
 def _line(outcome: Outcome) -> str:

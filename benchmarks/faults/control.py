@@ -6,11 +6,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from benchmarks.faults.nodes import lost
 from benchmarks.faults.pods import GONE, ONE_SPARE, TAKEN_OVER
 from benchmarks.faults.processes import in_place, somebody
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session, in_one_job
-from benchmarks.faults.trial import Before, Expect, follow
+from benchmarks.faults.trial import Before, Expect, follow, strike
 
 if TYPE_CHECKING:
     import random
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 OUTAGE_SECONDS = 20.0
 TAKE_OVER_SECONDS = 20.0
 """Goal for a second replica to lead after the first one stopped."""
+NOT_FOUND_SECONDS = 10.0
+"""What agents may take to find the new leader, and it to believe that one is lost."""
 
 
 def _operator_killed(stage: Stage, session: Session) -> Iterator[Outcome]:
@@ -116,6 +119,29 @@ def _two_operators(stage: Stage, session: Session) -> Iterator[Outcome]:
         stage.scale_operator(1)
 
 
+def _leader_with_member(stage: Stage, session: Session) -> Iterator[Outcome]:
+    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+        with stage.operator_among([member["nodeName"] for member in patient.members()]):
+            patient.settle()
+            node = stage.leader_node()
+            victim = next(member for member in patient.members() if member["nodeName"] == node)
+            time.sleep(dice.uniform(0.0, 2.0))
+
+            def inject() -> float:
+                moment = time.time()
+                stage.faults.kill_node(node)
+                return moment
+
+            try:
+                within = TAKE_OVER_SECONDS + NOT_FOUND_SECONDS
+                expect = lost(node, pod=victim["podName"], detect_within=within, patience=120)
+                return strike(patient, run, inject, expect, note=f"{node}, rank {victim['nodeRank']}")
+            finally:
+                stage.renew(node)
+
+    yield from in_one_job(stage, session, "leader", stage.spares, one)
+
+
 def _edited(stage: Stage, session: Session) -> Iterator[Outcome]:
     def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
         victim = somebody(patient, dice)["podName"]
@@ -199,12 +225,23 @@ ROWS = (
     ),
     Row(
         number=30,
+        part="a",
         fault="two operators active",
         injected="of two replicas the leader is frozen, thawed when the other leads, and a member deleted by force",
         expected="the other leads within 20 s; the fault is answered once",
         judged="the Lease (as detection); history: PodLost or Preempted once, Spare or Replace; curve",
         play=_two_operators,
         most=3,
+    ),
+    Row(
+        number=30,
+        part="b",
+        fault="the leading operator and a member lost with one node",
+        injected="two replicas on nodes of members; the leader's node loses its power, the API told nothing",
+        expected="the other replica leads within 20 s, and then the spare has the rank; at most 1 step lost",
+        judged=f"as row 5; detected within {TAKE_OVER_SECONDS + NOT_FOUND_SECONDS:.0f} s of the loss itself",
+        play=_leader_with_member,
+        most=5,
     ),
     Row(
         number=34,

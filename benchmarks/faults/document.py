@@ -1,7 +1,8 @@
 """The document: all results that lie in the folder, as a table that a person reads.
 
-Invariants: the document is made from results alone, so it can be written again at any time; a row without a result is
-in it as not run, and a row that fails is in it with its sentences.
+Invariants: the document is made from results alone, so it can be written again at any time; a row without a result
+keeps the line that it has in the document, marked as older, or is in it as not run; a row that fails is in it with its
+sentences.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ machinery, not of a model's start-up. Of a row that ends the job, *detect* is th
 greatest number of steps computed again. *Blame* counts the runs in which the history names the expected cause,
 answer, pod and node, and in which nobody else is suspected. A row passes when every run was as expected, and when the
 loss curve of the job, with all its faults, equals that of an undisturbed run (bit for bit at the same size, 1e-5
-across sizes) and every sample was seen once. What failed is said below the table.
+across sizes) and every sample was seen once. What failed is said below the table. A row marked
+*older* was measured at an earlier state of the code and has not been played since.
 """
 
 PLACES = """
@@ -44,23 +46,29 @@ so that half an hour passes in a second; its times are virtual. *Genuine kubelet
 genuine kubelets and containerd. Seeds choose who is hit and when.
 """
 
+_KUBELETS = "\n## On genuine kubelets\n"
+_OLDER = " (older)"
+_CELLS = 10
+
 
 def write_document(results: Path, path: Path) -> None:
     """Write the table from what lies in the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(_lines(results)) + "\n")
+    former = path.read_text() if path.exists() else ""
+    path.write_text("\n".join(_lines(results, former)) + "\n")
 
 
-def _lines(results: Path) -> Iterator[str]:
+def _lines(results: Path, former: str) -> Iterator[str]:
     yield HEAD + PLACES
     found = {path.stem: RowResult.load(path) for path in sorted(results.glob("*.json"))}
     local = [(row, found.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
     kubelet = [(row, found.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
     yield f"Made {_about([result for _, result in (*local, *kubelet) if result is not None])}.\n"
-    yield from _table(local)
-    if any(result is not None for _, result in kubelet):
-        yield "\n## On genuine kubelets\n"
-        yield from _table(kubelet)
+    here, _, there = former.partition(_KUBELETS)
+    yield from _table(local, here)
+    if there or any(result is not None for _, result in kubelet):
+        yield _KUBELETS
+        yield from _table(kubelet, there)
     failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _sentences(result)]
     if failing:
         yield "\n## What is not as expected\n"
@@ -74,12 +82,21 @@ def _lines(results: Path) -> Iterator[str]:
     yield "\nRows 7, 9, 10, 11, 35 and 36 need devices, links that can be spoilt, or days; they are not played here."
 
 
-def _table(rows: Iterable[tuple[Row, RowResult | None]]) -> Iterator[str]:
+def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str) -> Iterator[str]:
     figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
     yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row, result in rows:
-        yield table_line(row, result)
+        yield table_line(row, result) if result is not None else _older_line(row, former)
+
+
+def _older_line(row: Row, former: str) -> str:
+    """The line of an earlier table; what has no seed was not run then either."""
+    for line in former.splitlines():
+        cells = line.strip("| ").split(" | ")
+        if cells[0] == row.name and len(cells) == _CELLS and cells[_CELLS - 2].isdigit():
+            return line if line.endswith(f"{_OLDER} |") else f"{line[:-2]}{_OLDER} |"
+    return table_line(row, None)
 
 
 def table_line(row: Row, result: RowResult | None) -> str:
@@ -133,7 +150,7 @@ def _about(results: list[RowResult]) -> str:
     if not results:
         return "without any result yet"
     seeds = sorted({result.seed for result in results})
-    commits = sorted({result.commit for result in results} - {""})
+    commits = sorted({commit for result in results for commit in result.commits} - {""})
     minutes = sum(result.seconds for result in results) / 60
     passed = sum(result.passed for result in results)
     return (

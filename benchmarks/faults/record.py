@@ -65,7 +65,8 @@ class RowResult:
     """How long the runs took together."""
     asked: int = 0
     """Runs that were asked for."""
-    commit: str = ""
+    commits: tuple[str, ...] = ()
+    """States of the code that the runs were made at."""
 
     @property
     def passed(self) -> bool:
@@ -93,8 +94,9 @@ class RowResult:
         """Read what `save` wrote."""
         fields: dict[str, Any] = json.loads(path.read_text())
         outcomes = tuple(Outcome(**{**one, "wrong": tuple(one["wrong"])}) for one in fields.pop("outcomes"))
-        where, wrong = Where(fields.pop("where")), tuple(fields.pop("wrong"))
-        return RowResult(**fields, where=where, wrong=wrong, outcomes=outcomes)
+        for name in ("wrong", "commits"):
+            fields[name] = tuple(fields[name])
+        return RowResult(**{**fields, "where": Where(fields["where"])}, outcomes=outcomes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from trainium_devcluster.faults import Faults
 
+Json = dict[str, Any]
 RELEASE = "trainium-operator"
 OPERATOR_NAMESPACE = "trainium-system"
 NAMESPACE = "fault-table"
@@ -283,6 +284,38 @@ class Stage:
             time.sleep(0.2)
         raise TimeoutError(f"the operator did not come to {replicas} replicas within 60 s")
 
+    @contextlib.contextmanager
+    def operator_among(self, nodes: list[str]) -> Iterator[None]:
+        """Two replicas on two of these nodes, and every agent heard; afterwards one, where it was."""
+        path = f"/apis/apps/v1/namespaces/{OPERATOR_NAMESPACE}/deployments/{RELEASE}"
+        home = self.api.get(path)["spec"]["template"]["spec"].get("nodeSelector")
+        rule = "requiredDuringSchedulingIgnoredDuringExecution"
+        here = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
+
+        def place(replicas: int, selector: Json | None, term: Json | None) -> None:
+            pod = {"nodeSelector": selector, "affinity": {"nodeAffinity": {rule: term}}}
+            self.api.patch(path, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
+            deployment = ("-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}")
+            self.site.kubectl("rollout", "status", *deployment, "--timeout=120s", seconds=130)
+
+        place(2, None, {"nodeSelectorTerms": [here]})
+        try:
+            self._await_agents()
+            yield
+        finally:
+            place(1, home, None)
+
+    def leader_node(self) -> str:
+        """Node of the replica that leads."""
+        return str(self._leader_pod()["spec"]["nodeName"])
+
+    def _leader_pod(self) -> Json:
+        leader = self.leader()
+        found = [pod for pod in self.operator_pods() if pod["metadata"]["name"] in leader]
+        if not found:
+            raise TimeoutError(f"{leader or 'nobody'} leads, which is no pod that is there")
+        return found[0]
+
     def leader(self) -> str:
         """Identity of the operator that holds the Lease."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/{RELEASE}"
@@ -308,14 +341,15 @@ class Stage:
         """Until every worker has registered with the operator: one that it never heard is not silent to it."""
         workers = self.api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
         wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
-        (pod,) = self.operator_pods()
-        path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            text = self.site.kubectl("get", "--raw", path)
-            lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-            if float(lines["trainingjob_operator_agents"]) >= wanted:
-                return
+            with contextlib.suppress(TimeoutError):
+                name = self._leader_pod()["metadata"]["name"]
+                path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{name}:8080/proxy/metrics"
+                text = self.site.kubectl("get", "--raw", path)
+                lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+                if float(lines["trainingjob_operator_agents"]) >= wanted:
+                    return
             time.sleep(0.2)
         raise TimeoutError(f"{wanted} agents did not register with the new operator within 60 s")
 

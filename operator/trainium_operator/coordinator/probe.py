@@ -1,4 +1,4 @@
-"""Asks a silent member's port whether its agent is still there: a refused connection says at once that it is not.
+"""Tells the plan of members that fall silent, and asks their ports: a refused connection says that an agent is gone.
 
 Every agent keeps its rendezvous port open for the life of its pod. So a refusal (the host answers, nobody listens) is
 evidence, while a time-out says nothing. A refusal could also come from a firewall between this process and the workers;
@@ -52,7 +52,9 @@ class Prober:
                 await self.look()
 
     async def look(self) -> None:
-        """Ask everybody who is new or silent, once."""
+        """Tell who has fallen silent, and ask everybody who is new or silent, once."""
+        for namespace, job in self._state.newly_silent():
+            self._notify(namespace, job, True)
         await asyncio.gather(*(self._ask(doubt) for doubt in self._state.doubts()))
 
     async def _ask(self, doubt: Doubt) -> None:

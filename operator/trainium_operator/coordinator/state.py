@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainium_contract.messages import HeartbeatRequest, WorkerPhase
-from trainium_operator.plan.model import AgentView
+from trainium_operator.plan.model import SILENCE_TOLD_SECONDS, AgentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 _telling = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 """What a plan should see at once when it changes; a thousand times a second, so not spelt out in Python."""
 _OUTSIDE = (WorkerPhase.PREFLIGHT, WorkerPhase.STANDBY)
-_SILENT_SECONDS = 2.0
-"""Two heartbeats: from then on a member's port is asked."""
 _ASK_AGAIN_SECONDS = 30.0
 """Until a port that has never answered is asked again."""
 
@@ -84,6 +82,8 @@ class _Agent:
     """Its port has answered this process."""
     asked_at: float = -_ASK_AGAIN_SECONDS
     """When its port was last asked in vain."""
+    silence_told: bool = False
+    """The plan was told that it has fallen silent, and it was not heard since."""
     stepped: tuple[int, int] = (-1, -1)
     """Generation and attempt of the last heartbeat that brought a higher step."""
 
@@ -182,6 +182,21 @@ class CoordinatorState:
         known.view = replace(known.view, registration=request, heard=now, refused=None)
         return changed
 
+    def newly_silent(self) -> set[tuple[str, str]]:
+        """Jobs (namespace and name) of which a member has fallen silent since the last call."""
+        now = self._wall_clock()
+        found = set()
+        for job in self._jobs.values():
+            for pod_uid in job.members:
+                agent = job.agents.get(pod_uid)
+                if agent is None:
+                    continue
+                silent = now - agent.view.heard >= SILENCE_TOLD_SECONDS
+                if silent and not agent.silence_told:
+                    found.add((agent.view.registration.namespace, agent.view.registration.job))
+                agent.silence_told = silent
+        return found
+
     def doubts(self) -> list[Doubt]:
         """Members whose port is to be asked: once while they are heard, and whenever they are silent."""
         now = self._wall_clock()
@@ -191,7 +206,7 @@ class CoordinatorState:
                 agent = job.agents.get(member.pod_uid)
                 if agent is None or agent.view.refused is not None or member.pod_uid in job.gone:
                     continue
-                silent = now - agent.view.heard >= _SILENT_SECONDS
+                silent = now - agent.view.heard >= SILENCE_TOLD_SECONDS
                 unknown = not agent.reachable and not silent and now >= agent.asked_at + _ASK_AGAIN_SECONDS
                 if unknown or (silent and agent.reachable):
                     request = agent.view.registration

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import Cause, Response
+from trainium_contract.job import Phase
 from trainium_operator.plan.absent import absent, deadlines_of_absent
 from trainium_operator.plan.causes import meaning_of_pod, severity
 from trainium_operator.plan.evidence import evidence_of_loss, take_testimony
 from trainium_operator.plan.loss import Loss
-from trainium_operator.plan.model import PodPhase
+from trainium_operator.plan.model import SILENCE_TOLD_SECONDS, PodPhase
 from trainium_operator.plan.node_health import hand_overs, unhealthy
 from trainium_operator.plan.reported import accused, given_up_with, reported
 from trainium_operator.plan.silence import failed_since
@@ -34,13 +35,17 @@ def find_losses(facts: Facts, draft: Draft) -> tuple[Loss, ...]:
     found: list[Loss] = []
     testimony = take_testimony(facts)
     awaited = deadlines_of_absent(facts)
+    at_rest = _is_at_rest(facts)
+    if at_rest:
+        draft.deadlines.append(facts.now + facts.settings.status_interval_seconds)
     for member, worker in facts.members:
         join_by = awaited.get(member.node_rank)
         loss = _loss_of(facts, testimony, member, worker, join_by)
         if loss is not None:
             found.append(loss)
         elif worker is not None and not worker.finished:
-            draft.deadlines.append(_next_look(facts, testimony, worker))
+            if not at_rest or _is_in_doubt(worker):
+                draft.deadlines.append(_next_look(facts, testimony, worker))
             if join_by is not None:
                 draft.deadlines.append(join_by)
     found = hand_overs(facts, testimony, accused(facts, found)) or evicted(facts)
@@ -151,6 +156,17 @@ def _finished_companions(facts: Facts, lost: set[str]) -> list[Loss]:
         for member, worker in facts.members
         if worker is not None and worker.finished and member.pod_uid not in lost
     ]
+
+
+def _is_at_rest(facts: Facts) -> bool:
+    """It trains and nothing is being recovered from, so that only news can change anything."""
+    status = facts.job.status
+    return status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
+
+
+def _is_in_doubt(worker: Worker) -> bool:
+    """It was not heard lately; of others the coordinator tells when they fall silent."""
+    return worker.agent is None or not worker.silent_seconds < SILENCE_TOLD_SECONDS < worker.timeout
 
 
 def _next_look(facts: Facts, testimony: Testimony, worker: Worker) -> float:

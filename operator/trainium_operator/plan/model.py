@@ -188,6 +188,10 @@ class GangApi(StrEnum):
     """Pod groups of Kueue; only for jobs that name a queue."""
 
 
+SILENCE_TOLD_SECONDS = 2.0
+"""Two heartbeats; the coordinator tells who has fallen silent, so a member heard more recently needs no look."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """The operator's own configuration, as far as plans depend on it."""

@@ -7,10 +7,10 @@ for agents to find it; a worker whose pod is being deleted, has ended or has los
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.kept import kept
 from trainium_operator.plan.model import NodeReadiness, PodPhase
 from trainium_operator.plan.silence import audible_since
 from trainium_operator.plan.written_off import written_off
@@ -47,7 +47,7 @@ class Worker:
         """The agent's newest heartbeat."""
         return self.agent.heartbeat if self.agent else None
 
-    @cached_property
+    @kept
     def node_gone(self) -> bool:
         """The pod is bound to a node that no longer exists, or that somebody who knows has declared dead."""
         return bool(self.pod.node) and (self.node is None or (bool(self.node.taints) and written_off(self.node)))
@@ -77,7 +77,7 @@ class Worker:
         """Its agent was never heard of, and not merely since the operator started a moment ago."""
         return self.agent is None and (self.silent or self.pod.phase is PodPhase.PENDING)
 
-    @cached_property
+    @kept
     def alive(self) -> bool:
         """It is, or may become, a working worker."""
         if self.pod.deleting or self.ended or self.node_gone:
@@ -93,7 +93,7 @@ class Worker:
         """Silence after which a worker outside the membership is given up although its node looks well."""
         return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
 
-    @cached_property
+    @kept
     def gave_up(self) -> bool:
         """Its agent does not restart its processes any more, and it is the one that failed.
 
@@ -102,7 +102,7 @@ class Worker:
         beat = self.heartbeat
         return beat is not None and beat.phase is WorkerPhase.FAILED and beat.verdict is not None
 
-    @cached_property
+    @kept
     def warm(self) -> bool:
         """It can join a generation right now."""
         beat = self.heartbeat
@@ -110,7 +110,7 @@ class Worker:
             return False
         return beat.phase in _JOINABLE or (beat.phase is WorkerPhase.STANDBY and beat.ready)
 
-    @cached_property
+    @kept
     def finished(self) -> bool:
         """All its ranks ended with code 0."""
         if self.heartbeat is not None and self.heartbeat.phase is WorkerPhase.FINISHED:

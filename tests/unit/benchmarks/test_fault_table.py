@@ -38,7 +38,7 @@ def test_blame_is_counted_among_the_runs_that_expect_one() -> None:
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    written = result(Outcome(0, 0.1, 0.2, 1, True, ("wrong",), "w-1"), wrong=("all",), seconds=3.5, asked=30)
+    written = result(Outcome(0, 0.1, 0.2, 1, True, ("wrong",), "w-1"), wrong=("all",), seconds=3.5, commits=("a",))
     written.save(tmp_path / "row.json")
     assert RowResult.load(tmp_path / "row.json") == written
 
@@ -50,6 +50,21 @@ def test_a_failing_row_stays_in_the_table_with_its_sentence(tmp_path: Path) -> N
     text = (tmp_path / "table.md").read_text()
     assert "0.50 / 0.70 / 0.70 | 1.50 / 2.50 / 2.50 | 3 | 1/2 | 7 | **FAILS** 1 of 2 |" in text
     assert "- 3 steps were lost" in text
+
+
+def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    for name in ("01-local", "05-kubelet"):
+        result(Outcome(0, 0.5, 1.5, 0, True)).save(tmp_path / f"{name}.json")
+    write_document(tmp_path, table)
+    before = [line for line in table.read_text().splitlines() if "0.50 / 0.50 / 0.50" in line]
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    for _ in range(2):
+        write_document(tmp_path, table)
+        after = [line for line in table.read_text().splitlines() if "0.50 / 0.50 / 0.50" in line]
+        assert after == [line.replace("| pass |", "| pass (older) |") for line in before]
+    assert len(before) == 2
 
 
 def test_a_row_without_a_result_says_so() -> None:

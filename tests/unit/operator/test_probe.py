@@ -14,6 +14,8 @@ from trainium_operator.coordinator.state import CoordinatorState
 
 PODS = ("a", "b")
 IPS = {"a": "10.0.0.1", "b": "10.0.0.2"}
+SILENCE = [("ns", "j", True)]
+"""What is told when members of the job fall silent."""
 PODS_OF = {ip: pod for pod, ip in IPS.items()}
 
 
@@ -120,8 +122,25 @@ def test_a_refusal_after_an_answer_is_evidence_and_the_plan_hears_of_it_at_once(
     world.look()
     assert world.refused("b")
     assert not world.refused("a")
-    assert world.told == [("ns", "j", True)]
+    assert world.told == [("ns", "j", True)] * 2, "of the silence, and of the refusal"
     assert world.look() == [], "once is enough"
+
+
+def test_the_plan_hears_once_of_each_silence(world: World) -> None:
+    world.look()
+    world.now += 1.9
+    world.look()
+    assert world.told == []
+    world.now += 0.1
+    world.look()
+    world.look()
+    assert world.told == [("ns", "j", True)], "once for all who fell silent"
+    world.beat("a", "b")
+    world.look()
+    world.now += 2
+    world.beat("a")
+    world.look()
+    assert world.told == [("ns", "j", True)] * 2
 
 
 @pytest.mark.parametrize("answer", ["drop", TimeoutError(), OSError(113, "No route to host")])
@@ -131,7 +150,7 @@ def test_what_is_no_refusal_says_nothing(world: World, answer: object) -> None:
     world.now += 30
     world.look()
     assert not world.refused("b")
-    assert not world.told
+    assert world.told == SILENCE
 
 
 def test_a_port_that_never_answered_may_be_behind_a_firewall(world: World) -> None:
@@ -140,7 +159,7 @@ def test_a_port_that_never_answered_may_be_behind_a_firewall(world: World) -> No
     world.now += 60
     world.look()
     assert not world.refused("a")
-    assert not world.told
+    assert world.told == SILENCE
 
 
 def test_an_agent_that_is_heard_again_takes_the_evidence_back(world: World) -> None:

@@ -15,6 +15,7 @@ from plan_world import STEPS_PER_SECOND, Pod
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.plan import names
 from trainium_operator.plan.model import (
+    SILENCE_TOLD_SECONDS,
     Action,
     ApplyObject,
     CreatePod,
@@ -46,6 +47,8 @@ class FakeCluster(FaultyWorld):
         self.fleet = FleetView()
         self.requeue_at: float | None = None
         self.dirty = True
+        self.seen: Any = None
+        """What the operator's watches and the agents showed at the end of the last tick."""
         self.names_used: set[str] = set()
         self.first_nodes = tuple(self.nodes)
         self.published_members: dict[int, dict[str, int]] = {}
@@ -59,7 +62,7 @@ class FakeCluster(FaultyWorld):
         copy.__dict__.update(self.__dict__)
         copy.nodes = {name: replace(node) for name, node in self.nodes.items()}
         copy.pods = {name: _copied(pod) for name, pod in self.pods.items()}
-        copy.heard, copy.children = dict(self.heard), dict(self.children)
+        copy.heard, copy.children, copy.stepped = dict(self.heard), dict(self.children), dict(self.stepped)
         copy.names_used, copy.published_members = set(self.names_used), dict(self.published_members)
         return copy
 
@@ -126,7 +129,7 @@ class FakeCluster(FaultyWorld):
     def crash_operator(self, seconds: float = 1.0) -> None:
         self.operator_down_until = self.now + seconds
         self.operator_since = self.now + seconds
-        self.heard = {}
+        self.heard, self.stepped = {}, {}
         self.published = None
         self.requeue_at = None
         self.dirty = True
@@ -191,16 +194,20 @@ class FakeCluster(FaultyWorld):
         end = self.now + seconds
         while self.now < end:
             self.now += tick
-            before = self._visible()
             self._schedule()
             self._kubelets()
             self._agents()
             self._train(int(STEPS_PER_SECOND * tick))
             self._talk()
+            if self.progressed:
+                by = self.now + SETTINGS.status_interval_seconds
+                self.requeue_at = by if self.requeue_at is None else min(by, self.requeue_at)
+                self.progressed = False
             due = self.requeue_at is not None and self.now >= self.requeue_at
-            if self.operator_up and (self.dirty or due or self._visible() != before):
+            if self.operator_up and (self.dirty or due or self._visible() != self.seen):
                 self.dirty = False
                 self.settle()
+            self.seen = self._visible()
             self.check()
 
     def check(self) -> None:
@@ -222,10 +229,13 @@ class FakeCluster(FaultyWorld):
             for uid, view in self.heard.items()
             if view.heartbeat
         }
+        silent = {uid for uid, view in self.heard.items() if self.now - view.heard >= SILENCE_TOLD_SECONDS}
         return (
             {name: each.view for name, each in self.pods.items()},
             {name: self._node_view(each) for name, each in self.nodes.items()},
             beats,
+            silent,
+            dict(self.stepped),
             self.spec,
         )
 

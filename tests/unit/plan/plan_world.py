@@ -87,6 +87,10 @@ class FakeWorld:
         self.membership: Membership | None = None
         self.published: Membership | None = None
         self.heard: dict[str, AgentView] = {}
+        self.stepped: dict[str, tuple[int, int]] = {}
+        """Generation and attempt of the last heartbeat with a higher step, by pod uid."""
+        self.progressed = False
+        """A heartbeat brought nothing but progress since the last plan."""
         self.operator_down_until = 0.0
         self.best_step = 0
         self.committed = 0
@@ -267,6 +271,9 @@ class FakeWorld:
             stepped = bool(
                 old and old.heartbeat and old.heartbeat.progress and agent.step > old.heartbeat.progress.step
             )
+            if stepped:
+                self.progressed = True
+                self.stepped[uid] = (agent.generation, agent.attempt)
             self.heard[uid] = AgentView(
                 registration=agent.registration,
                 heard=self.now,

@@ -61,6 +61,9 @@ class _Relative:
             tuple(self.pod(pod) for pod in self.ordered),
             tuple(sorted(map(self.node, cluster.nodes.values()))),
             tuple(sorted((str(self.uids.get(uid)), self.heard(view)) for uid, view in cluster.heard.items())),
+            tuple(
+                sorted((str(self.uids.get(uid)), at[0] - self.generation, at[1]) for uid, at in cluster.stepped.items())
+            ),
         )
 
     def age(self, at: float | None, cap: float = _LONGEST_SECONDS) -> float | None:
