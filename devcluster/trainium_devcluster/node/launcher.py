@@ -238,7 +238,8 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
     if "/" in command:
         os.execve(command, argv, env)  # noqa: S606 - the pod's command, as it is
     for folder in env.get("PATH", os.defpath).split(os.pathsep):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        # A folder that this user may not enter is passed over like one without the command, as runtimes do.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             os.execve(os.path.join(folder, command), argv, env)  # noqa: S606 - see above
     raise FileNotFoundError(2, "executable file not found in $PATH", command)
 
