@@ -2,7 +2,8 @@
 
 Several gloo ranks train the same small model. Four managers over the same state take turns in short blocks, so that
 whatever else the machine does hits all of them alike: no saves at all; memory snapshots every step; these plus
-back-to-back durable saves; the same with a store that is throttled so that a save lasts for many steps.
+back-to-back durable saves; the same with a store that is throttled so that a save lasts for many steps. All this with
+a step of some 50 ms, and with a longer one for the same state.
 Prints a table on stderr and JSON on stdout:
 
     python benchmarks/checkpoint_stall.py [--ranks 2] [--width 512] [--rounds 6] [--steps 12] [--mebibytes-per-second 8]
@@ -77,12 +78,12 @@ class Place:
 class Training:
     """Six square layers, AdamW moments as flat buffers beside the weights, gradients summed over the ranks."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, samples: int) -> None:
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
         self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
-        self.data = torch.randn(256, width)
+        self.data = torch.randn(samples, width)
         self.step(0.0)
 
     def step(self, vote: float) -> float:
@@ -151,7 +152,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
     torch.set_num_threads(1)
     warm()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
-    training = Training(options.width)
+    training = Training(options.width, options.samples)
     size = sum(t.numel() * t.element_size() for t in training.local_tensors().values())
     rate = options.mebibytes_per_second * 2**20
     all_managers = managers(training, Place(rank, options.ranks), Path(folder), rate)
@@ -187,7 +188,12 @@ def summary(
     size: int, times: dict[str, list[tuple[float, float, bool]]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures, milliseconds."""
-    report: dict[str, Any] = {"ranks": options.ranks, "stateMiB": round(size / 2**20, 1), "modes": {}}
+    report: dict[str, Any] = {
+        "ranks": options.ranks,
+        "samples": options.samples,
+        "stateMiB": round(size / 2**20, 1),
+        "modes": {},
+    }
     for mode, rows in times.items():
         all_steps = [row[0] * 1e3 for row in rows]
         saves = [row[1] * 1e3 for row in rows if row[2]]
@@ -219,16 +225,8 @@ def summary(
     return report
 
 
-def main() -> None:
-    """Run the ranks and print what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--mebibytes-per-second", type=float, default=8.0)
-    options = parser.parse_args()
+def compared(options: argparse.Namespace) -> dict[str, Any]:
+    """All modes at one length of a step."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory(prefix="checkpoint-stall-") as folder:
@@ -244,6 +242,25 @@ def main() -> None:
     report = summary(size, times, options)
     for mode, entry in report["modes"].items():
         print(f"{mode:28} {entry['medianStepMs']:8.1f} ms/step  p90 {entry['p90StepMs']:8.1f}", file=sys.stderr)
+    return report
+
+
+def main() -> None:
+    """Run the ranks and print what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=256, help="of a step: more make it longer, the state stays")
+    parser.add_argument("--long-samples", type=int, default=6144, help="of a second comparison; 0: none")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--mebibytes-per-second", type=float, default=8.0)
+    options = parser.parse_args()
+    report = compared(options)
+    if options.long_samples:
+        options.samples, options.rounds, options.steps = options.long_samples, options.rounds * 2 // 3, 4
+        report["long"] = compared(options)
     text = json.dumps(report, indent=2)
     if options.json:
         options.json.write_text(text + "\n")

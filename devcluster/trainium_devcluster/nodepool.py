@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from trainium_devcluster.controlplane import Ports
     from trainium_devcluster.state import ClusterPaths
 
+_HOLD_TRIES = 50
+_HOLD_SECONDS = 0.02
+"""Between two tries to hold the ports of a node that was killed: its pods' last processes may still be ending."""
 logger = logging.getLogger(__name__)
 
 
@@ -82,6 +85,11 @@ class NodePool:
         self._kill(node)
         await node.child.ended.wait()
         node.silence = node.silence or Silence(ports)
+        for _ in range(_HOLD_TRIES):
+            if not node.silence.missing:
+                break
+            await asyncio.sleep(_HOLD_SECONDS)
+            node.silence.try_again()
 
     async def stop(self, name: str, seconds: float) -> None:
         """Shut down politely for up to `seconds`, then by force."""

@@ -34,8 +34,12 @@ class Silence:
 
     def __init__(self, addresses: Iterable[Address]) -> None:
         self._sockets: list[socket.socket] = []
-        for address in addresses:
-            self._hold(address)
+        self.missing = [address for address in addresses if not self._hold(address)]
+        """Those that could not be held: who listened there may not be quite gone."""
+
+    def try_again(self) -> None:
+        """Hold what is missing, where that is possible by now."""
+        self.missing = [address for address in self.missing if not self._hold(address)]
 
     def end(self) -> None:
         """Let go of the ports."""
@@ -43,21 +47,23 @@ class Silence:
             one.close()
         self._sockets = []
 
-    def _hold(self, address: Address) -> None:
+    def _hold(self, address: Address) -> bool:
         listener = socket.socket()
-        self._sockets.append(listener)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(0)
         except OSError:
-            return
+            listener.close()
+            return False
+        self._sockets.append(listener)
         for _ in range(_KNOCKS):
             knock = socket.socket()
             knock.setblocking(False)
             self._sockets.append(knock)
             with contextlib.suppress(OSError):
                 knock.connect(address)
+        return True
 
 
 def listening(variable: str, value: str) -> list[Address]:

@@ -43,5 +43,17 @@ def test_ports_of_a_killed_process_time_out_while_they_are_silenced_and_refuse_a
 def test_a_port_that_cannot_be_held_is_left_alone() -> None:
     with socket.create_server(("127.77.66.56", 0)) as server:
         silence = Silence([server.getsockname()])
+        assert silence.missing == [server.getsockname()]
         socket.create_connection(server.getsockname(), timeout=1).close()
         silence.end()
+
+
+def test_a_port_that_is_let_go_a_moment_later_is_held_then() -> None:
+    with socket.create_server(("127.77.66.57", 0)) as server:
+        address = server.getsockname()
+        silence = Silence([address])
+    silence.try_again()
+    assert silence.missing == []
+    with pytest.raises(TimeoutError):
+        socket.create_connection(address, timeout=0.3)
+    silence.end()
