@@ -1,7 +1,7 @@
 """docs/benchmarks.md from the JSON files of the benchmarks and the measured figures of peers: one command, no hand.
 
-`python benchmarks/report.py [--out FILE] [JSON ...]`, by default out/bench/*.json. Figures that were not measured are
-left out; every table says when and on what its own were taken.
+`python benchmarks/report.py [--out FILE] [JSON ...]`, by default out/bench/*.json. A benchmark that was not run again
+keeps its part of the page; the tables of the operator say when and on what they were made.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetlab.figures import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -34,28 +37,19 @@ def main() -> int:
     if not found:
         print("There are no figures; run `make bench` first.", file=sys.stderr)
         return 1
-    options.out.write_text(page(found))
+    former = options.out.read_text() if options.out.exists() else ""
+    options.out.write_text(page(found, former))
     return 0
 
 
-def page(found: dict[str, Json]) -> str:
-    """The whole page."""
+def page(found: dict[str, Json], former: str = "") -> str:
+    """The whole page; what was not measured again keeps its part of the former one."""
     peers = json.loads((FOLDER / "peers.json").read_text())
-    parts = [_head(peers)]
-    parts += [_figures(TITLES[name], found[name], peers) for name in TITLES if name in found]
-    if "recovery" in found:
-        parts.append(_recovery(found["recovery"]))
-    if "control_plane" in found:
-        parts.append(_control_plane(found["control_plane"]))
-    if "checkpoint_stall" in found:
-        parts.append(_checkpoints(found["checkpoint_stall"]))
-    if "checkpoint_bandwidth" in found:
-        parts.append(_bandwidth(found["checkpoint_bandwidth"]))
-    if "training_speed" in found:
-        parts.append(_training_speed(found["training_speed"]))
-    if "loader" in found:
-        parts.append(_loader(found["loader"]))
-    return "\n".join(parts).rstrip() + "\n"
+    fresh = {TITLES[name]: _figures(TITLES[name], found[name], peers) for name in TITLES if name in found}
+    fresh |= {title: write(found[name]) for title, (name, write) in PARTS.items() if name in found}
+    parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in former.split("\n## ")[1:]} | fresh
+    known = [title for title in (*TITLES.values(), *PARTS) if title in parts]
+    return "\n".join([_head(peers), *(parts[title] for title in known)]).rstrip() + "\n"
 
 
 def _head(peers: Json) -> str:
@@ -234,6 +228,17 @@ def _loader(report: Json) -> str:
         spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
         lines.append(f"| {title} | {statistics.median(speeds):,.0f} | {spread} | {row['ratio']:.1f} x{missed} |")
     return "\n".join(lines) + "\n"
+
+
+PARTS: dict[str, tuple[str, Callable[[Json], str]]] = {
+    "Real training processes": ("recovery", _recovery),
+    "The development cluster": ("control_plane", _control_plane),
+    "Checkpoints beside training": ("checkpoint_stall", _checkpoints),
+    "Bandwidth of checkpoints": ("checkpoint_bandwidth", _bandwidth),
+    "Training speed": ("training_speed", _training_speed),
+    "Data": ("loader", _loader),
+}
+"""Heading of a part -> the benchmark and what writes it, in the order of the page."""
 
 
 if __name__ == "__main__":

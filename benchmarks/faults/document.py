@@ -91,11 +91,13 @@ def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str) -> Iterato
 
 
 def _older_line(row: Row, former: str) -> str:
-    """The line of an earlier table; what has no seed was not run then either."""
+    """The line of an earlier table, with what it found or why it was not run."""
     for line in former.splitlines():
-        cells = line.strip("| ").split(" | ")
-        if cells[0] == row.name and len(cells) == _CELLS and cells[_CELLS - 2].isdigit():
-            return line if line.endswith(f"{_OLDER} |") else f"{line[:-2]}{_OLDER} |"
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] != row.name or len(cells) != _CELLS or cells[-1] == "not run yet":
+            continue
+        found = cells[-2].isdigit() and not cells[-1].endswith(_OLDER)
+        return f"{line[:-2]}{_OLDER} |" if found else line
     return table_line(row, None)
 
 

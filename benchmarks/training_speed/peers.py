@@ -38,7 +38,7 @@ def state_of_peers(python: str, device: str) -> dict[str, dict[str, str]]:
         absent = [name for name in needed if name not in versions]
         states[peer] = {name: versions[name] for name in needed if name in versions}
         if absent:
-            states[peer]["missing"] = f"{' and '.join(absent)} not installed for {python}"
+            states[peer]["missing"] = f"{' and '.join(absent)} not installed beside the peers"
     if "missing" not in states[TORCHTITAN]:
         states[TORCHTITAN]["unable"] = _why_not_torchtitan(python, device)
     return states
