@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CALL = """
-import json, os, ssl, sys, time, urllib.error, urllib.request
+import json, os, random, socket, ssl, sys, time, urllib.error, urllib.request
+addresses_of = socket.getaddrinfo
+def in_any_order(*arguments, **options):
+    found = addresses_of(*arguments, **options)
+    return random.sample(found, len(found))
+socket.getaddrinfo = in_any_order  # the name may have the addresses of all replicas, of which urllib takes the first
 path, change = sys.argv[1], json.loads(sys.argv[2])
 own = os.environ.get("TRAINIUM_TOKEN_PATH", "/var/run/secrets/trainium.dev/token")
 token = sys.argv[3] if len(sys.argv) > 3 else open(own).read()
@@ -31,7 +36,7 @@ def call():
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 deadline = time.monotonic() + 30
-# The Service leads to any replica, and one that does not lead says so: try again with a new connection, as agents do.
+# The name leads to any replica, and one that does not lead says so: try again with a new connection, as agents do.
 while (answer := call())[0] == 503 and time.monotonic() < deadline:
     time.sleep(0.05)
 print(json.dumps(answer))
