@@ -22,7 +22,7 @@ class Loss:
     """None when its pod is gone."""
     cause: Cause
     failed_at: float
-    """Unix seconds, as well as it is known; for a silent worker an upper bound of its life: when it was last heard."""
+    """Unix seconds, as well as it is known; for a silent worker when it was last heard, see `silence.failed_since`."""
     message: str
     force: bool = False
     """Its node cannot confirm a deletion."""

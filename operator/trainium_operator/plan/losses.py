@@ -128,10 +128,11 @@ def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) 
         return None
     # Whoever refuses a connection has power: the agent is gone, its machine is not.
     host_answers = worker.refuses and not worker.node_bad
-    known = "when it was last heard" if worker.agent is not None else "the last step before this operator took over"
+    heard = "the time of the failure is when it was last heard"
+    since = heard if worker.agent is not None else "this operator never heard it"
     message = (
         f"no word from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
-        f"{evidence}; the time of the failure is {known}"
+        f"{evidence}; {since}"
     )
     return Loss(
         member=member,
