@@ -23,6 +23,7 @@ demo: binaries  ## A Llama model trained through faults on a real control plane 
 	@$(BIN)/python -m trainium_devcluster.demo $(ARGS)
 
 test: binaries  ## All tests, on a development cluster of their own
+	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)

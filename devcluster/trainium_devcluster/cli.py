@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainium_devcluster.api import ApiError
-from trainium_devcluster.binaries import ensure_binaries
+from trainium_devcluster.binaries import FLEET_PROGRAMS, ensure_binaries
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
 from trainium_devcluster.errors import ClusterError
@@ -157,8 +157,12 @@ def run(
 
 
 @app.command()
-def binaries() -> None:
+def binaries(
+    fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which plays fleets of fake nodes.")] = False,
+) -> None:
     """Fetch or build all programs into the cache, and print the folder."""
+    if fleet:
+        ensure_binaries(programs=FLEET_PROGRAMS)
     sys.stdout.write(f"{ensure_binaries().folder}\n")
 
 

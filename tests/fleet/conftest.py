@@ -1,4 +1,4 @@
-"""A small fleet for the tests of this folder; they are skipped where kwok has not been built yet."""
+"""A small fleet for the tests of this folder; they are skipped where kwok could not be built."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ NODES = 8
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     if not is_cached(FLEET_PROGRAMS):
-        pytest.skip("kwok is not built yet; `trainium-devcluster up --fleet 1` builds it once, in a minute or two")
+        pytest.skip("kwok is not built; `trainium-devcluster binaries --fleet` builds it once, in a minute or two")
     with Cluster.start(fleet=NODES, apiserver_args=("--disable-admission-plugins=TaintNodesByCondition",)) as cluster:
         yield cluster
