@@ -3,7 +3,7 @@
 A member on a node that is bad hands its rank over while it still answers: a spare takes it, else a pod made for it, and
 until that one is warm the member trains on; only where a device is broken for good nothing is waited for. A node that
 is merely not ready while its agent trains is left alone. Spares and newcomers on bad nodes are replaced, and new pods
-keep away from them.
+keep away from them, and from a node that has just gone dark for as long as Kubernetes may still take it for ready.
 Invariants: derived anew from what is there; while the fleet is frozen (`FleetView.frozen`) no problem counts for more
 than a preference; a worker that is certainly lost comes before one that could be handed over.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.exit_codes import Cause
 from trainium_contract.job import ConditionType
 from trainium_contract.messages import WorkerPhase
 from trainium_operator.plan.generation import is_settled
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 MOST_FORBIDDEN = 128
 """Nodes that a pod's affinity names at most: a longer list would make each pod large for little."""
 _SHOWN = 3
+_DARK_SECONDS = 300.0
+"""For how long new pods keep away from a node that went dark; by then Kubernetes has marked it and its scheduler keeps
+away by itself (after --node-monitor-grace-period of kube-controller-manager: 50 s unless it was raised)."""
 
 
 def unhealthy(facts: Facts, testimony: Testimony, member: Member, worker: Worker) -> Loss | None:
@@ -75,20 +79,36 @@ def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
 
 def forbidden_nodes(facts: Facts) -> tuple[str, ...]:
     """Host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
-    observed = facts.observed
     bad = {
         worker.pod.node
         for worker in facts.workers.values()
         if (problem := facts.troubles.get(worker.pod.uid)) is not None and problem.severity >= Severity.DRAIN
     }
     names = [*sorted(bad), *sorted(quarantined_nodes(facts) - bad)][:MOST_FORBIDDEN]
-    known = observed.nodes
-    return tuple(known[name].labels.get(LABEL_HOST, name) if name in known else name for name in names)
+    return _host_names(facts, names)
+
+
+def dark_nodes(facts: Facts, draft: Draft) -> tuple[str, ...]:
+    """Host names of nodes that went dark a moment ago, also by this very plan.
+
+    A preference is not enough for these: a scheduler that favours near neighbours may put a new pod back on the node
+    that was just lost. Pods which find no other node are not held up: `released_nodes` has these nodes at once.
+    """
+    if facts.observed.fleet.frozen:
+        return ()
+    since = facts.now - _DARK_SECONDS
+    failures = draft.status.failures
+    names = {record.node for record in failures if record.cause is Cause.NODE_LOST and record.at > since}
+    return _host_names(facts, sorted(names - {""})[:MOST_FORBIDDEN])
 
 
 def released_nodes(facts: Facts) -> frozenset[str]:
-    """Host names of nodes that pods which wait for a node keep away from, and need not any longer."""
-    waiting = [worker.pod for worker in facts.outsiders if worker.pod.kept_from and not worker.pod.node]
+    """Host names of nodes that pods which find no node keep away from, and need not any longer.
+
+    Among them those that are merely dark: such a pod has nowhere else to go, and is made anew without that demand.
+    """
+    pods = (worker.pod for worker in facts.outsiders)
+    waiting = [pod for pod in pods if pod.kept_from and pod.unschedulable_message and not pod.node]
     if not waiting:
         return frozenset()
     forbidden = forbidden_nodes(facts)
@@ -118,6 +138,11 @@ def note_nodes(facts: Facts, draft: Draft) -> None:
     reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODE_UNHEALTHY
     message = f"{told}{more}. {frozen}" if frozen else told + more
     draft.condition(ConditionType.NODES_HEALTHY, False, reason, message)
+
+
+def _host_names(facts: Facts, names: list[str]) -> tuple[str, ...]:
+    known = facts.observed.nodes
+    return tuple(known[name].labels.get(LABEL_HOST, name) if name in known else name for name in names)
 
 
 def _told(node: str, problem: NodeProblem) -> str:

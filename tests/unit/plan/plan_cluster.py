@@ -13,6 +13,7 @@ from plan_faults import FaultyWorld
 from plan_world import STEPS_PER_SECOND, Pod
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
 from trainium_operator.plan import names
 from trainium_operator.plan.model import (
     SILENCE_TOLD_SECONDS,
@@ -176,6 +177,7 @@ class FakeCluster(FaultyWorld):
             created=self.now,
             template_hash=manifest["metadata"]["annotations"]["trainium.dev/template-hash"],
             gang=manifest["metadata"]["annotations"].get("trainium.dev/gang", ""),
+            kept_from=frozenset(manifest["metadata"]["annotations"].get(ANNOTATION_KEPT_FROM, "").split(",")) - {""},
         )
         self.pods[name] = Pod(view, manifest, self.now)
 

@@ -87,6 +87,8 @@ class FakeWorld:
         self.membership: Membership | None = None
         self.published: Membership | None = None
         self.heard: dict[str, AgentView] = {}
+        self.scorns_preferences = False
+        """Whether its scheduler puts pods on avoided nodes first, as one may for the sake of their neighbourhood."""
         self.stepped: dict[str, tuple[int, int]] = {}
         """Generation and attempt of the last heartbeat with a higher step, by pod uid."""
         self.progressed = False
@@ -119,9 +121,10 @@ class FakeWorld:
         for each in self.pods.values():
             if each.view.node:
                 continue
-            free = [name for name, node in self.nodes.items() if name not in taken and self._takes_pods(node)]
+            shut = taken | each.view.kept_from
+            free = [name for name, node in self.nodes.items() if name not in shut and self._takes_pods(node)]
             avoided = set(self.status.avoided_nodes)
-            free.sort(key=lambda name: (name in avoided, name))
+            free.sort(key=lambda name: ((name in avoided) is not self.scorns_preferences, name))
             if not free:
                 each.view = replace(each.view, unschedulable_message="0 nodes are available")
                 continue

@@ -87,6 +87,28 @@ def test_a_lost_node_with_a_spare_is_answered_within_seconds_and_not_at_its_not_
     assert len(cluster.status.history) == 1
 
 
+def test_a_new_spare_does_not_go_to_the_node_that_was_just_lost_whatever_the_scheduler_prefers() -> None:
+    cluster = started()
+    cluster.scorns_preferences = True
+    node = cluster.members()[1].view.node
+    cluster.lose_node(node)
+    cluster.run(25)  # for 40 s the node still looks ready to the scheduler
+    assert all(each.view.node != node for each in cluster.pods.values())
+    assert cluster.status.spares == 1
+
+
+def test_a_new_pod_goes_to_the_node_that_was_just_lost_when_there_is_no_other() -> None:
+    cluster = started(nodes=4, spares=0)
+    node = cluster.members()[1].view.node
+    cluster.lose_node(node)
+    cluster.run(15)
+    assert [each.view.node for each in cluster.pods.values()].count(node) == 1
+    cluster.restore_node(node)
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    assert len(cluster.names_used) == 6, "the pod that found no node was made anew, once"
+
+
 def test_without_a_spare_the_survivors_wait_for_a_new_pod() -> None:
     cluster = started(spares=0)
     cluster.kill_pod(names_of(cluster)[0])
