@@ -1,7 +1,8 @@
 """The coordinator with 1,000 agents: heartbeats at 1 Hz, a membership change to all of them, and the standby replica.
 
 Two operator processes with the chart's rights on a real control plane; fake nodes; agents that speak the real protocol
-over real TLS with tokens that the API server made. Latency is measured where the agents are.
+over real TLS with tokens that the API server made. Latency is measured where the agents are, and divided by that of the
+same agents at a server that answers and does nothing else, in the same run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleetlab.bare import BareServer
 from fleetlab.control import AgentsProcess
 from fleetlab.figures import Report
 from fleetlab.job import NAME, training_job
@@ -57,13 +59,14 @@ class CoordinatorRun:
             await agents.ask("state")
             await self._kube.request("POST", JOBS, training_job(self._count, spares=1))
             await watch.until_running(self._count + 1, PATIENCE)
+            floor = await self._bare(agents, seconds)
             began, cpu = time.monotonic(), leader.cpu_seconds()
             await agents.ask("go")
             await agents.ask("learned", generation=1, count=self._count, seconds=PATIENCE)
             self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - began)
             self._report.add("operator CPU for that", self._count, "s", leader.cpu_seconds() - cpu)
             await self._whole()
-            await self._serve(leader, agents, seconds)
+            await self._serve(leader, agents, seconds, floor)
             await self._change(agents, watch)
             await self._hand_over(agents, leader, crash=True)
             leader, standby = standby, await self._site.start(HOSTS[0], self._port)
@@ -74,7 +77,16 @@ class CoordinatorRun:
             await self._kube.delete(f"{JOBS}/{NAME}")
         await standby.stop()
 
-    async def _serve(self, leader: OperatorRun, agents: AgentsProcess, seconds: float) -> None:
+    async def _bare(self, agents: AgentsProcess, seconds: float) -> float:
+        """The floor: p99 of heartbeats (seconds) at a server that does nothing, while the operator is idle."""
+        async with BareServer() as server:
+            asked = {"count": self._count, "measure": seconds, "host": server.host, "port": server.port}
+            found = await agents.ask("bare", **asked, authority=server.authority, seconds=PATIENCE)
+        self._report.add("floor: heartbeat latency, median", self._count, "ms", found["p50"] * 1000)
+        self._report.add("floor: heartbeat latency, p99", self._count, "ms", found["p99"] * 1000)
+        return float(found["p99"])
+
+    async def _serve(self, leader: OperatorRun, agents: AgentsProcess, seconds: float, floor: float) -> None:
         """Heartbeats at rest."""
         await asyncio.sleep(5.0)
         await agents.ask("latency")
@@ -87,6 +99,7 @@ class CoordinatorRun:
         self._report.add("heartbeats a second", self._count, "count", found["count"] / took)
         self._report.add("heartbeat latency, median", self._count, "ms", found["p50"] * 1000)
         self._report.add("heartbeat latency, p99", self._count, "ms", found["p99"] * 1000, goal=20.0)
+        self._report.add("heartbeat latency, p99 over the floor", self._count, "x", found["p99"] / floor)
         self._report.add("operator processor use", self._count, "cores", cores, goal=0.5)
         self._report.add("operator memory, all agents connected", self._count, "MiB", leader.resident_mib())
 

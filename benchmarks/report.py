@@ -59,9 +59,9 @@ def _head(peers: Json) -> str:
 Written by `python benchmarks/report.py` from the files of `make bench`; do not edit.
 
 Seconds move with a machine and with what else it does; ratios do not, or much less. So what the machine decides is
-divided by the **floor** of the same run: the same pods, created by a plain client with 64 requests in flight (its
-restart: delete all, create all). Each figure is the median, with the lowest and the highest value; **missed** goals are
-marked.
+divided by the **floor** of the same run: the same pods, with the same preference for near nodes, created by a plain
+client with 64 requests in flight (its restart: fail all, delete all, create all). Each figure is the median, with the
+lowest and the highest value; **missed** goals are marked.
 
 Peers: {peers["source"]}, {peers["date"]}, {peers["machine"]}.
 Their ratios are to the floor of their own runs.

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Command = dict[str, Any]
 TOKENS_IN_FLIGHT = 16
+_WARM_SECONDS = 5.0
+_TOKEN_LENGTH = 1100
+"""Of a token that is bound to a pod and its node."""
 
 
 class Agents:
@@ -75,7 +78,9 @@ class Agents:
             case "served":
                 return await self._served(command)
             case "latency":
-                return self._latency()
+                return _latency(self._shared)
+            case "bare":
+                return await self._bare(command)
             case "state":
                 return self._state()
             case other:
@@ -160,17 +165,23 @@ class Agents:
         await self._until(lambda: len(served) >= int(command["count"]), command)
         return {"first": min(served.values()), "last": max(served.values())}
 
-    def _latency(self) -> Command:
-        """Heartbeat latencies since the last time that this was asked."""
-        taken = sorted(self._shared.latencies)
-        errors = dict(self._shared.errors)
-        self._shared.latencies.clear()
-        self._shared.errors.clear()
-        settle()  # a pause of this process's collector would count as the coordinator's
-        if not taken:
-            return {"count": 0, "errors": errors}
-        share = lambda part: taken[min(len(taken) - 1, int(part * len(taken)))]  # noqa: E731
-        return {"count": len(taken), "p50": share(0.5), "p99": share(0.99), "max": taken[-1], "errors": errors}
+    async def _bare(self, command: Command) -> Command:
+        """Heartbeat latencies of as many agents at a server that does nothing; they are gone afterwards."""
+        context = ssl.create_default_context(cadata=command["authority"])
+        endpoints = [Endpoint(command["host"], int(command["port"]), self._name, context)]
+        shared, told = Job(), self._changed.set
+        agents = [Agent(_nobody(each), shared, endpoints, on_change=told) for each in range(int(command["count"]))]
+        tasks = [asyncio.create_task(agent.run()) for agent in agents]
+        try:
+            await self._until(lambda: all(agent.registered for agent in agents), command)
+            await asyncio.sleep(_WARM_SECONDS)
+            _latency(shared)
+            await asyncio.sleep(float(command["measure"]))
+            return _latency(shared)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _state(self) -> Command:
         return {
@@ -194,6 +205,27 @@ class Agents:
                         await self._changed.wait()
                 # What waits is told soon, not after each of a thousand changes.
                 await asyncio.sleep(0.005)
+
+
+def _latency(shared: Job) -> Command:
+    """Heartbeat latencies since the last time that this was asked."""
+    taken = sorted(shared.latencies)
+    errors = dict(shared.errors)
+    shared.latencies.clear()
+    shared.errors.clear()
+    settle()  # a pause of this process's collector would count as the coordinator's
+    if not taken:
+        return {"count": 0, "errors": errors}
+    share = lambda part: taken[min(len(taken) - 1, int(part * len(taken)))]  # noqa: E731
+    return {"count": len(taken), "p50": share(0.5), "p99": share(0.99), "max": taken[-1], "errors": errors}
+
+
+def _nobody(number: int) -> Pod:
+    """An agent without a pod; what it sends is as long as what others send."""
+    name = f"fleet-w-{number}"
+    uid = f"00000000-0000-0000-0000-{number:012}"
+    ip, token = f"10.0.{number >> 8}.{number & 255}", "x" * _TOKEN_LENGTH
+    return Pod(namespace="default", job="fleet", name=name, uid=uid, ip=ip, node=f"node-{number}", token=token)
 
 
 def _tell_defect(task: asyncio.Task[None]) -> None:

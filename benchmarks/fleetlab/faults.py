@@ -6,8 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from fleetlab.floor import in_flight
-from trainium_devcluster.fleet import timestamp
+from fleetlab.floor import fail_pods
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -159,7 +158,7 @@ class FaultRound:
         floor = next(each.restarted for each in run.floors if each.restarted is not None)
         old = {pod.uid for pod in self._watch.pods.values()}
         began = time.monotonic()
-        await in_flight([lambda name=name: self._fail_raw(name) for name in list(self._watch.pods)])
+        await fail_pods(run.kube, list(self._watch.pods))
         failed = time.monotonic()
 
         def back() -> bool:
@@ -173,17 +172,6 @@ class FaultRound:
         await self._whole()
         for size in (run.larger, n, run.smaller, n):
             await self._resize(size)
-
-    async def _fail_raw(self, name: str) -> None:
-        ended = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
-        status = {
-            "phase": "Failed",
-            "containerStatuses": [
-                {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
-                | {"state": {"terminated": ended}}
-            ],
-        }
-        await self._run.kube.patch(f"/api/v1/namespaces/default/pods/{name}/status", {"status": status})
 
     async def _resize(self, size: int) -> None:
         n, run = self._nodes, self._run

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fleetlab.kube import PodWatch
+from trainium_devcluster.fleet import timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -26,7 +28,7 @@ class Floor:
     created: float
     running: float
     restarted: float | None
-    """Delete all, create all again, until all run; absent when that was not measured."""
+    """All fail; delete all, create all again, until all run; absent when that was not measured."""
 
 
 async def measure_floor(kube: Kube, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
@@ -39,6 +41,7 @@ async def measure_floor(kube: Kube, manifests: Sequence[Json], *, restart: bool,
         if restart:
             async with PodWatch(kube, f"{_LABEL}=second") as second:
                 again = time.monotonic()
+                await fail_pods(kube, [_of_wave(each, "first")["metadata"]["name"] for each in manifests])
                 await _delete(kube, manifests, "first")
                 await _create(kube, manifests, "second")
                 restarted = (await second.until_running(len(manifests), seconds))[1] - again
@@ -63,6 +66,14 @@ async def in_flight(calls: Iterable[Callable[[], Awaitable[object]]], limit: int
             group.create_task(work())
 
 
+async def fail_pods(kube: Kube, names: Iterable[str]) -> None:
+    """What kubelets write when the agents of these pods are killed."""
+    ended = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
+    worker = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
+    status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": ended}}]}
+    await in_flight(lambda name=name: kube.patch(f"{_PODS}/{name}/status", {"status": status}) for name in names)
+
+
 async def _create(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
     await in_flight(lambda each=each: kube.request("POST", _PODS, _of_wave(each, wave)) for each in manifests)
 
@@ -76,4 +87,14 @@ def _of_wave(manifest: Json, wave: str) -> Json:
     metadata = manifest["metadata"]
     kept = {key: value for key, value in metadata.items() if key != "ownerReferences"}
     # Other labels: the operator takes these pods for nobody's.
-    return {**manifest, "metadata": {**kept, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}}
+    metadata = {**kept, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}
+    return {**manifest, "metadata": metadata, "spec": _drawn_together(manifest["spec"], wave)}
+
+
+def _drawn_together(spec: Json, wave: str) -> Json:
+    """The spec with its preferences for near pods meaning those of this wave: the scheduler's work is the same then."""
+    affinity = copy.deepcopy(spec.get("affinity") or {})
+    for terms in (affinity.get("podAffinity") or {}).values():
+        for each in terms:
+            each.get("podAffinityTerm", each)["labelSelector"] = {"matchLabels": {_LABEL: wave}}
+    return {**spec, "affinity": affinity}

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.plan.model import JobView, PlanSettings
+from trainium_operator.plan.topology import with_affinity
 from trainium_operator.plan.worker_pod import pod_template
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Json = dict[str, Any]
 NAME = "fleet"
@@ -39,8 +40,8 @@ def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = (), name:
     }
 
 
-def worker_manifests(job: Json, count: int) -> list[Json]:
-    """The very pods that the operator makes, for the floor."""
+def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]:
+    """The very pods that the operator makes where nodes carry these labels of the network's layers, for the floor."""
     metadata = job["metadata"]
     view = JobView(
         namespace=metadata["namespace"],
@@ -52,12 +53,17 @@ def worker_manifests(job: Json, count: int) -> list[Json]:
         status=TrainingJobStatus(),
         created=0.0,
     )
-    settings = PlanSettings(image="trainium-trainer:bench", coordinator="trainium-operator-coordinator.system.svc:8443")
+    settings = PlanSettings(
+        image="trainium-trainer:bench",
+        coordinator="trainium-operator-coordinator.system.svc:8443",
+        topology_layers=frozenset(layers),
+    )
     body = pod_template(view, settings)
+    near = with_affinity(body["spec"], view, settings)
     pods = []
     for number in range(count):
         pod = f"{view.name}-w-{number}"
-        spec = {**body["spec"], "hostname": pod, "subdomain": view.name}
+        spec = {**near, "hostname": pod, "subdomain": view.name}
         metadata = {**body["metadata"], "name": pod, "namespace": view.namespace}
         pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
     return pods

@@ -1,0 +1,61 @@
+"""The bare server's process, as the benchmark steers it, with an authority of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+from fleetlab.control import FOLDER
+from fleetlab.operator_site import SERVER_NAME, free_port
+from trainium_operator.coordinator.certificates import renewed
+
+_START_SECONDS = 30.0
+
+
+class BareServer:
+    """It listens within its `async with` block."""
+
+    def __init__(self, host: str = "127.0.0.3") -> None:
+        self.host = host
+        self.port = free_port(host)
+        material = renewed(None, (SERVER_NAME,), time.time())
+        self.authority = material.ca_bundle.decode()
+        self._material = material
+        self._folder = tempfile.TemporaryDirectory(prefix="trainium-bench-")
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        folder = Path(self._folder.name)
+        certificate, key = folder / "tls.crt", folder / "tls.key"
+        certificate.write_bytes(self._material.server_cert)
+        key.touch(mode=0o600)
+        key.write_bytes(self._material.server_key)
+        options = {"host": self.host, "port": self.port, "certificate": str(certificate), "key": str(key)}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fleetlab.bare_server",
+            json.dumps(options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+        )
+        assert self._process.stdout is not None
+        async with asyncio.timeout(_START_SECONDS):
+            line = await self._process.stdout.readline()
+        if line.strip() != b"ready":
+            raise RuntimeError("the bare server did not start")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        self._folder.cleanup()
