@@ -42,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "half": {"half": True},
     "sharded": {"sharded": True},
     "recomputed": {"recompute": True},
+    "compiled": {"compiled": True},
 }
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -101,6 +102,7 @@ def main() -> int:
         half=False,
         sharded=False,
         recompute=False,
+        compiled=False,
     )
     report: dict[str, Any] = {
         "benchmark": "training_speed",

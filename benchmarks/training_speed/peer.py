@@ -70,6 +70,7 @@ def main() -> None:
         lr_scheduler_type="cosine",
         bf16=task["half"],
         gradient_checkpointing=task["recompute"],
+        torch_compile=task["compiled"],
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

@@ -48,6 +48,7 @@ class Task:
     half: bool
     sharded: bool
     recompute: bool
+    compiled: bool
 
     @property
     def tokens(self) -> int:
@@ -110,6 +111,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
         "precision": "BFloat16" if task.half else "Float32",
         "dataParallel": "FullySharded" if task.sharded else "Replicated",
         "recompute": "Full" if task.recompute else "None",
+        "torchCompile": "Layers" if task.compiled else "None",
         "device": "Cpu" if task.device == "cpu" else "Auto",
     }
     file = folder / "trainer.yaml"
@@ -146,6 +148,7 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
         "half": task.half,
         "sharded": task.sharded,
         "recompute": task.recompute,
+        "compiled": task.compiled,
         "model": {
             "vocab_size": model["vocabSize"],
             "hidden_size": model["hiddenSize"],
@@ -192,7 +195,9 @@ def _run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str,
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            given = os.environ | rank_environment(rank, ranks, port) | environment
+            # What Inductor makes is made anew in each run.
+            made = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+            given = os.environ | made | rank_environment(rank, ranks, port) | environment
             with (folder / f"rank-{rank}.log").open("w") as log:
                 processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
         return Ended(began, wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder))

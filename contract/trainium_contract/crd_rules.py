@@ -209,6 +209,11 @@ SPEC_RULES: tuple[Rule, ...] = (
         reason=Reason.REQUIRED,
     ),
     Rule(
+        f"{_ON_NXD} || self.trainer.torchCompile == 'None'",
+        "trainer.torchCompile must be None on trn1: its backend Nxd compiles whole steps by itself; leave it out",
+        ".trainer.torchCompile",
+    ),
+    Rule(
         """!has(self.trainer.model.numAttentionHeads) || self.parallelism.tensor < 1
         || self.trainer.model.numAttentionHeads % self.parallelism.tensor == 0""",
         "trainer.model.numAttentionHeads must be divisible by parallelism.tensor",

@@ -26,6 +26,7 @@ from trainium_contract.trainer_parallelism import (
     ParallelismConfig,
     Precision,
     Recompute,
+    TorchCompile,
 )
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -64,6 +65,8 @@ class TrainerSpec(ContractModel):
     """Number formats of computation and state. A checkpoint may be continued with another one."""
     recompute: Recompute = Recompute.NONE
     """What the backward pass computes again in order to save memory."""
+    torch_compile: TorchCompile = TorchCompile.NONE
+    """What is compiled to one program when it is first used; results then differ from uncompiled ones by rounding."""
     data_parallel: DataParallelMode = DataParallelMode.REPLICATED
     """Whether the data-parallel ranks hold all of the state or a shard of it."""
     non_finite_tolerance: Annotated[int, Field(ge=0, le=1000)] = 0

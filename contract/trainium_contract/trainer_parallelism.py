@@ -82,6 +82,16 @@ class Recompute(StrEnum):
     """Only the input of each layer is kept: least memory, about a third more computation."""
 
 
+class TorchCompile(StrEnum):
+    """What torch.compile makes one program of (backend Native)."""
+
+    NONE = "None"
+    """Nothing: operations run one by one, and the first step is as fast as the others."""
+    LAYERS = "Layers"
+    """Each layer, forward and backward: faster steps and less memory, a slower first step after every start. On Neuron
+    devices by the vendor's compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
+
+
 class PipelineSchedule(StrEnum):
     """Order of the micro-batches' forward and backward passes in a pipeline."""
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_contract.trainer_parallelism import TorchCompile
 from trainium_trainer.exits import TrainerError, UserError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _DIVIDED = (
     "trainium_trainer.models.parallel_plan",
 )
 _ACCELERATORS = ("nvidia[0-9]*", "neuron[0-9]*", "kfd")
+_COMPILED = ("torch._dynamo", "torch._inductor.compile_fx")
 _PIPELINE = ("trainium_trainer.backends.pipeline",)
 _SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded")
 
@@ -52,6 +54,8 @@ def warm(config_path: str | None = None) -> None:
         _import((*_DIVIDED, *_PIPELINE))
     if config is None or config.data_parallel.is_sharded:
         _import(_DIVIDED + _SHARDED)
+    if config is not None and config.torch_compile is not TorchCompile.NONE:
+        _import(_COMPILED)
     from trainium_trainer.checkpoint import manager  # noqa: PLC0415 - this function is the place for slow imports
 
     manager.warm()

@@ -96,6 +96,8 @@ BAD_AT_CREATION = {
     trainer: {batch: {globalSize: 1024}}}""": "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline",
     """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
     trainer: {batch: {globalSize: 1024}, data: {maskDocuments: true}}}""": "maskDocuments cannot be had on trn1",
+    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
+    trainer: {batch: {globalSize: 1024}, torchCompile: Layers}}""": "torchCompile must be None on trn1",
     "trainer: {model: {numAttentionHeads: 6, numKeyValueHeads: 4}}": "must be divisible by numKeyValueHeads",
     "trainer: {model: {numAttentionHeads: 6, hiddenSize: 64}}": "hiddenSize must be divisible by numAttentionHeads",
     "{trainer: {model: {numKeyValueHeads: 6}}, parallelism: {tensor: 4}}": (

@@ -68,9 +68,11 @@ def find_backend(settings: Settings, *, devices: Path = Path("/dev")) -> Backend
     if choice is BackendChoice.NXD:
         _check_for_nxd(settings, devices)
     else:
-        from trainium_trainer.backends.device import pick_device  # noqa: PLC0415 - imports torch
+        from trainium_trainer.backends.compiled import check_compiler  # noqa: PLC0415 - imports torch
+        from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
 
-        pick_device(settings.launch.local_rank, settings.config.device)
+        device = pick_device(settings.launch.local_rank, settings.config.device)
+        check_compiler(settings.config.torch_compile, device.type)
         if settings.config.parallelism.pipeline > 1:
             from trainium_trainer.backends.pipeline import check_torch  # noqa: PLC0415 - slow to import
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import BackendChoice, DataParallelMode, DeviceChoice
+from trainium_contract.trainer_parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ def check_nxd(config: TrainingConfig, dp_size: int) -> None:
         )
     if config.data.mask_documents:
         raise UserError("data.maskDocuments cannot be had with the Nxd backend: leave it out, or set backend to Native")
+    if config.torch_compile is not TorchCompile.NONE:
+        raise UserError(
+            f"torchCompile is {config.torch_compile}, but backend Nxd compiles whole steps by itself: leave "
+            "torchCompile out, or set backend to Native"
+        )
     if config.device in (DeviceChoice.CPU, DeviceChoice.CUDA) and config.backend is BackendChoice.NXD:
         raise UserError(
             f"device is {config.device}, but backend Nxd computes on NeuronCores only: leave device out, or set "

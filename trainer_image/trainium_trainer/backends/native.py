@@ -18,6 +18,7 @@ from torch import distributed as dist
 from trainium_contract.trainer_parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.adamw import Rounding, adamw
 from trainium_trainer.backends.base import StepOutcome, StepTotals
+from trainium_trainer.backends.compiled import compile_layers
 from trainium_trainer.backends.device import join_process_group, pick_device, use_device
 from trainium_trainer.backends.mesh import make_mesh
 from trainium_trainer.backends.recompute import apply_recompute
@@ -79,6 +80,7 @@ class NativeBackend:
                 apply_tensor_parallel(model, mesh["tp"], sequence=parallelism.sequence)
         for model in self._models:
             apply_recompute(model, self._config.recompute)
+            compile_layers(model, self._config.torch_compile, self._device.type)
         self._store: Store
         if self.mesh.dp_mode.is_sharded:
             from trainium_trainer.backends.sharded import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP

@@ -16,7 +16,9 @@ from trainium_trainer.models.llama import Linear
 from trainium_trainer.models.stages import present_layers
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
 
     from trainium_trainer.models.llama import Llama
 
@@ -43,7 +45,17 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if mode is Recompute.SELECTIVE:
             options["context_fn"] = functools.partial(_contexts, _count_products(layer))
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)  # type: ignore[method-assign]
+        layer.forward = _recomputed(layer.forward, options)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    """A function of ours rather than a partial one of torch's, which torch.compile would pass over."""
+
+    def run(*inputs: Any) -> Tensor:
+        out: Tensor = checkpoint(forward, *inputs, **options)
+        return out
+
+    return run
 
 
 def _count_products(layer: nn.Module) -> int:

@@ -45,6 +45,7 @@ def graphs_of(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs
         "device": config.device,
         "precision": config.precision,
         "recompute": config.recompute,
+        "torchCompile": config.torch_compile,
         "dataParallel": config.data_parallel,
         "parallelism": config.parallelism.to_wire(),
         "sequenceLength": config.data.sequence_length,
