@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             began = time.perf_counter()
             own_work(control, rank, pulse)
             with pulse.peers:
-                if taken(control, "hide", rank) is not None:
+                if hides(control, rank, step):
                     time.sleep(3600)
                 dist.all_reduce(torch.ones(1))
             step += 1
@@ -82,6 +82,15 @@ def own_work(control: Path, rank: int, pulse: Pulse) -> None:
     if (seconds := taken(control, "save", rank)) is not None:
         with pulse.saving:
             time.sleep(seconds)
+
+
+def hides(control: Path, rank: int, step: int) -> bool:
+    """Whether this rank is to stand still before this step, which the command names."""
+    command = control / f"hide-{rank}"
+    if not command.exists() or step < int(command.read_text()):
+        return False
+    command.unlink()
+    return True
 
 
 def taken(control: Path, what: str, rank: int) -> float | None:

@@ -8,6 +8,7 @@ import signal
 
 from agent_world import World, alive
 
+STEPS_AHEAD = 60
 LIMITS = {
     "stepFloorSeconds": 1.5,
     "stepFactor": 2,
@@ -28,6 +29,13 @@ async def train(world: World, *names: str, processes: int = 1, **limits: float) 
 
 def stand(world: World, how: str, rank: int, seconds: str = "") -> None:
     world.command(f"{how}-{rank}", seconds)
+
+
+def hide(world: World, ranks: int) -> None:
+    """Have all ranks stand still before the same step, a few seconds ahead, so that each has heard of it by then."""
+    step = world.jobs.last("a").progress.step + STEPS_AHEAD
+    for rank in range(ranks):
+        stand(world, "hide", rank, str(step))
 
 
 def failures(world: World, *names: str) -> dict[str, list[int]]:
@@ -81,8 +89,7 @@ async def test_an_endless_loop_is_named_although_it_uses_the_processor(world: Wo
 
 async def test_ranks_that_all_wait_restart_without_a_culprit(world: World) -> None:
     await train(world, "a", "b", "c")
-    for rank in range(3):
-        stand(world, "hide", rank)
+    hide(world, 3)
     await world.training("a", "b", "c", attempt=1)
     assert failures(world, "a", "b", "c") == {"a": [], "b": [], "c": []}
     assert {world.jobs.last(name).restarts[-1].cause.value for name in "abc"} == {"Hang"}

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from test_agent_hang import LIMITS, stand
+from test_agent_hang import LIMITS, hide
 
 if TYPE_CHECKING:
     from agent_world import World
@@ -29,8 +29,7 @@ async def two_collective_hangs(world: World, *spares: str, patience: str = "8") 
         await world.training(*NODES, attempt=attempt, step=5)
         before = world.jobs.last("a").progress.step
         await world.training(*NODES, attempt=attempt, step=before + 3)
-        for rank in range(len(NODES)):
-            stand(world, "hide", rank)
+        hide(world, len(NODES))
 
 
 @pytest.mark.timeout(150)  # a node that says nothing is waited for, twice
