@@ -59,13 +59,14 @@ class Job:
 class Forge:
     """The forking process of `forge.py`."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path) -> None:
+        """`scratch` is what ranks take for the folder of temporary files."""
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forge.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(scratch)},
         )
 
     def ask(self, **order: Any) -> dict[str, Any]:
@@ -80,8 +81,8 @@ class Forge:
 
 
 @pytest.fixture(scope="session")
-def forge() -> Iterator[Forge]:
-    process = Forge()
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    process = Forge(tmp_path_factory.mktemp("scratch"))
     yield process
     process.close()
 

@@ -6,9 +6,6 @@ layers stay; a missing compiler is told before a device is touched.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer_parallelism import TorchCompile
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from trainium_trainer.models.llama import Llama
 
 _NEURON = "neuron"
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def check_compiler(mode: TorchCompile, device_type: str) -> None:
@@ -41,8 +37,6 @@ def compile_layers(model: Llama, mode: TorchCompile, device_type: str) -> None:
     """Have every layer of a model or a stage compiled when it is first called; to be called before FSDP is applied."""
     if mode is TorchCompile.NONE:
         return
-    # Without this torch asks for the user's name, which a container's user need not have.
-    os.environ.setdefault(_CACHE, str(Path(tempfile.gettempdir()) / f"torchinductor-{os.getuid()}"))
     # TorchNeuron compiles with a backend of its own and takes fixed shapes only; ours are fixed in any case.
     backend = _NEURON if device_type == _NEURON else "inductor"
     for layer in present_layers(model):
