@@ -77,29 +77,12 @@ def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
             yield member, worker
 
 
-def forbidden_nodes(facts: Facts) -> tuple[str, ...]:
+def forbidden_nodes(facts: Facts, draft: Draft) -> tuple[str, ...]:
     """Host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
-    bad = {
-        worker.pod.node
-        for worker in facts.workers.values()
-        if (problem := facts.troubles.get(worker.pod.uid)) is not None and problem.severity >= Severity.DRAIN
-    }
-    names = [*sorted(bad), *sorted(quarantined_nodes(facts) - bad)][:MOST_FORBIDDEN]
-    return _host_names(facts, names)
-
-
-def dark_nodes(facts: Facts, draft: Draft) -> tuple[str, ...]:
-    """Host names of nodes that went dark a moment ago, also by this very plan.
-
-    A preference is not enough for these: a scheduler that favours near neighbours may put a new pod back on the node
-    that was just lost. Pods which find no other node are not held up: `released_nodes` has these nodes at once.
-    """
-    if facts.observed.fleet.frozen:
-        return ()
-    since = facts.now - _DARK_SECONDS
-    failures = draft.status.failures
-    names = {record.node for record in failures if record.cause is Cause.NODE_LOST and record.at > since}
-    return _host_names(facts, sorted(names - {""})[:MOST_FORBIDDEN])
+    bad = _bad_nodes(facts)
+    dark = _dark_nodes(facts, draft) - set(bad)
+    released = released_nodes(facts) if dark else frozenset()
+    return (*bad, *sorted(dark - released))[:MOST_FORBIDDEN]
 
 
 def released_nodes(facts: Facts) -> frozenset[str]:
@@ -111,12 +94,36 @@ def released_nodes(facts: Facts) -> frozenset[str]:
     waiting = [pod for pod in pods if pod.kept_from and pod.unschedulable_message and not pod.node]
     if not waiting:
         return frozenset()
-    forbidden = forbidden_nodes(facts)
-    if len(forbidden) == MOST_FORBIDDEN:
-        return frozenset()  # what is not named may be forbidden all the same
+    bad = _bad_nodes(facts)
+    if len(bad) == MOST_FORBIDDEN:
+        return frozenset()  # what is not named may be bad all the same
     there = {node.labels.get(LABEL_HOST, name) for name, node in facts.observed.nodes.items()}
     kept_from = frozenset[str]().union(*(pod.kept_from for pod in waiting))
-    return kept_from & there - set(forbidden)
+    return kept_from & there - set(bad)
+
+
+def _bad_nodes(facts: Facts) -> tuple[str, ...]:
+    """Host names of nodes that are bad by what is known of them, or in quarantine."""
+    bad = {
+        worker.pod.node
+        for worker in facts.workers.values()
+        if (problem := facts.troubles.get(worker.pod.uid)) is not None and problem.severity >= Severity.DRAIN
+    }
+    names = [*sorted(bad), *sorted(quarantined_nodes(facts) - bad)][:MOST_FORBIDDEN]
+    return tuple(_host_name(facts, name) for name in names)
+
+
+def _dark_nodes(facts: Facts, draft: Draft) -> frozenset[str]:
+    """Host names of nodes that went dark a moment ago, also by this very plan.
+
+    To prefer others is not enough: a scheduler that favours near neighbours may put a new pod back on the node that was
+    just lost.
+    """
+    if facts.observed.fleet.frozen:
+        return frozenset()
+    since = facts.now - _DARK_SECONDS
+    lost = (record for record in draft.status.failures if record.cause is Cause.NODE_LOST and record.at > since)
+    return frozenset(_host_name(facts, record.node) for record in lost if record.node)
 
 
 def note_nodes(facts: Facts, draft: Draft) -> None:
@@ -140,9 +147,9 @@ def note_nodes(facts: Facts, draft: Draft) -> None:
     draft.condition(ConditionType.NODES_HEALTHY, False, reason, message)
 
 
-def _host_names(facts: Facts, names: list[str]) -> tuple[str, ...]:
-    known = facts.observed.nodes
-    return tuple(known[name].labels.get(LABEL_HOST, name) if name in known else name for name in names)
+def _host_name(facts: Facts, node: str) -> str:
+    known = facts.observed.nodes.get(node)
+    return node if known is None else known.labels.get(LABEL_HOST, node)
 
 
 def _told(node: str, problem: NodeProblem) -> str:

@@ -17,7 +17,7 @@ from trainium_operator.plan.causes import budget_of, died_by_itself, meaning_of_
 from trainium_operator.plan.gang import create_pods, is_misplaced
 from trainium_operator.plan.generation import is_settled
 from trainium_operator.plan.model import DeletePod, PodPhase
-from trainium_operator.plan.node_health import dark_nodes, forbidden_nodes, members_to_move, released_nodes
+from trainium_operator.plan.node_health import forbidden_nodes, members_to_move, released_nodes
 from trainium_operator.plan.reasons import Reason
 from trainium_operator.plan.troubles import is_unfit
 from trainium_operator.plan.verdicts import START_ATTEMPTS, start_failures
@@ -170,9 +170,7 @@ def _create(facts: Facts, draft: Draft, missing: int) -> None:
     first = max(planned if planned <= names.LAST_ORDINAL else 0, highest + 1)
     draft.update(next_pod_ordinal=first + missing)
     ordinals = range(first, first + missing)
-    forbidden, released = forbidden_nodes(facts), released_nodes(facts)
-    dark = [name for name in dark_nodes(facts, draft) if name not in forbidden and name not in released]
-    avoided = Avoided(required=(*forbidden, *dark), preferred=draft.status.avoided_nodes)
+    avoided = Avoided(required=forbidden_nodes(facts, draft), preferred=draft.status.avoided_nodes)
     create_pods(facts, draft, worker_pods(facts.job, facts.settings, ordinals, avoided))
 
 
