@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
 RATIO_GOAL = 1.15
-_FORGET_SECONDS = 5.0
-"""Fake kubelets finish off a deleted pod a little later, by its name; a new pod of that name must not be there yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +150,11 @@ class FleetRun:
 
     async def _scattered_floor(self) -> None:
         """What the preference for near nodes costs the scheduler: the same pods without it."""
-        manifests = worker_manifests(self.body, self.plan.nodes + SPARES, ())
+        # Under a name of its own: fake kubelets finish off a deleted pod a little later, by its name.
+        job = training_job(self.plan.nodes, spares=SPARES, name="scattered")
+        manifests = worker_manifests(job, self.plan.nodes + SPARES, ())
         floor = await measure_floor(self.kube, manifests, restart=False, seconds=self.plan.patience)
         self.report.add("floor without the preference for near nodes: Running", self.plan.nodes, "s", floor.running)
-        await asyncio.sleep(_FORGET_SECONDS)
 
     async def _job(self, operator: OperatorRun, *, last: bool) -> None:
         """Start the job and delete it again; the last one goes through everything before."""

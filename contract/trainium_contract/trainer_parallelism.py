@@ -88,8 +88,8 @@ class TorchCompile(StrEnum):
     NONE = "None"
     """Nothing: operations run one by one, and the first step is as fast as the others."""
     LAYERS = "Layers"
-    """Each layer, forward and backward; the first step after every start waits for it. On Neuron devices by the vendor's
-    compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
+    """Each layer, forward and backward; the first step after every start waits for it. On Neuron devices by the
+    vendor's compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
 
 
 class PipelineSchedule(StrEnum):
