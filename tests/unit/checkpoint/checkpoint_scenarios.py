@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
+from pathlib import Path
 from typing import Any
 
-from checkpoint_world import Place, Run, position, solo
+import torch.distributed as dist
+from checkpoint_world import HookedStorage, Place, Run, position, solo
 
+from trainium_contract.manifest import COMMIT_NAME
 from trainium_trainer.checkpoint.snapshot import SnapshotFile
 
 
@@ -40,6 +45,28 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     report["guarded"] = run.manager.guarded_step
     run.manager.close()
     return report
+
+
+def save_as_a_peer_dies(place: Place, root: Any) -> str:
+    """Save step 1; rank 1 is killed when rank 0 has committed and before it hears of that. What rank 0 makes of it."""
+    peer = Path(f"{root}-peer")
+    if place.rank == 1:
+        peer.write_text(str(os.getpid()))
+    dist.barrier()
+
+    def kill_peer(what: str) -> None:
+        if what.startswith("after create") and what.endswith(COMMIT_NAME):
+            os.kill(int(peer.read_text()), signal.SIGKILL)
+            with contextlib.suppress(RuntimeError):  # raised once this rank knows that the peer is gone
+                dist.barrier(run.manager._durable._group)
+
+    run = Run(place, root, storage=HookedStorage(root, kill_peer))
+    run.to(1, save_at=(1,))
+    try:
+        run.settle()
+    except Exception as error:  # noqa: BLE001 - whatever DCP makes of it
+        return str(error)
+    return ""
 
 
 def limit_snapshots(count: int) -> None:

@@ -277,8 +277,12 @@ def run_world(
     tp: int = 1,
     mode: str = "Replicated",
     timeout: float = 40.0,
+    killed: int = 0,
 ) -> list[Any]:
-    """Results of `function(place, *arguments)` by rank; raises when a rank failed."""
+    """Results of `function(place, *arguments)` by rank; raises when a rank failed.
+
+    `killed`: so many of the last ranks do not live to give one.
+    """
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     store = tempfile.mktemp(dir=folder, prefix="store-")
@@ -291,7 +295,7 @@ def run_world(
     outcome = {}
     try:
         deadline = time.monotonic() + timeout
-        while len(outcome) < size:
+        while len(outcome) < size - killed:
             rank, value, error = results.get(timeout=max(0.1, deadline - time.monotonic()))
             assert error is None, f"rank {rank}: {error}"
             outcome[rank] = value
@@ -304,4 +308,4 @@ def run_world(
             process.join()
             process.close()
         results.close()
-    return [outcome[rank] for rank in range(size)]
+    return [outcome[rank] for rank in range(size - killed)]

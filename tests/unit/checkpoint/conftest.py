@@ -34,7 +34,8 @@ def world(tmp_path: Path) -> Callable[..., list[Any]]:
         tp: int = 1,
         mode: str = "Replicated",
         timeout: float = 40.0,
+        killed: int = 0,
     ) -> list[Any]:
-        return run_world(tmp_path, size, function, arguments, tp=tp, mode=mode, timeout=timeout)
+        return run_world(tmp_path, size, function, arguments, tp=tp, mode=mode, timeout=timeout, killed=killed)
 
     return run

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoint_scenarios import report_after
+from checkpoint_scenarios import report_after, save_as_a_peer_dies
+
+from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.survey import survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,6 +164,16 @@ def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(
     reports = world(2, report_after, root, None, 5, {"save_at": (5,)}, tp=2)
     assert_right(reports, 2)
     assert all(len(report["warnings"]) == 1 for report in reports)
+
+
+def test_a_peer_that_dies_before_it_hears_of_the_commit_takes_nothing_of_the_checkpoint_away(
+    world: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    (failure,) = world(2, save_as_a_peer_dies, tmp_path / "root", killed=1)
+    assert failure, "rank 0 has not noticed"
+    found = survey(PosixStorage(tmp_path / "root"))
+    assert (found.damaged, [item.step for item in found.committed]) == ({}, [1])
+    assert_right(world(2, report_after, tmp_path / "root", None, 1, {}), 1)
 
 
 def test_all_ranks_hear_that_the_store_cannot_be_used(

@@ -70,33 +70,48 @@ def check_fence(storage: Storage, token: FenceToken) -> None:
         raise StaleGenerationError(_refusal(storage, current, token))
 
 
-def commit(
-    storage: Storage, folder: str, manifest: Manifest, token: FenceToken, retry: Retry, *, damaged: bool = False
-) -> None:
-    """Publish the attempt of `token` in a checkpoint's folder; on return it survives a power cut.
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What makes a checkpoint count once it is published."""
 
-    `damaged`: what is committed there was found damaged and may be replaced. Each access is tried again by itself.
-    StaleGenerationError when somebody else owns the root, or has committed that checkpoint.
+    folder: str
+    """The checkpoint's folder, relative to the root."""
+    text: bytes
+
+
+def prepare_commit(storage: Storage, folder: str, manifest: Manifest, token: FenceToken, retry: Retry) -> Receipt:
+    """Write the manifest of `token`'s attempt in a checkpoint's folder and see that it may be committed.
+
+    StaleGenerationError when somebody else owns the root. Each access is tried again by itself.
     """
     data = manifest.model_dump_json(by_alias=True).encode()
     where = f"{storage.location}/{folder}"
-    receipt = Commit(step=manifest.step, folder=token.attempt, manifest_digest=hashlib.sha256(data).hexdigest())
-    text = receipt.model_dump_json(by_alias=True).encode()
     retry.run(lambda: storage.write(f"{folder}/{token.attempt}/{MANIFEST_NAME}", data), where)
     retry.run(lambda: check_fence(storage, token), where)
+    commit = Commit(step=manifest.step, folder=token.attempt, manifest_digest=hashlib.sha256(data).hexdigest())
+    return Receipt(folder, commit.model_dump_json(by_alias=True).encode())
 
-    def publish() -> None:
+
+def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool = False) -> None:
+    """Commit; on return it survives a power cut. Whatever it raises, the checkpoint may count from now on.
+
+    `damaged`: what is committed there was found damaged and may be replaced. StaleGenerationError when somebody else
+    has committed that checkpoint.
+    """
+    name, where = f"{receipt.folder}/{COMMIT_NAME}", f"{storage.location}/{receipt.folder}"
+
+    def once() -> None:
         if damaged:
-            storage.write(f"{folder}/{COMMIT_NAME}", text)
+            storage.write(name, receipt.text)
             return
         try:
-            storage.create(f"{folder}/{COMMIT_NAME}", text)
+            storage.create(name, receipt.text)
         except FileExistsError as error:
             # An answer may have been lost on its way back: then it is ours.
-            if read_small(storage, f"{folder}/{COMMIT_NAME}") != text:
+            if read_small(storage, name) != receipt.text:
                 raise StaleGenerationError(f"{where} was committed by another start of the run meanwhile") from error
 
-    retry.run(publish, where)
+    retry.run(once, where)
 
 
 def read_commit(storage: Storage, folder: str) -> Commit | None:

@@ -6,8 +6,8 @@ with two differences: the copy's buffers are reused, and the thread is a daemon,
 process from leaving.
 
 Invariants: no collective runs on the training thread; every rank is told the same outcome; a failed save leaves no
-folder behind and surfaces as StorageError or StaleGenerationError at the next `poll`; nobody waits for a store beyond
-the time limit.
+folder behind and surfaces as StorageError or StaleGenerationError at the next `poll`; nothing is removed of a save that
+may be committed, even if a peer died before it heard of that; nobody waits for a store beyond the time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.manifest import CheckpointKind, Manifest, ManifestFile, folder_name, milestone_name
-from trainium_trainer.checkpoint.commit import commit
+from trainium_trainer.checkpoint.commit import prepare_commit, publish
 from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
 from trainium_trainer.checkpoint.policy import Save
 from trainium_trainer.checkpoint.records import send_records
@@ -72,6 +72,8 @@ class DurableTier:
         self._error: BaseException | None = None
         self._staging: Staging | None = None
         self._started = 0.0
+        self._published = ""
+        """Attempt of which this rank has begun to publish the receipt, or the last one."""
         self.saves = 0
         """How many have ended well."""
         self.committed_step = -1
@@ -178,7 +180,7 @@ class DurableTier:
         try:
             save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except BaseException:
-            if self._mesh.rank == 0:
+            if self._mesh.rank == 0 and self._published != attempt:
                 with contextlib.suppress(OSError):
                     self._storage.remove_folder(attempt)
             raise
@@ -199,7 +201,9 @@ class DurableTier:
             created=time.time(),
             files=tuple(files),
         )
-        commit(self._storage, folder, manifest, self._token, self._retry, damaged=folder in self._known_bad)
+        receipt = prepare_commit(self._storage, folder, manifest, self._token, self._retry)
+        self._published = f"{folder}/{self._token.attempt}"
+        publish(self._storage, receipt, self._retry, damaged=folder in self._known_bad)
 
 
 def load(storage: Storage, checkpoint: Committed, state: TrainingState, retry: Retry) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.manifest import CheckpointKind, Manifest, folder_name
-from trainium_trainer.checkpoint.commit import FenceToken, claim_fence, commit
+from trainium_trainer.checkpoint.commit import FenceToken, claim_fence, prepare_commit, publish
 from trainium_trainer.checkpoint.shards import (
     SAFETENSORS_TYPES,
     WrittenFile,
@@ -93,7 +93,7 @@ def write_whole(
         created=time.time(),
         files=tuple(write_index(storage, attempt, index_of(tensors, files), files, retry)),
     )
-    commit(storage, folder, manifest, token, retry)
+    publish(storage, prepare_commit(storage, folder, manifest, token, retry), retry)
     return folder
 
 
