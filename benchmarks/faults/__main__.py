@@ -61,7 +61,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--rows", default="", help="numbers, for instance 1,2,5; by default all")
+    parser.add_argument("--rows", default="", help="for instance 1,4b,25 (25a and 25b); by default all")
     parser.add_argument("--runs", type=int, default=30, help="runs of each row (rows that take long: fewer)")
     parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and moments")
     parser.add_argument("--resume", action="store_true", help="add the runs that are missing; else begin a new table")
@@ -76,12 +76,11 @@ def _options() -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace) -> list[Row]:
-    numbers = [int(part) for part in options.rows.split(",") if part]
-    unknown = sorted(set(numbers) - {row.number for row in ROWS})
+    wanted = {part for part in options.rows.split(",") if part}
+    unknown = sorted(wanted - {name for row in ROWS for name in (row.name, str(row.number))})
     if unknown:
-        known = ", ".join(str(number) for number in sorted({row.number for row in ROWS}))
-        sys.exit(f"There are no rows {unknown}; there are {known}.")
-    rows = [row for row in ROWS if not numbers or row.number in numbers]
+        sys.exit(f"There are no rows {', '.join(unknown)}; there are {', '.join(row.name for row in ROWS)}.")
+    rows = [row for row in ROWS if not wanted or wanted & {row.name, str(row.number)}]
     return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
 
 

@@ -18,7 +18,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainium_trainer.backends.native import NativeBackend
+    from trainium_trainer.data.loader import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
@@ -68,7 +72,7 @@ def _pace_and_obey() -> None:
     accumulate = NativeBackend.accumulate
     last_end = [time.monotonic()]
 
-    def paced(self: Any, batch: Any, *, last: bool) -> None:
+    def paced(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
         accumulate(self, batch, last=last)
         if last:
             with self._pulse.work:  # a longer computation, for all who look at this process
@@ -101,7 +105,7 @@ def _is_mute() -> bool:
     return False
 
 
-def _obey(backend: Any) -> None:
+def _obey(backend: NativeBackend) -> None:
     found = order(step=int(backend.state.step) + 1, kinds=frozenset(_DEEDS))
     if found is not None:
         sys.stderr.write(f"saboteur: {found}\n")
@@ -112,8 +116,8 @@ def _fall_silent(_: Any) -> None:
     _STATE["mute"] = True  # it waits in the next collective like all others, and sends nothing
 
 
-def _not_a_number(backend: Any) -> None:
-    backend._loss += float("nan")  # noqa: SLF001 - what a sample with a bad value does
+def _not_a_number(backend: NativeBackend) -> None:
+    backend._losses[-1] = backend._losses[-1] * float("nan")  # noqa: SLF001 - what a sample with a bad value does
 
 
 def _out_of_memory(_: Any) -> None:
