@@ -68,13 +68,18 @@ class Forge:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(scratch)},
         )
+        self._asked = 0
 
     def ask(self, **order: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._asked += 1
+        self._process.stdin.write(json.dumps({"number": self._asked, **order}) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        while True:
+            answer = json.loads(self._process.stdout.readline())
+            if answer["number"] == self._asked:  # others are for tests that were cut off before they had theirs
+                return answer
 
     def close(self) -> None:
         self._process.communicate()

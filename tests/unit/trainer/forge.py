@@ -1,7 +1,8 @@
 """A process with the trainer already imported that forks ranks on request, as a worker's agent does.
 
 Reads one JSON object per line: {"ranks", "argv", "environment", "logs"} starts ranks and answers {"pids"};
-{"wait": pids, "seconds"} answers {"codes"} (null for a rank that had to be killed).
+{"wait": pids, "seconds"} answers {"codes"} (null for a rank that had to be killed). Both have a "number", and so has
+the answer.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         answer = {"codes": wait(order["wait"], order["seconds"])} if "wait" in order else {"pids": start(order)}
-        print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+        print(json.dumps({"number": order["number"], **answer}), flush=True)  # noqa: T201 - the answer
 
 
 if __name__ == "__main__":
