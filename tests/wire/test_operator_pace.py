@@ -6,7 +6,7 @@ import asyncio
 
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.pace import LONGEST_PAUSE, Pace
+from trainium_operator.cluster.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
 from trainium_operator.cluster.store import Key
 from trainium_operator.cluster.work_queue import WorkQueue
 
@@ -14,8 +14,11 @@ JOB = ("default", "llama")
 OTHER = ("default", "other")
 
 
-async def plans(cost: float, changes: list[float], until: float) -> list[float]:
-    """When plans begin that take `cost` seconds, for a job that changes at these times."""
+async def plans(cost: float, changes: list[float], until: float, faults: tuple[float, ...] = ()) -> list[float]:
+    """When plans begin that take `cost` seconds, for a job that changes at these times.
+
+    With `faults` only those are in a hurry.
+    """
     loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
     pace, began, start = Pace(queue), list[float](), loop.time()
 
@@ -28,9 +31,9 @@ async def plans(cost: float, changes: list[float], until: float) -> list[float]:
             queue.done(key)
 
     worker = asyncio.create_task(work())
-    for at in changes:
+    for at in sorted([*changes, *faults]):
         await asyncio.sleep(start + at - loop.time())
-        pace.put(JOB)
+        pace.put(JOB, hurry=not faults or at in faults)
     await asyncio.sleep(start + until - loop.time())
     worker.cancel()
     return [round(at - start, 3) for at in began]
@@ -50,6 +53,21 @@ def test_a_thousand_changes_are_planned_in_a_fifth_of_the_time_and_the_last_is_n
 def test_even_a_plan_that_takes_long_does_not_hold_up_the_next_for_more_than_a_second() -> None:
     began = run_virtual(plans(3.0, [1.0, 1.1, 4.5], 20.0))
     assert began[1] <= began[0] + LONGEST_PAUSE
+
+
+def test_changes_on_which_nothing_hangs_wait_longer_and_the_last_is_not_missed() -> None:
+    calm = [1.0 + number / 1000 for number in range(5000)]
+    began = run_virtual(plans(0.02, calm, 9.0, faults=(8.0,)))
+    assert began[-1] == 8.0
+    assert 13 <= len(began) <= 16
+    assert began[-2] >= 5.999
+    slow = run_virtual(plans(3.0, calm, 20.0, faults=(19.0,)))
+    assert slow[:2] == [1.0, 1.0 + LONGEST_UNHURRIED_PAUSE]
+
+
+def test_a_fault_does_not_wait_with_the_changes_on_which_nothing_hangs() -> None:
+    began = run_virtual(plans(0.1, [1.0, 1.1], 9.0, faults=(1.5,)))
+    assert began == [1.0, 1.5]
 
 
 def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_anew() -> None:

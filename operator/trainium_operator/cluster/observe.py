@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.plan import names
-from trainium_operator.plan.model import FleetView, NodeView, Observed
+from trainium_operator.plan.model import STARTING_REASONS, FleetView, NodeView, Observed, PodPhase
 from trainium_operator.plan.summary import only_progress_differs
 
 if TYPE_CHECKING:
@@ -145,13 +145,17 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
         if old is None or new is None or not _says_the_same(old.view, new.view):
             queue.put(key)
 
-    def child_changed(
-        _key: Key, old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
-    ) -> None:
-        entry = new or old
-        if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
+    def child_changed(_key: Key, old: Entry[ChildRecord] | None, new: Entry[ChildRecord] | None) -> None:
+        if (job := _concerned(old, new)) is not None:
+            pace.put(job)
+
+    def pod_changed(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        if (job := _concerned(old, new)) is None:
             return
-        pace.put((entry.owner.namespace, entry.owner.name))
+        namespace, name = job
+        begun = caches.config_maps.store.get((namespace, names.membership_name(name))) is not None
+        # Until the first generation nobody trains, and nobody waits for a count of the pods that have come up.
+        pace.put(job, hurry=begun or not _comes_up(old, new))
 
     on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
 
@@ -172,12 +176,32 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
 
     caches.jobs.store.listen(job_changed)
     caches.pods.store.listen(pod_moved)
-    caches.pods.store.listen(child_changed)
+    caches.pods.store.listen(pod_changed)
     caches.config_maps.store.listen(child_changed)
     caches.services.store.listen(child_changed)
     caches.disruption_budgets.store.listen(child_changed)
     if caches.nodes is not None:
         caches.nodes.store.listen(node_changed)
+
+
+def _concerned(
+    old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
+) -> Key | None:
+    """The job whose plan sees a difference; None when none does."""
+    entry = new or old
+    if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
+        return None
+    return entry.owner.namespace, entry.owner.name
+
+
+def _comes_up(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
+    """Whether all that happened is that a pod was created, bound to a node or started, as it should."""
+    if new is None or new.view.deleting or new.view.disrupted or new.view.unschedulable_message:
+        return False
+    if new.view.reason and new.view.reason not in STARTING_REASONS:
+        return False
+    starts = old is None or old.view.phase is PodPhase.PENDING
+    return new.view.phase is PodPhase.PENDING or (new.view.phase is PodPhase.RUNNING and starts)
 
 
 def _says_the_same(old: JobRecord, new: JobRecord) -> bool:

@@ -52,6 +52,10 @@ class PodPhase(StrEnum):
     UNKNOWN = "Unknown"
 
 
+STARTING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
+"""Why a container waits when nothing is wrong."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
     """One worker pod of the job (selected by `names.selector_labels`), also while it is being deleted."""

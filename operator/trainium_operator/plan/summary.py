@@ -21,7 +21,7 @@ from trainium_operator.plan.conditions import is_true
 from trainium_operator.plan.gang import note_admission
 from trainium_operator.plan.generation import is_settled
 from trainium_operator.plan.goodput import account
-from trainium_operator.plan.model import PodPhase
+from trainium_operator.plan.model import STARTING_REASONS, PodPhase
 from trainium_operator.plan.reasons import Reason
 from trainium_operator.plan.sentences import listed
 from trainium_operator.plan.times import rfc3339
@@ -160,7 +160,7 @@ def _missing(facts: Facts) -> tuple[Reason, str]:
         for worker in facts.workers.values()
         if worker.pod.phase in (PodPhase.PENDING, PodPhase.FAILED) and worker.pod.reason
     ]
-    troubled = [pod for pod in waiting if pod.reason not in ("ContainerCreating", "PodInitializing")]
+    troubled = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
     if troubled:
         pod = troubled[-1]
         return Reason.WORKER_NOT_STARTING, f"{pod.name} on node {pod.node}: {pod.reason} {pod.message}"
