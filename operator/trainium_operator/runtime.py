@@ -122,7 +122,7 @@ class Runtime:
             ca_bundle=lambda: self.keeper.ca_bundle,
             creations_from=refusals.until,
             wall_clock=clock,
-            fleet=lambda: self.fleet.view,
+            fleet=self.fleet.current,
         )
         self.reconciler = Reconciler(
             queue=self.queue,

@@ -365,6 +365,24 @@ def test_too_many_bad_nodes_freeze_and_nothing_is_written_to_any() -> None:
     in_virtual_time(scenario)
 
 
+def test_a_plan_that_sees_many_bad_nodes_sees_the_freeze_too() -> None:
+    async def scenario() -> None:
+        cluster = a_cluster()
+        replica = Replica(cluster)
+        await replica.start()
+        await asyncio.sleep(1)
+        frozen: list[str] = []
+        assert replica.caches.nodes is not None
+        replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.current().frozen[:13]))
+        for at in range(4):
+            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
+        await until(lambda: len(frozen) == 4, 0.1, "news of the nodes")
+        assert frozen == ["", "", "3 of 10 nodes", "4 of 10 nodes"]
+        await replica.stop()
+
+    in_virtual_time(scenario)
+
+
 def test_nodes_are_not_written_unless_that_is_switched_on() -> None:
     async def scenario() -> None:
         cluster = a_cluster()

@@ -45,7 +45,7 @@ _LABELS = {"app.kubernetes.io/part-of": "trainium-operator", "app.kubernetes.io/
 
 
 class Fleet:
-    """`prime()` before the first plan of a leader, then `run()`; `view` is what jobs go by."""
+    """`prime()` before the first plan of a leader, then `run()`; `current()` is what jobs go by."""
 
     def __init__(
         self,
@@ -70,6 +70,8 @@ class Fleet:
         self._wall_clock = wall_clock
         self._on_change = on_change
         self._woken = asyncio.Event()
+        self._nodes_changed = False
+        """Since `view` was decided."""
         self._gone: dict[str, str] = {}
         """Provider IDs of nodes that no longer exist, oldest first."""
         self._memory: Memory | None = None
@@ -83,6 +85,15 @@ class Fleet:
     def machines(self) -> Collection[Machine]:
         """What is remembered, as this process last saw it."""
         return self._memory.machines.values() if self._memory is not None else ()
+
+    def current(self) -> FleetView:
+        """The view, with the nodes as they are known at this moment.
+
+        Of many that turn bad at once none may be acted on before it is seen how many they are.
+        """
+        if self._nodes_changed and self._memory is not None:
+            self._adopt(self._plan(self._memory))
+        return self.view
 
     def wake(self) -> None:
         """Something that the fleet's plan can see has changed."""
@@ -139,6 +150,7 @@ class Fleet:
         raise ConflictError(f"ConfigMap {self._namespace}/{self._name} is changed by somebody else all the time")
 
     def _plan(self, memory: Memory | None) -> FleetPlan:
+        self._nodes_changed = False
         carrying = frozenset(entry.view.node for entry in self._caches.pods.store.snapshot().values()) - {""}
         if self._caches.nodes is None:
             nodes = {name: NodeView(name=name) for name in carrying}
@@ -205,6 +217,7 @@ class Fleet:
             if len(self._gone) > MOST_GONE:
                 del self._gone[next(iter(self._gone))]
         if old is None or new is None or old.view != new.view:
+            self._nodes_changed = True
             self.wake()
 
     def _job_changed(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
