@@ -353,6 +353,23 @@ def test_a_job_made_anew_takes_over_its_folder_at_generation_one(tmp_path: Path)
     assert again.manager.durable_step == 4
 
 
+def test_a_rank_that_was_stopped_for_long_learns_that_the_run_went_on_without_it(tmp_path: Path) -> None:
+    stopped = solo(tmp_path)
+    stopped.manager.check_owner(time.monotonic() - 60)
+    successor = solo(tmp_path)
+    stopped.manager.check_owner(time.monotonic())
+    with pytest.raises(StaleGenerationError):
+        stopped.manager.check_owner(time.monotonic() - 60)
+    successor.manager.check_owner(time.monotonic() - 60)
+
+
+def test_a_store_that_fails_does_not_hold_up_a_step_that_took_long(tmp_path: Path) -> None:
+    run = solo(tmp_path).settle()
+    (tmp_path / "GENERATION").unlink()
+    (tmp_path / "GENERATION").mkdir()
+    run.manager.check_owner(time.monotonic() - 60)
+
+
 def test_a_bare_number_is_a_fence_too(tmp_path: Path) -> None:
     (tmp_path / "GENERATION").write_text("5\n")
     assert commits.read_fence(PosixStorage(tmp_path)) == FenceToken(5, "", "")

@@ -58,6 +58,16 @@ def test_samples_of_the_resumed_step_that_nobody_recorded_are_added_once(tmp_pat
     assert len(lines(tmp_path / "samples-1.jsonl")) == 2
 
 
+def test_a_step_that_is_resumed_twice_is_mended_once(tmp_path: Path) -> None:
+    write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [4, 5]}])
+    write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [2, 3]}])
+
+    for _ in range(3):
+        Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7))
+
+    assert lines(tmp_path / "samples-0.jsonl") == [{"step": 3, "samples": [4, 5]}, {"step": 3, "samples": [6, 7]}]
+
+
 def test_a_run_without_files_gets_no_history_that_it_does_not_have(tmp_path: Path) -> None:
     assert not Recorder.lacks(tmp_path, 3)
     assert (newest_lines(tmp_path / METRICS_NAME, 5), first_line(tmp_path / METRICS_NAME)) == ([], None)

@@ -9,6 +9,7 @@ writing, talking and committing happen elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.agreement import Moment, ShardKey
-from trainium_trainer.checkpoint.commit import FenceToken
+from trainium_trainer.checkpoint.commit import FenceToken, check_fence
 from trainium_trainer.checkpoint.durable import DurableTier
 from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NONE_YET = -1
+LATE_SECONDS = 2.0
+"""A rank that is silent for less has not been replaced meanwhile."""
 _GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks that have written wait this long for the slowest; a lost peer is noticed at once, by its connection."""
 
@@ -84,6 +87,7 @@ class CheckpointManager:
         self._memory_directory = memory_directory if config.memory.every_steps else None
         self._memory: MemoryTier | None = None
         self._durable: DurableTier | None = None
+        self._token = FenceToken(generation, run, "")
         self._group: ProcessGroup | None = None
         self._session = ""
         self._keeps_snapshots = False
@@ -109,7 +113,7 @@ class CheckpointManager:
         key = self._shard_key()
         layout = Layout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
-        token = FenceToken(self._generation, self._run, self._session)
+        token = self._token = FenceToken(self._generation, self._run, self._session)
         outcome = Resumption(
             state=self._state,
             mesh=self._mesh,
@@ -147,6 +151,17 @@ class CheckpointManager:
         if self._mesh.rank == 0:
             wanted = self._policy.wanted(step=self._completed + 1, now=self._clock())
         return vote(wanted, busy=tier.busy)
+
+    def check_owner(self, since: float) -> None:
+        """StaleGenerationError when the run may have gone on without this rank since it last heard of its peers.
+
+        `since`: when that was (`time.monotonic`). A process that was stopped with its whole node and goes on later is
+        where it was, with the run's files open; the others have replaced it and recorded the same steps themselves.
+        Asks the store only when that may be; what a store that fails would say is not waited for.
+        """
+        if time.monotonic() - since > LATE_SECONDS:
+            with contextlib.suppress(OSError, StorageError):
+                check_fence(self._storage, self._token)
 
     def after_step(self, position: Position, votes: float) -> None:
         """After the optimizer step: snapshot to memory, start a durable save when `votes` (the sum) says so.

@@ -178,7 +178,8 @@ class Recorder:
 
         A step that is in the state has summed all ranks' samples, whether or not each of them got to record its own.
         """
-        lines = [line for path in root.glob("samples-*.jsonl") for line in newest_lines(path, 1)]
+        # Two: a rank's own line, and after it that of an earlier resume at this very step.
+        lines = [line for path in root.glob("samples-*.jsonl") for line in newest_lines(path, 2)]
         recorded = {one for line in lines if line["step"] == step for one in line["samples"]}
         missing = [one for one in samples if one not in recorded]
         if missing:
