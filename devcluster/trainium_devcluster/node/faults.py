@@ -32,7 +32,7 @@ OPERATIONS = (
     "partition",
 )
 _SLOW_PERIOD = 0.1  # seconds of one stop-and-go cycle
-_PARTITION_SCAN = 0.1  # seconds between looks for new sockets
+_PARTITION_SCAN = 0.02  # seconds between looks for new sockets
 
 
 class FaultError(ValueError):
