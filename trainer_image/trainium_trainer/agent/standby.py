@@ -197,8 +197,10 @@ def _be_rank(request: StartRequest, output: int, agent_pid: int, entry: str) -> 
 
 def _default_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+    for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    # As in any Python process: a rank whose peer is gone gets an error from its collective, and does not die of it.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
