@@ -185,8 +185,8 @@ class Stage:
         if worst[0] > tolerance:
             wrong.append(f"the curve differs from the undisturbed one: by {worst[0]:.1e} (relative) at step {worst[1]}")
         whole = _whole_steps(patient.job.folder)
-        if not _every_sample_once(patient.job.folder, whole):
-            wrong.append(f"samples were left out or seen twice within the first {whole} steps")
+        if odd := _odd_steps(patient.job.folder, whole):
+            wrong.append(f"samples were left out or seen twice within the first {whole} steps: {'; '.join(odd[:5])}")
         return wrong
 
     def keep_evidence(self, patient: Patient, name: str) -> None:
@@ -380,17 +380,21 @@ def _losses_of(path: Path) -> dict[int, float]:
     return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
 
 
-def _every_sample_once(folder: Path, steps: int) -> bool:
-    """Whether the first `steps` steps saw whole batches and no sample twice; for runs within the first epoch."""
-    seen: dict[int, list[int]] = {}
-    for path in folder.glob("samples-*.jsonl"):
+def _odd_steps(folder: Path, steps: int) -> list[str]:
+    """Of the first `steps` steps those that did not see a whole batch, each sample once; within the first epoch."""
+    seen: dict[int, list[tuple[str, list[int]]]] = {}
+    for path in sorted(folder.glob("samples-*.jsonl")):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
-                seen.setdefault(record["step"], []).extend(record["samples"])
-    wanted = range(1, steps + 1)
-    every = [sample for step in wanted for sample in seen.get(step, [])]
-    return all(len(seen.get(step, [])) == BATCH for step in wanted) and len(set(every)) == len(every)
+                seen.setdefault(record["step"], []).append((path.stem, record["samples"]))
+    odd, before = [], set[int]()
+    for step in range(1, steps + 1):
+        every = [sample for _, samples in seen.get(step, []) for sample in samples]
+        if len(every) != BATCH or len(set(every) - before) != BATCH:
+            odd.append(f"step {step}: {seen.get(step, [])}")
+        before.update(every)
+    return odd
 
 
 def _whole_steps(folder: Path) -> int:
