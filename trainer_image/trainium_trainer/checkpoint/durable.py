@@ -5,9 +5,9 @@ results over a process group of its own; the coordinator's thread then commits. 
 with two differences: the copy's buffers are reused, and the thread is a daemon, so a store that hangs cannot keep a
 process from leaving.
 
-Invariants: no collective runs on the training thread; every rank is told the same outcome; a failed save leaves no
-folder behind and surfaces as StorageError or StaleGenerationError at the next `poll`; nothing is removed of a save that
-may be committed, even if a peer died before it heard of that; nobody waits for a store beyond the time limit.
+Invariants: no collective runs on the training thread; every rank is told the same outcome; a save that fails surfaces
+as StorageError or StaleGenerationError at the next `poll` and leaves no folder behind, unless it may be committed, for
+instance when a peer died before it heard of that; nobody waits for a store beyond the time limit.
 """
 
 from __future__ import annotations
