@@ -2,7 +2,8 @@
 
 Two operator processes with the chart's rights on a real control plane; fake nodes; agents that speak the real protocol
 over real TLS with tokens that the API server made. Latency is measured where the agents are, and divided by that of the
-same agents at a server that answers and does nothing else, in the same run.
+same agents at a server that answers and does nothing else, in the same run. From then on the control plane and the fake
+nodes have the lowest priority: in a cluster they have machines of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fleetlab.figures import Report
 from fleetlab.job import NAME, training_job
 from fleetlab.kube import Kube, PodWatch
 from fleetlab.operator_site import SERVER_NAME, OperatorSite, free_port
+from fleetlab.priority import give_way
 from fleetlab.scenario import JOBS, cluster_of, say, until_status
 
 from trainium_contract.worker_env import LABEL_JOB
@@ -59,6 +61,7 @@ class CoordinatorRun:
             await agents.ask("state")
             await self._kube.request("POST", JOBS, training_job(self._count, spares=1))
             await watch.until_running(self._count + 1, PATIENCE)
+            give_way(self._cluster)
             floor = await self._bare(agents, seconds)
             began, cpu = time.monotonic(), leader.cpu_seconds()
             await agents.ask("go")
@@ -89,7 +92,7 @@ class CoordinatorRun:
     async def _serve(self, leader: OperatorRun, agents: AgentsProcess, seconds: float, floor: float) -> None:
         """Heartbeats at rest."""
         await asyncio.sleep(5.0)
-        await agents.ask("latency")
+        await agents.ask("settle")
         cpu, began = leader.cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         took = time.monotonic() - began

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Command = dict[str, Any]
 TOKENS_IN_FLIGHT = 16
 _WARM_SECONDS = 5.0
+_PAUSE_SECONDS = 2.0
+"""After a collection of garbage: until what waited for its end has been worked off."""
 _TOKEN_LENGTH = 1100
 """Of a token that is bound to a pod and its node."""
 
@@ -77,6 +79,10 @@ class Agents:
                 self._shared.served.clear()
             case "served":
                 return await self._served(command)
+            case "settle":
+                settle()  # a pause of this process's collector would count as the coordinator's
+                await asyncio.sleep(_PAUSE_SECONDS)
+                _latency(self._shared)
             case "latency":
                 return _latency(self._shared)
             case "bare":
@@ -175,6 +181,8 @@ class Agents:
         try:
             await self._until(lambda: all(agent.registered for agent in agents), command)
             await asyncio.sleep(_WARM_SECONDS)
+            settle()
+            await asyncio.sleep(_PAUSE_SECONDS)
             _latency(shared)
             await asyncio.sleep(float(command["measure"]))
             return _latency(shared)
@@ -213,7 +221,6 @@ def _latency(shared: Job) -> Command:
     errors = dict(shared.errors)
     shared.latencies.clear()
     shared.errors.clear()
-    settle()  # a pause of this process's collector would count as the coordinator's
     if not taken:
         return {"count": 0, "errors": errors}
     share = lambda part: taken[min(len(taken) - 1, int(part * len(taken)))]  # noqa: E731

@@ -38,8 +38,7 @@ class FaultRound:
     async def steady(self) -> None:
         """What a job costs that nothing happens to."""
         seconds = self._run.plan.steady_seconds
-        await asyncio.sleep(2.0)
-        await self._agents.ask("latency")
+        await self._agents.ask("settle")
         before, cpu, began = await self._writes(), self._operator.cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         took = time.monotonic() - began

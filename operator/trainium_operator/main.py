@@ -34,8 +34,6 @@ DRAIN_SECONDS = 10.0
 KOPF_STOP_SECONDS = 8.0
 LEAVE_SECONDS = 3.0
 FIRST_LIST_RETRY_SECONDS = 2.0
-SWITCH_SECONDS = 0.001
-"""How long an agent's request waits for a plan that is made in a thread, each time it needs the interpreter."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     configure_logs(settings.log_level, settings.log_format)
     use_little_memory_per_connection()
-    sys.setswitchinterval(SWITCH_SECONDS)
     sys.exit(asyncio.run(operate(settings)))
 
 
@@ -141,10 +138,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             group.create_task(runtime.elector.hold())
             runtime.keeper.check_now()
-            await runtime.catch_up()
-            await runtime.keeper.loaded.wait()
-            await runtime.discovery.known.wait()
-            runtime.begin_leading()
+            await runtime.take_over()
 
     async def _serve_agents(self, host: str) -> None:
         """Listen as soon as there is a certificate, on followers too: they answer 503, so agents try the next."""

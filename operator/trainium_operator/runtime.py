@@ -1,7 +1,8 @@
 """The operator's parts, wired together; `main` runs them.
 
-Invariant: everything that decides or writes is gated by `leading`, and each write by the Lease itself (`acting`).
-Decisions go by a clock that does not jump; certificates, tokens and the Lease show the machine's.
+Invariant: agents are answered from `serving` on; everything that decides or writes is gated by `leading`, and each
+write by the Lease itself (`acting`). Decisions go by a clock that does not jump; certificates, tokens and the Lease
+show the machine's.
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ class Runtime:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
+        self.serving = asyncio.Event()
+        """Agents are answered: the Lease is ours, and the newest memberships are known."""
         self.leading = asyncio.Event()
+        """Jobs are planned: everything else is known too."""
+        self._stopped = False
         self.metrics = Metrics()
         self.api_heard = 0.0
         self.api = Api(transport, on_request=self._on_request)
@@ -94,9 +99,9 @@ class Runtime:
         self.coordinator = CoordinatorServer(
             self.state,
             Authenticator(TokenReviewer(self.api).review, WorkerPods(self.caches.pods.store), wall_clock=clock),
-            is_serving=self.leading.is_set,
+            is_serving=self.serving.is_set,
             notify=self._notify,
-            until_serving=self._until_leading,
+            until_serving=self._until_serving,
             on_message=self.metrics.message,
             on_news=self.metrics.said,
         )
@@ -138,34 +143,53 @@ class Runtime:
         self.caches.jobs.store.listen(self._forget_job)
         self.caches.pods.store.listen(self._forget_pod)
 
-    async def catch_up(self) -> None:
-        """See everything that the last leader wrote, whatever our watches have missed; call with the Lease in hand."""
+    async def take_over(self) -> None:
+        """With the Lease in hand: answer agents once their memberships are known, and plan once everything is.
+
+        What the last leader wrote is read anew, for watches may miss it; agents do not wait for the long lists.
+        """
         since = asyncio.get_running_loop().time()
         await self.caches.synced()
+        await self._retried(lambda: self.caches.catch_up(since, records_only=True))
+        await self.keeper.loaded.wait()
+        self._begin_serving()
+        await self._retried(lambda: self.caches.catch_up(since))
+        await self._retried(self.fleet.prime)
+        await self.discovery.known.wait()
+        self._begin_leading()
+
+    async def _retried(self, reading: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await self.caches.catch_up(since)
-                await self.fleet.prime()
+                await reading()
             except ApiError as error:
                 logger.warning("listing what the last leader left: %s", error)
                 await asyncio.sleep(CATCH_UP_SECONDS)
             else:
                 return
 
-    def begin_leading(self) -> None:
-        """The Lease is ours and the caches are in sync: serve what is recorded, and plan every job."""
+    def _begin_serving(self) -> None:
+        if self._stopped:
+            return
         for entry in self.caches.jobs.store.snapshot().values():
             view = entry.view.view
             record = self.caches.membership_of(view) if view is not None else None
             if view is not None and record is not None and record.membership is not None:
                 self.state.publish(view.uid, record.membership)
         self.state.begin()
+        self.serving.set()
+
+    def _begin_leading(self) -> None:
+        if self._stopped:
+            return
         self.leading.set()
         self.metrics.leader.set(1)
         self.enqueue_all()
 
     def stop_leading(self) -> None:
-        """Answer no agent and start no plan any more."""
+        """Answer no agent and start no plan any more, for good."""
+        self._stopped = True
+        self.serving.clear()
         self.leading.clear()
         self.metrics.leader.set(0)
         self.queue.close()
@@ -194,8 +218,10 @@ class Runtime:
         missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
         return f"not listed yet: {', '.join(missing)}" if missing else ""
 
-    def _until_leading(self) -> Awaitable[object] | None:
-        return self.leading.wait() if self.elector.due() else None
+    def _until_serving(self) -> Awaitable[object] | None:
+        # An agent comes to a follower only when the leader does not answer it, or when it is new.
+        self.elector.nudge()
+        return self.serving.wait() if self.elector.due() else None
 
     def _plan(self, observed: Observed) -> Plan:
         return plan(observed, self.plan_settings)
@@ -216,10 +242,13 @@ class Runtime:
         self.metrics.request(verb, status, seconds)
 
     def _notify(self, namespace: str, job: str, at_once: bool) -> None:
+        key = (namespace, job)
         if at_once:
-            self.pace.put((namespace, job))
-        else:
-            self.queue.put_after((namespace, job), self.settings.status_interval)
+            self.pace.put(key)
+            return
+        record = self.caches.jobs.store.get(key)
+        workers = record.view.status.desired if record is not None and record.view is not None else 0
+        self.queue.put_after(key, self.plan_settings.status_interval(workers))
 
     def _forget_job(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
         if old is not None and (new is None or new.uid != old.uid):

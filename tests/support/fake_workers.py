@@ -227,7 +227,7 @@ class Workers:
     def _leaders(self) -> list[OperatorProcess]:
         if self.cut_off:
             return []
-        return [each for each in self.operators if each.runtime.leading.is_set() and each.reachable]
+        return [each for each in self.operators if each.runtime.serving.is_set() and each.reachable]
 
     def _talk(self, process: OperatorProcess, agent: Agent) -> None:
         state = process.runtime.state

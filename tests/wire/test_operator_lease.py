@@ -132,6 +132,43 @@ def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
     assert run_virtual(scenario()) < 2.6
 
 
+def test_one_who_is_told_that_the_holder_may_be_gone_looks_within_a_fifth_of_a_second() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster()
+        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(30.3)
+        second.elector.nudge()  # too early: the holder has not let go yet
+        await asyncio.sleep(0.05)
+        left = loop.time()
+        await first.leave()
+        second.elector.nudge()
+        await second.leads()
+        await second.crash()
+        return (second.led_at or 0) - left
+
+    assert run_virtual(scenario()) < 0.25
+
+
+def test_one_who_is_nudged_without_end_looks_five_times_a_second_at_most() -> None:
+    async def scenario() -> int:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(30)
+        before = len(cluster.requests)
+        for _ in range(1000):
+            second.elector.nudge()
+            await asyncio.sleep(0.01)
+        await first.crash()
+        await second.crash()
+        return len(cluster.requests) - before
+
+    assert run_virtual(scenario()) <= 60  # 50 looks, and what the holder renews
+
+
 def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from fake_kubernetes import refuse
 from fake_workers import lose_node
 from operator_process import until
 from replicas import World, world
@@ -76,6 +77,29 @@ def test_the_new_leader_serves_the_recorded_membership_from_its_first_answer_on(
             leader = seen.leader()
             assert leader is not None
             assert leader.runtime.state.published(seen.job()["metadata"]["uid"]) == 2
+
+    run_virtual(scenario())
+
+
+def test_agents_are_answered_while_the_new_leader_still_reads_the_long_lists() -> None:
+    async def scenario() -> None:
+        async with world() as seen:
+            pods, uid = seen.pods(), seen.job()["metadata"]["uid"]
+            name = seen.leader_name()
+            other = next(each for key, each in seen.processes.items() if key != name)
+            late = refuse(503, "ServiceUnavailable", "etcd is slow")
+            seen.cluster.faults.append(lambda method, path: late if (method, path) == ("GET", "/api/v1/pods") else None)
+            await seen.stop_operator(name)
+            await until(other.runtime.serving.is_set, 3, "agents are answered")
+            assert other.runtime.state.published(uid) == 1
+            await asyncio.sleep(3)
+            assert all(agent.heartbeat is not None for agent in other.runtime.state.agents(uid).values())
+            assert len(other.runtime.state.agents(uid)) == len(pods)
+            assert not other.runtime.leading.is_set()
+            seen.cluster.faults.clear()
+            await until(other.runtime.leading.is_set, 3, "jobs are planned")
+            await seen.trains(20)
+            undisturbed(seen, pods)
 
     run_virtual(scenario())
 

@@ -223,8 +223,8 @@ def loop(run: Run) -> ExitCode:
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
         with pulse.saving:
             manager.before_update()
+        needed = time.monotonic()  # not after: stopped inside, it may find its peers' parts in its sockets much later
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-        agreed = time.monotonic()
         rate = learning_rate(config, step - 1)
         done = run.backend.step(tokens=totals.tokens, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
         skipped = 0 if done.applied else skipped + 1
@@ -254,7 +254,7 @@ def loop(run: Run) -> ExitCode:
         )
         began += time.perf_counter() - now  # measurements are no part of the next step
         with pulse.saving:  # these write to storage or copy the state
-            manager.check_owner(agreed)
+            manager.check_owner(needed)
             run.recorder.samples(step, batch.samples)
             run.recorder.step(figures)
             if done.applied:

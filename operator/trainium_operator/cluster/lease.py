@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ class LeaseTimes:
     retry: float = 2.0
     """Between two renewals."""
     look: float = 1.0
-    """Between two looks of one who stands by: a Lease that was released is taken within about this time."""
+    """Between two looks of one who stands by."""
+    nudged_look: float = 0.2
+    """While `nudge` says that the holder may have gone: a Lease that was released is taken within this time."""
 
 
 class LeaseElector:
@@ -70,6 +73,7 @@ class LeaseElector:
         self._seen: tuple[str, str, int] = ("", "", -1)
         self._seen_at = 0.0
         self._renewed_at = 0.0
+        self._nudged = asyncio.Event()
 
     async def acquire(self) -> None:
         """Return once we hold the Lease, however long that takes."""
@@ -85,7 +89,15 @@ class LeaseElector:
             if holder != waiting_for:
                 waiting_for = holder
                 logger.info("standing by: %s leads", holder or "nobody")
-            await asyncio.sleep(self._times.look * (0.75 + 0.5 * self._jitter()))
+            await asyncio.sleep(self._times.nudged_look)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._times.look * (0.75 + 0.5 * self._jitter()) - self._times.nudged_look):
+                    await self._nudged.wait()
+            self._nudged.clear()
+
+    def nudge(self) -> None:
+        """Something speaks for it that the holder is gone: look at the Lease soon."""
+        self._nudged.set()
 
     def may_act(self) -> bool:
         """Whether the Lease is certainly ours at this moment."""

@@ -47,12 +47,12 @@ class Caches:
         """Whether each has been listed once."""
         return self.jobs.synced.is_set() and all(reflector.synced.is_set() for reflector in self.reflectors())
 
-    async def catch_up(self, since: float) -> None:
+    async def catch_up(self, since: float, *, records_only: bool = False) -> None:
         """Have lists that are younger than `since` (loop time): watches may lag behind what the last leader wrote.
 
-        Raises ApiError.
+        `records_only`: of the jobs and their memberships, which are few. Raises ApiError.
         """
-        listers = (self.jobs, *self.reflectors())
+        listers = (self.jobs, self.config_maps) if records_only else (self.jobs, *self.reflectors())
         await asyncio.gather(*(lister.refresh() for lister in listers if lister.listed < since))
 
     def membership_of(self, job: JobView) -> ChildRecord | None:

@@ -34,17 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNREADABLE_SECONDS = 300.0
-IN_A_THREAD_FROM = 256
-"""Pods from which on a plan takes longer than an agent should wait for its answer."""
 TELL_FROM_DELAY = 0.8
 """Back-off in seconds from which on a failure that repeats shows as an event."""
-
-
-async def make_plan(plan: Callable[[Observed], Plan], observed: Observed) -> Plan:
-    """The plan; that of a large job in a thread, which it may be as a pure function of what does not change."""
-    if len(observed.pods) < IN_A_THREAD_FROM:
-        return plan(observed)
-    return await asyncio.to_thread(plan, observed)
 
 
 class Meter(Protocol):
@@ -139,7 +130,7 @@ class Reconciler:
         began = loop.time()
         observed = self._observer.observe(record.view, status_written=self._written.get(key, 0.0))
         await asyncio.sleep(0)  # here and below: a thousand agents make each part long, and they wait for answers
-        plan = await make_plan(self._plan, observed)
+        plan = self._plan(observed)
         await asyncio.sleep(0)
         self._pace.planned(key, began, loop.time())
         if plan.status != record.view.status:

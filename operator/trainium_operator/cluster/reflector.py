@@ -69,9 +69,13 @@ class Lister(Generic[V]):
             page = await self._api.list_page(self.resource, self._namespace, labels=self._labels, continue_token=token)
             self.heard = asyncio.get_running_loop().time()
             for raw in page.get("items") or ():
-                entry = self._entry(raw)
+                key = _key(raw)
+                known = self.store.entry(key)
+                # A version stands for one state of one object: nothing to read anew, and a take-over is waiting.
+                same = known is not None and known.version == int(raw["metadata"]["resourceVersion"])
+                entry = known if same else self._entry(raw)
                 if entry is not None:
-                    entries[_key(raw)] = entry
+                    entries[key] = entry
             token = page["metadata"].get("continue", "")
             if not token:
                 break

@@ -59,6 +59,11 @@ class Facts:
         return self.observed.now
 
     @property
+    def status_interval(self) -> float:
+        """Shortest time in seconds between two status writes that only bring progress."""
+        return self.settings.status_interval(self.job.status.desired)
+
+    @property
     def member_uids(self) -> frozenset[str]:
         """Pod uids of the generation in force."""
         return frozenset(member.pod_uid for member, _ in self.members)

@@ -37,7 +37,7 @@ def find_losses(facts: Facts, draft: Draft) -> tuple[Loss, ...]:
     awaited = deadlines_of_absent(facts)
     at_rest = _is_at_rest(facts)
     if at_rest:
-        draft.deadlines.append(facts.now + facts.settings.status_interval_seconds)
+        draft.deadlines.append(facts.now + facts.status_interval)
     for member, worker in facts.members:
         join_by = awaited.get(member.node_rank)
         loss = _loss_of(facts, testimony, member, worker, join_by)

@@ -195,6 +195,10 @@ class GangApi(StrEnum):
 SILENCE_TOLD_SECONDS = 2.0
 """Two heartbeats; the coordinator tells who has fallen silent, so a member heard more recently needs no look."""
 
+_EVERY_INTERVAL_WORKERS = 256
+"""Jobs of up to so many workers are told of every `status_interval_seconds`; a plan of them takes about 10 ms."""
+_LARGEST_FACTOR = 6.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
@@ -221,6 +225,10 @@ class PlanSettings:
     """Gang scheduling that the cluster serves, each with its `apiVersion`."""
     topology_layers: frozenset[str] = frozenset()
     """Labels of network layers that nodes of the cluster carry."""
+
+    def status_interval(self, workers: int) -> float:
+        """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
+        return self.status_interval_seconds * min(_LARGEST_FACTOR, max(1.0, workers / _EVERY_INTERVAL_WORKERS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

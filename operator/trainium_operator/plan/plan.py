@@ -144,7 +144,7 @@ def _write_due(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) 
         return 0.0
     if only_progress_differs(old, status):
         written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
-        return written + facts.settings.status_interval_seconds
+        return written + facts.status_interval
     if only_counts_differ(old, status):
         return facts.observed.status_written + facts.settings.count_interval_seconds
     return 0.0

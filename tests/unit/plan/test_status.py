@@ -2,7 +2,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, deleted, membership, planned, pod, restart, running, training, with_pod, without
+from plan_builders import (
+    NOW,
+    SETTINGS,
+    agent,
+    deleted,
+    membership,
+    planned,
+    pod,
+    restart,
+    running,
+    spec,
+    training,
+    with_pod,
+    without,
+)
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import ConditionType, Interruption, MembershipStatus, Phase, Rung
@@ -51,6 +65,26 @@ def test_progress_alone_is_written_only_once_per_interval() -> None:
     assert soon.requeue_after <= 13
     late = planned(replace(seen, agents={u: replace(a, heard=NOW + 15) for u, a in agents.items()}, now=NOW + 15.5))
     assert late.status.progress.step == 30
+
+
+def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
+    large = spec(workers={"replicas": 512}, trainer={"batch": {"globalSize": 512}})
+    seen = written(running(512, job_spec=large))
+
+    def at(seconds: float) -> Any:
+        heard = {
+            f"uid-{each}": replace(training(each, step=30), heard=NOW + seconds, progressed=NOW + seconds)
+            for each in range(512)
+        }
+        return planned(replace(seen, agents=heard, now=NOW + seconds))
+
+    assert at(29).status == seen.job.status
+    assert at(30.5).status.progress.step == 30
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(0, 5), (256, 5), (1024, 20), (5000, 30)])
+def test_the_interval_grows_with_the_job_up_to_six_times(workers: int, seconds: float) -> None:
+    assert replace(SETTINGS, status_interval_seconds=5).status_interval(workers) == seconds
 
 
 def test_anything_else_is_written_at_once_together_with_the_newest_progress() -> None:

@@ -153,11 +153,12 @@ class CheckpointManager:
         return vote(wanted, busy=tier.busy)
 
     def check_owner(self, since: float) -> None:
-        """StaleGenerationError when the run may have gone on without this rank since it last heard of its peers.
+        """StaleGenerationError when the run may have gone on without this rank.
 
-        `since`: when that was (`time.monotonic`). A process that was stopped with its whole node and goes on later is
-        where it was, with the run's files open; the others have replaced it and recorded the same steps themselves.
-        Asks the store only when that may be; what a store that fails would say is not waited for.
+        `since`: a moment (`time.monotonic`) after which its peers still needed it for the step. A process that was
+        stopped with its whole node and goes on later is where it was, with the run's files open; the others have
+        replaced it and recorded the same step themselves. Asks the store only when that may be; what a store that
+        fails would say is not waited for.
         """
         if time.monotonic() - since > LATE_SECONDS:
             with contextlib.suppress(OSError, StorageError):
