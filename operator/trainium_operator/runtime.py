@@ -28,7 +28,7 @@ from trainium_operator.cluster.ports import KubernetesSecret, TokenReviewer, Wor
 from trainium_operator.cluster.reconciler import Reconciler
 from trainium_operator.cluster.reflector import Lister, Reflector
 from trainium_operator.cluster.refusals import Refusals
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS, SERVICES
+from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS
 from trainium_operator.cluster.store import Store
 from trainium_operator.cluster.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.work_queue import WorkQueue
@@ -277,7 +277,6 @@ def make_caches(api: Api, settings: Settings) -> Caches:
         jobs=Lister(api, JOBS, Store(), job_record, namespace=watched),
         pods=Reflector(api, PODS, Store(), pod_view, namespace=watched, labels=f"{LABEL_ROLE}={ROLE_WORKER}"),
         config_maps=children,
-        services=Reflector(api, SERVICES, Store(), child_record, namespace=watched, labels=LABEL_JOB),
         nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
         disruption_budgets=Reflector(
             api, DISRUPTION_BUDGETS, Store(), child_record, namespace=watched, labels=LABEL_JOB

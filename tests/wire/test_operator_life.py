@@ -11,7 +11,7 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, SERVICES
+from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -79,7 +79,7 @@ def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_was_se
         await asyncio.sleep(30)
 
     story = told(run, {"ttlSecondsAfterFinished": 60})
-    for resource in (PODS, CONFIG_MAPS, SERVICES, DISRUPTION_BUDGETS):
+    for resource in (PODS, CONFIG_MAPS, DISRUPTION_BUDGETS):
         assert story.cluster.names(resource) == []
     assert len(story.writes("DELETE", "trainingjobs")) == 1
 

@@ -13,7 +13,7 @@ from operator_process import training_job, until
 from replicas import World, world
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS, SERVICES
+from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,7 +188,7 @@ def test_a_namespace_that_is_being_deleted_is_no_reason_to_hurry() -> None:
             for name in sorted(seen.pods()):
                 seen.cluster.remove(PODS, "default", name)
                 await asyncio.sleep(5)
-            for kind, name in ((CONFIG_MAPS, "llama-config"), (SERVICES, "llama"), (CONFIG_MAPS, "llama-membership")):
+            for kind, name in ((CONFIG_MAPS, "llama-config"), (CONFIG_MAPS, "llama-membership")):
                 seen.cluster.remove(kind, "default", name)
                 await asyncio.sleep(5)
             await asyncio.sleep(120)

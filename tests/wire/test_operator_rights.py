@@ -25,7 +25,7 @@ def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
         verb = VERBS.get(method) or ("get" if len(rest) > 1 else "list")
         resource = rest[0] if len(rest) < 3 else f"{rest[0]}/{rest[2]}"
         found.add((group, resource, verb))
-        if method == "PATCH" and "/" not in resource and resource in ("services", "configmaps"):
+        if method == "PATCH" and "/" not in resource and resource == "configmaps":
             found.add((group, resource, "create"))  # an apply creates what is missing
     return found
 

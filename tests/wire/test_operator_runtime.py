@@ -15,7 +15,7 @@ from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
 
 from trainium_operator import handlers
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS, SERVICES
+from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.health import HealthServer
 from trainium_operator.runtime import DEAF_SECONDS, plan_settings
 from trainium_operator.settings import Settings
@@ -124,7 +124,7 @@ def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change_does(
         job = cluster.add(JOBS, training_job("j"))
         owner = {"kind": "TrainingJob", "name": "j", "uid": job["metadata"]["uid"], "controller": True}
         labels = {"trainium.dev/job-name": "j", "trainium.dev/role": "worker"}
-        for resource, name in ((PODS, "j-w-0"), (CONFIG_MAPS, "j-config"), (SERVICES, "j")):
+        for resource, name in ((PODS, "j-w-0"), (CONFIG_MAPS, "j-config")):
             cluster.add(resource, {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}})
         cluster.change(PODS, "default", "j-w-0", lambda raw: raw.update(spec={"nodeName": "n"}))
         process = OperatorProcess(cluster)

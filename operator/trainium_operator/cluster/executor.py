@@ -25,7 +25,7 @@ from trainium_operator.cluster.errors import (
 )
 from trainium_operator.cluster.events import Note
 from trainium_operator.cluster.refusals import Refusals
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, SERVICES, resource_of
+from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, resource_of
 from trainium_operator.cluster.views import membership_of
 from trainium_operator.plan.model import (
     ApplyGroup,
@@ -52,7 +52,7 @@ IN_FLIGHT = 64
 TELL_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
 MORE_IN_FLIGHT = 3
-_APPLIED = (SERVICES, CONFIG_MAPS, DISRUPTION_BUDGETS)
+_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS)
 
 
 class Publisher(Protocol):
@@ -143,7 +143,6 @@ class Executor:
         kind = manifest["kind"]
         resource = next(each for each in _APPLIED if each.kind == kind)
         lister = {
-            SERVICES.kind: self._caches.services,
             CONFIG_MAPS.kind: self._caches.config_maps,
             DISRUPTION_BUDGETS.kind: self._caches.disruption_budgets,
         }[kind]

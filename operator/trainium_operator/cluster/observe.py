@@ -28,13 +28,12 @@ class Caches:
     jobs: Lister[JobRecord]
     pods: Reflector[PodView]
     config_maps: Reflector[ChildRecord]
-    services: Reflector[ChildRecord]
     nodes: Reflector[NodeView] | None
     disruption_budgets: Reflector[ChildRecord]
 
     def reflectors(self) -> tuple[Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView], ...]:
         """All that have a `run`."""
-        always = (self.pods, self.config_maps, self.services, self.disruption_budgets)
+        always = (self.pods, self.config_maps, self.disruption_budgets)
         return (*always, self.nodes) if self.nodes is not None else always
 
     async def synced(self) -> None:
@@ -107,7 +106,6 @@ class Observer:
             f"{kind}/{name}": record.content_hash
             for kind, lister in (
                 ("ConfigMap", caches.config_maps),
-                ("Service", caches.services),
                 ("PodDisruptionBudget", caches.disruption_budgets),
             )
             for (_, name), record in lister.store.owned_by(job.uid).items()
@@ -178,7 +176,6 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     caches.pods.store.listen(pod_moved)
     caches.pods.store.listen(pod_changed)
     caches.config_maps.store.listen(child_changed)
-    caches.services.store.listen(child_changed)
     caches.disruption_budgets.store.listen(child_changed)
     if caches.nodes is not None:
         caches.nodes.store.listen(node_changed)

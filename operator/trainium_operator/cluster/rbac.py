@@ -68,7 +68,6 @@ RIGHTS: tuple[Right, ...] = (
         ("get", "list", "watch", "create", "patch"),
         "trainer configuration and membership, by server-side apply; deleted with the job by its ownerReference",
     ),
-    Right("", "services", ("get", "list", "watch", "create", "patch"), "one headless Service per job"),
     Right(
         "policy",
         "poddisruptionbudgets",

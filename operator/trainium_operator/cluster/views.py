@@ -51,7 +51,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChildRecord:
-    """One Service or ConfigMap of a job."""
+    """One ConfigMap or PodDisruptionBudget of a job."""
 
     content_hash: str
     membership: Membership | None = None
@@ -202,7 +202,7 @@ def _leave_out(what: str, value: Any) -> None:
 
 
 def child_record(raw: Json) -> ChildRecord:
-    """A Service or ConfigMap of a job; a membership that cannot be read counts as none, and is then written anew."""
+    """A ConfigMap or PodDisruptionBudget of a job; a membership that cannot be read counts as none."""
     metadata = raw["metadata"]
     content_hash = (metadata.get("annotations") or {}).get(names.ANNOTATION_CONTENT_HASH, "")
     return ChildRecord(content_hash, membership_of(raw))

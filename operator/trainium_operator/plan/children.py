@@ -1,4 +1,4 @@
-"""The Service and the ConfigMaps of a job: pure construction, and when to apply them.
+"""The ConfigMaps of a job: pure construction, and when to apply them.
 
 Invariant: each object carries a digest of its own content, so it is applied once and again only when that changes.
 """
@@ -29,18 +29,17 @@ _LARGEST_PLAIN = 128 * 1024
 
 
 def converge_children(facts: Facts, draft: Draft) -> None:
-    """Apply the Service and the configuration where they are missing or stale."""
+    """Apply the configuration where it is missing or stale."""
     if facts.now < facts.observed.creations_from:
         draft.deadlines.append(facts.observed.creations_from)
         return
-    manifests = [service(facts.job)]
-    if facts.size.shape is not None:
-        manifests.append(config_map(facts.job, facts.observed.ca_bundle))
-    for manifest in manifests:
-        metadata = manifest["metadata"]
-        wanted = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
-        if facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}") != wanted:
-            draft.actions.append(ApplyObject(manifest))
+    if facts.size.shape is None:
+        return
+    manifest = config_map(facts.job, facts.observed.ca_bundle)
+    metadata = manifest["metadata"]
+    wanted = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
+    if facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}") != wanted:
+        draft.actions.append(ApplyObject(manifest))
 
 
 def owner_reference(job: JobView) -> Json:
@@ -53,16 +52,6 @@ def owner_reference(job: JobView) -> Json:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-
-
-def service(job: JobView) -> Json:
-    """The headless Service; workers have host names before they are ready, because they must find each other first."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": names.selector_labels(job.name),
-    }
-    return owned_object(job, "v1", "Service", names.service_name(job.name), {"spec": spec}, "network")
 
 
 def config_map(job: JobView, ca_bundle: str) -> Json:

@@ -245,7 +245,7 @@ class Observed:
     published: int
     """Generation that the coordinator serves for this job now; 0 for none (for instance after a restart)."""
     children: Mapping[str, str]
-    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each Service, ConfigMap and PodDisruptionBudget."""
+    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each ConfigMap and PodDisruptionBudget."""
     ca_bundle: str
     """PEM of the certificate authorities that agents must trust."""
     coordinator_since: float
@@ -260,7 +260,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ApplyObject:
-    """Server-side apply of a complete manifest (Service, ConfigMap or PodDisruptionBudget)."""
+    """Server-side apply of a complete manifest (ConfigMap or PodDisruptionBudget)."""
 
     manifest: dict[str, Any]
 

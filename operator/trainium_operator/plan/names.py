@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainium_contract.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
-"""On the Service and the configuration ConfigMap: digest of what the plan wanted when it was applied."""
+"""On the configuration ConfigMap: digest of what the plan wanted when it was applied."""
 MEMBERSHIP_KEY = "membership.json"
 MEMBERSHIP_PACKED_KEY = "membership.json.gz"
 """In `binaryData`, of a membership so large that its text might not fit into a ConfigMap."""
@@ -29,11 +29,6 @@ def ordinal_of(job: str, pod: str) -> int | None:
     """The ordinal in a worker pod's name; None when the name is not one of this job's."""
     digits = pod.removeprefix(f"{job}-w-")
     return int(digits) if digits != pod and digits.isascii() and digits.isdigit() else None
-
-
-def service_name(job: str) -> str:
-    """The headless Service that gives workers their host names."""
-    return job
 
 
 def config_name(job: str) -> str:

@@ -64,7 +64,7 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
         "namespace": job.namespace,
         "ownerReferences": [owner_reference(job)],
     }
-    spec = {**body["spec"], "hostname": name, "subdomain": names.service_name(job.name)}
+    spec = dict(body["spec"])
     if avoided.required or avoided.preferred:
         spec["affinity"] = _keeping_away(spec.get("affinity") or {}, avoided)
     if avoided.required:

@@ -158,7 +158,7 @@ def observed(
     **changes: Any,
 ) -> Observed:
     """An observation long after the operator's start, with every node there and every child applied."""
-    applied = [children.service(view), children.config_map(view, CA)]
+    applied = [children.config_map(view, CA)]
     size = view.status.membership.size
     if size:
         applied.append(disruption.budget(view, size if view.spec.workers.spares else size - 1))

@@ -30,9 +30,9 @@ def waiting(count: Any, job_spec: Any = None, since: Any = NOW, **changes: Any) 
     return observed(view, pods, {at: agent(at) for at in range(count)}, **changes)
 
 
-def test_a_new_job_gets_its_service_its_configuration_and_its_pods_in_this_order() -> None:
+def test_a_new_job_gets_its_configuration_before_its_pods() -> None:
     result = planned(replace(observed(job(spec(workers={"spares": 1}))), children={}))
-    assert kinds(result.actions) == ["ApplyObject", "ApplyObject", *["CreatePod"] * 5]
+    assert kinds(result.actions) == ["ApplyObject", *["CreatePod"] * 5]
     assert created(result) == [f"demo-w-{at}" for at in range(5)]
     assert result.status.next_pod_ordinal == 5
     assert result.status.phase is Phase.PENDING

@@ -27,8 +27,7 @@ def environment(manifest: Any) -> Any:
 def test_a_worker_pod_has_the_essentials() -> None:
     manifest = made(7)
     pod_spec, metadata = manifest["spec"], manifest["metadata"]
-    assert metadata["name"] == pod_spec["hostname"] == "demo-w-7"
-    assert pod_spec["subdomain"] == "demo"
+    assert metadata["name"] == "demo-w-7"
     assert pod_spec["restartPolicy"] == "Never"
     assert pod_spec["terminationGracePeriodSeconds"] == 70
     assert pod_spec["automountServiceAccountToken"] is False
@@ -209,12 +208,6 @@ def test_checkpoints_go_where_the_storage_says_below_a_folder_of_the_jobs_own(
 def test_the_configuration_is_what_the_trainer_reads() -> None:
     text = children.config_map(job(), "CERT")["data"]["trainer.yaml"]
     assert TrainingConfig.model_validate(json.loads(text)).steps == 100
-
-
-def test_workers_find_each_other_before_they_are_ready() -> None:
-    service = children.service(job())
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
 
 
 def test_children_are_applied_again_only_when_their_content_changes() -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 def remembered_manifests() -> Iterator[None]:
     """Each manifest is built once per spec."""
     with (
-        patch.object(children, "service", _once(children.service)),
         patch.object(children, "config_map", _once(children.config_map)),
         patch.object(worker_pod, "pod_template", _once(worker_pod.pod_template)),
     ):
