@@ -42,7 +42,7 @@ async def waits(*views: PodView | None, begun: bool = False) -> float:
     if before is not None:
         caches.pods.store.put(POD, Entry(before, uid="pod", version=1, owner=OWNER))
     enqueue_on_change(caches, queue, pace)
-    pace.planned(JOB, loop.time() - 10.0, loop.time())
+    pace.planned(JOB, 10.0, loop.time())
     start = loop.time()
     if after is None:
         caches.pods.store.remove(POD, 2)

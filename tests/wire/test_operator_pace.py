@@ -27,7 +27,7 @@ async def plans(cost: float, changes: list[float], until: float, faults: tuple[f
             key = await queue.get()
             began.append(loop.time())
             # Planning is one uninterrupted stretch, so nothing changes in its middle.
-            pace.planned(key, began[-1] - cost, began[-1])
+            pace.planned(key, cost, began[-1])
             queue.done(key)
 
     worker = asyncio.create_task(work())
@@ -74,7 +74,7 @@ def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_anew() -> None:
     async def run() -> list[bool]:
         loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
         pace, waiting = Pace(queue), list[bool]()
-        pace.planned(JOB, loop.time(), loop.time() + 0.1)
+        pace.planned(JOB, 0.1, loop.time() + 0.1)
         pace.put(JOB)
         waiting.append(len(queue) == 0)
         pace.put(OTHER)

@@ -35,9 +35,8 @@ class Pace:
         due = (self._next if hurry else self._next_unhurried).get(key, 0.0)
         self._queue.put_after(key, due - asyncio.get_running_loop().time())
 
-    def planned(self, key: Key, began: float, ended: float) -> None:
-        """A plan was made, between these loop times."""
-        spent = ended - began
+    def planned(self, key: Key, spent: float, ended: float) -> None:
+        """A plan was made until `ended` (loop time); `spent` seconds were its own, not of those that came between."""
         self._next[key] = ended + min(LONGEST_PAUSE, spent * (1.0 / SHARE - 1.0))
         self._next_unhurried[key] = ended + min(LONGEST_UNHURRIED_PAUSE, spent * (1.0 / UNHURRIED_SHARE - 1.0))
 

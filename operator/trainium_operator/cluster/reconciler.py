@@ -129,10 +129,12 @@ class Reconciler:
         loop = asyncio.get_running_loop()
         began = loop.time()
         observed = self._observer.observe(record.view, status_written=self._written.get(key, 0.0))
+        spent = loop.time() - began
         await asyncio.sleep(0)  # here and below: a thousand agents make each part long, and they wait for answers
+        began = loop.time()
         plan = self._plan(observed)
+        self._pace.planned(key, spent + loop.time() - began, loop.time())
         await asyncio.sleep(0)
-        self._pace.planned(key, began, loop.time())
         if plan.status != record.view.status:
             self._written[key] = observed.now
         await self._executor.execute(record.view, plan)
