@@ -176,6 +176,20 @@ async def test_a_long_poll_without_news_ends_empty(world: World) -> None:
     assert await world.poll(1, seconds=0) == (204, None)
 
 
+async def test_polls_that_began_together_do_not_end_together(world: World) -> None:
+    await world.post("/v1/register", register())
+    world.state.publish("job-uid", membership(1))
+    began = time.monotonic()
+
+    async def held() -> float:
+        assert await world.poll(1, seconds=2) == (204, None)
+        return time.monotonic() - began
+
+    ended = sorted(await asyncio.gather(*(held() for _ in range(10))))
+    assert ended[0] >= 1.0
+    assert ended[-1] - ended[0] > 0.02
+
+
 async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: World) -> None:
     world.state.publish("job-uid", membership(1))
     await world.post("/v1/register", register())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 LARGEST_BODY = 640 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 LONGEST_POLL = 60.0
+SHORTEST_POLL = 0.5
+"""A poll is held for this share of the time that it asks for, or longer."""
 SHUTDOWN_SECONDS = 2.0
 DUE_SECONDS = 2.5
 """How long a registration waits for a lead that is due; shorter than agents wait for an answer."""
@@ -155,7 +158,9 @@ class CoordinatorServer:
     async def _membership(self, request: web.Request) -> web.StreamResponse:
         pod_uid = request.query.get("podUid", "")
         after = _number(request.query, "after", 0)
-        seconds = min(LONGEST_POLL, float(_number(request.query, "timeoutSeconds", 30)))
+        longest = min(LONGEST_POLL, float(_number(request.query, "timeoutSeconds", 30)))
+        # Those who heard of a generation together must not all ask again together.
+        seconds = longest * random.uniform(SHORTEST_POLL, 1.0)  # noqa: S311 - spreads load, no secret
         job_uid = await self._authenticator.admit(
             request.headers.get("Authorization", ""),
             namespace=request.match_info["namespace"],
