@@ -78,7 +78,6 @@ class Runtime:
         """Agents are answered: the Lease is ours, and the newest memberships are known."""
         self.leading = asyncio.Event()
         """Jobs are planned: everything else is known too."""
-        self._stopped = False
         self.metrics = Metrics()
         self.api_heard = 0.0
         self.api = Api(transport, on_request=self._on_request)
@@ -169,7 +168,7 @@ class Runtime:
                 return
 
     def _begin_serving(self) -> None:
-        if self._stopped:
+        if self.state.closed:  # stopped meanwhile
             return
         for entry in self.caches.jobs.store.snapshot().values():
             view = entry.view.view
@@ -180,7 +179,7 @@ class Runtime:
         self.serving.set()
 
     def _begin_leading(self) -> None:
-        if self._stopped:
+        if self.state.closed:  # stopped meanwhile
             return
         self.leading.set()
         self.metrics.leader.set(1)
@@ -188,7 +187,6 @@ class Runtime:
 
     def stop_leading(self) -> None:
         """Answer no agent and start no plan any more, for good."""
-        self._stopped = True
         self.serving.clear()
         self.leading.clear()
         self.metrics.leader.set(0)

@@ -148,7 +148,7 @@ def test_the_same_plan_twice_is_as_good_as_once() -> None:
         await world.do(*actions)
         assert world.cluster.version == version
         assert world.cluster.names(PODS) == [f"j-w-{number}" for number in range(5)]
-        assert "j-config" in world.cluster.names(CONFIG_MAPS)
+        assert world.cluster.names(CONFIG_MAPS) == ["j-config", "j-membership"]
         assert world.published == [1, 1]
 
     scenario(run)

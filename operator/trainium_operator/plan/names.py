@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainium_contract.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
-"""On the configuration ConfigMap: digest of what the plan wanted when it was applied."""
+"""On the configuration ConfigMap and the PodDisruptionBudget: digest of what the plan wanted when it was applied."""
 MEMBERSHIP_KEY = "membership.json"
 MEMBERSHIP_PACKED_KEY = "membership.json.gz"
 """In `binaryData`, of a membership so large that its text might not fit into a ConfigMap."""
