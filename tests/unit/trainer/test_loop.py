@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_trainer.agent.proc import handles
+from trainium_trainer.checkpoint.manager import LATE_SECONDS
 from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
 from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting
 from trainium_trainer.stop import patience
@@ -116,6 +117,21 @@ def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) ->
     assert (successor.folder / "GENERATION").exists()
     os.kill(successor.pids[0], signal.SIGTERM)
     assert successor.wait() == [75], successor.log()
+
+
+def test_a_rank_whose_collective_ends_long_after_it_began_records_nothing_if_the_run_went_on_elsewhere(
+    launch: Launcher,
+) -> None:
+    job = launch(2, "run", ["steps=100000", "checkpoint.durable.everySteps=100000"], TRAINIUM_GENERATION="1")
+    job.wait_for_step(3)
+    os.kill(job.pids[1], signal.SIGSTOP)
+    time.sleep(LATE_SECONDS + 1)
+    recorded = job.metrics()[-1]["step"]
+    (job.folder / "GENERATION").write_text("2\n")
+    os.kill(job.pids[1], signal.SIGCONT)
+    assert job.wait_for(0) == 76, job.log()
+    assert job.metrics()[-1]["step"] == recorded
+    job.wait()
 
 
 def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
