@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from the pydantic models of `job.py`; `crd_rules.py` adds the CEL rules.
+"""The CustomResourceDefinition, generated from the pydantic models of `job.py`; `crd_*rules.py` add the CEL rules.
 
 The result is plain JSON-ready data (the operator's `generate` module writes it as YAML). Invariants of the schema:
 structural (no references, no alternatives), closed (an unknown field is an error under kubectl's strict validation),
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.crd_recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
 from trainium_contract.crd_rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
+from trainium_contract.crd_tuning_rules import TUNING_RULES
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.worker_env import GROUP, KIND, PLURAL, VERSION
 
@@ -31,6 +32,9 @@ MAX_UNBOUNDED_TEXT = 1024
 
 _LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"]}
 """Lists that are maps by a key, so that several writers can own different entries; all others are atomic."""
+
+_PINNED_LISTS = "spec.trainer."
+"""Below it the default of a list is stored with the job too; elsewhere (preflight checks) a later one may apply."""
 
 _KEPT = ("pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "minimum", "maximum")
 
@@ -86,6 +90,7 @@ def _columns() -> list[dict[str, Any]]:
 
     return [
         column("Phase", "string", ".status.phase", "What the job is doing."),
+        column("Stage", "string", ".status.stage", "Train, Export or Evaluate."),
         column("Ready", "integer", ".status.readyReplicas", "Workers that are training."),
         column("Desired", "integer", ".spec.workers.replicas", "Workers asked for."),
         column("Step", "integer", ".status.progress.step", "Newest finished optimizer step."),
@@ -97,6 +102,7 @@ def _columns() -> list[dict[str, Any]]:
         column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
         column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
         column("Goodput", "number", ".status.goodput.ratio", "Strict goodput: productive share of the time.", 1),
+        column("Artifact", "string", ".status.artifacts[-1].path", "The newest thing that the run left behind.", 1),
     ]
 
 
@@ -104,7 +110,7 @@ def object_schema() -> dict[str, Any]:
     """The openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
-    _attach(spec, SPEC_RULES)
+    _attach(spec, (*SPEC_RULES, *TUNING_RULES))
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     recovery = spec["properties"]["recovery"]["properties"]
     _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
@@ -204,6 +210,8 @@ class _Writer:
             raise SchemaError(f"{path}: the list has no bound; add Field(max_length=...)")
         described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | node["items"]
         written["items"] = self.schema(described, f"{path}[]")
+        if self._strict and path.startswith(_PINNED_LISTS) and node.get("default"):
+            written["default"] = node["default"]
         keys = _LIST_KEYS.get(path)
         written["x-kubernetes-list-type"] = "map" if keys else "atomic"
         if keys:

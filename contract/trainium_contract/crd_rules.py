@@ -64,11 +64,13 @@ _CORES = (
     f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
 )
 _NODES = "self.workers.replicas"
-_ON_NXD = (
+ON_NXD = (
     "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
     "|| self.trainer.backend == 'Native'"
 )
 """Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
+_STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
+"""Beginning of a rule about steps that only the data tell: the trainer judges them when it has read its data."""
 _MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
 
@@ -80,8 +82,12 @@ def _divides(nodes: str) -> str:
 
 
 def _fills(nodes: str) -> str:
-    """Whether the global batch is whole micro-batches at `nodes`; fails at run time unless `_divides` holds."""
-    return f"self.trainer.batch.globalSize % ({nodes} * c / {_MODEL_PARALLEL} * self.trainer.batch.microSize) == 0"
+    """Whether the global batch is whole micro-batches at `nodes`, or need not be.
+
+    Fails at run time unless `_divides` holds.
+    """
+    whole = f"self.trainer.batch.globalSize % ({nodes} * c / {_MODEL_PARALLEL} * self.trainer.batch.microSize) == 0"
+    return f"(self.elasticity.sizes == 'Any' || {whole})"
 
 
 def _legal(nodes: str) -> str:
@@ -97,7 +103,7 @@ def _with_cores(condition: str) -> str:
 _HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
 
 
-def _said(text: str, *values: str) -> str:
+def said(text: str, *values: str) -> str:
     """A computed sentence: `text` with a %s for each expression of `values`, in which `c` is the cores per node.
 
     Formatting in one call, not by joining: the API server cannot bound the length of `string(number)` and would refuse
@@ -107,11 +113,11 @@ def _said(text: str, *values: str) -> str:
 
 
 def _said_of_size(text: str, *values: str) -> str:
-    """As `_said`, with `c` bound and the legal sizes near the requested one at the end."""
+    """As `said`, with `c` bound and the legal sizes near the requested one at the end."""
     nearby = f"{text}; legal sizes within 100 of it: %s below, %s above"
     below = f"{_HUNDRED}.map(i, {_NODES} - i).filter(n, n >= 1 && {_legal('n')})"
     above = f"{_HUNDRED}.map(i, {_NODES} + i + 1).filter(n, {_legal('n')})"
-    return f"[{_CORES}].map(c, {_said(nearby, *values, below, above)})[0]"
+    return f"[{_CORES}].map(c, {said(nearby, *values, below, above)})[0]"
 
 
 # The schema refuses these by itself; a rule that divided by them would add a second, useless sentence.
@@ -124,6 +130,7 @@ _SOME_SIZE_IS_LEGAL = f"""
 && {_HUNDRED}.map(l, h * 100 + l).exists(n, n >= {_SMALLEST} && n >= 1 && n <= {_NODES} && {_legal("n")}))"""
 _JUDGED_BEFORE = """(oldSelf.hasValue() && oldSelf.value().parallelism == self.parallelism
 && oldSelf.value().trainer.batch == self.trainer.batch
+&& oldSelf.value().elasticity == self.elasticity
 && oldSelf.value().workers.accelerator == self.workers.accelerator)"""
 _SAME_RANGE = f"""(oldSelf.value().workers.replicas == {_NODES}
 && oldSelf.value().workers.?minReplicas.orValue(1) == {_SMALLEST})"""
@@ -133,7 +140,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"!has(self.workers.minReplicas) || self.workers.minReplicas <= {_NODES}",
         "workers.minReplicas must not be above workers.replicas: lower minReplicas or raise replicas",
         ".workers.minReplicas",
-        _said(
+        said(
             "workers.minReplicas %s is above workers.replicas %s: lower minReplicas or raise replicas",
             "self.workers.minReplicas",
             _NODES,
@@ -143,7 +150,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"!has(self.workers.maxReplicas) || {_NODES} <= self.workers.maxReplicas",
         "workers.replicas must not be above workers.maxReplicas: lower replicas or raise maxReplicas",
         ".workers.replicas",
-        _said(
+        said(
             "workers.replicas %s is above workers.maxReplicas %s: lower replicas or raise maxReplicas",
             _NODES,
             "self.workers.maxReplicas",
@@ -166,11 +173,11 @@ SPEC_RULES: tuple[Rule, ...] = (
     Rule(
         f"""{_OUT_OF_BOUNDS} || {_JUDGED_BEFORE}
         || {_with_cores(f"!({_divides(_NODES)}) || {_fills(_NODES)}")}""",
-        "trainer.batch.globalSize must be divisible by data-parallel degree x trainer.batch.microSize",
+        "with elasticity.sizes Even trainer.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
         _said_of_size(
             "workers.replicas %s gives a data-parallel degree of %s, but trainer.batch.globalSize %s is not divisible "
-            "by that x microSize %s: change replicas or trainer.batch",
+            "by that x microSize %s: change replicas or trainer.batch, or set elasticity.sizes to Any",
             _NODES,
             f"{_NODES} * c / {_MODEL_PARALLEL}",
             "self.trainer.batch.globalSize",
@@ -178,7 +185,18 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
         optional_old=True,
     ),
-    # Only where the two rules above leave the size alone; there the operator must find some size to floor it to.
+    Rule(
+        f"{_OUT_OF_BOUNDS} || self.trainer.batch.microSize <= self.trainer.batch.globalSize",
+        "trainer.batch.microSize must not be above trainer.batch.globalSize",
+        ".trainer.batch.microSize",
+        said(
+            "trainer.batch.microSize %s is above trainer.batch.globalSize %s: every pass of every rank would be partly "
+            "empty; lower microSize or raise globalSize",
+            "self.trainer.batch.microSize",
+            "self.trainer.batch.globalSize",
+        ),
+    ),
+    # Only where the rules of sizes above leave the size alone; there the operator must find some size to floor it to.
     Rule(
         f"{_OUT_OF_BOUNDS} || !{_JUDGED_BEFORE} || {_SAME_RANGE} || {_with_cores(_SOME_SIZE_IS_LEGAL)}",
         "no size between workers.minReplicas and workers.replicas is legal: change replicas or minReplicas",
@@ -195,7 +213,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || has(self.workers.accelerator.resources) || has(self.workers.accelerator.coresPerNode)""",
         f"unknown instance type; known are {_KNOWN_TEXT}; for another one give resources and coresPerNode too",
         ".workers.accelerator.instanceType",
-        _said(
+        said(
             f"unknown instance type %s; known are {_KNOWN_TEXT}; for another one give resources and coresPerNode too",
             "self.workers.accelerator.instanceType",
         ),
@@ -209,7 +227,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         reason=Reason.REQUIRED,
     ),
     Rule(
-        f"{_ON_NXD} || self.trainer.torchCompile == 'None'",
+        f"{ON_NXD} || self.trainer.torchCompile == 'None'",
         "trainer.torchCompile must be None on trn1: its backend Nxd compiles whole steps by itself; leave it out",
         ".trainer.torchCompile",
     ),
@@ -218,7 +236,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || self.trainer.model.numAttentionHeads % self.parallelism.tensor == 0""",
         "trainer.model.numAttentionHeads must be divisible by parallelism.tensor",
         ".trainer.model.numAttentionHeads",
-        _said(
+        said(
             "trainer.model.numAttentionHeads %s is not divisible by parallelism.tensor %s: each rank of the tensor "
             "group holds whole heads",
             "self.trainer.model.numAttentionHeads",
@@ -230,7 +248,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || self.parallelism.pipeline * self.parallelism.stagesPerRank <= self.trainer.model.numLayers""",
         "parallelism.pipeline x stagesPerRank must not be above trainer.model.numLayers: each stage needs a layer",
         ".parallelism.pipeline",
-        _said(
+        said(
             "parallelism.pipeline %s x stagesPerRank %s is above trainer.model.numLayers %s: each stage needs a layer",
             "self.parallelism.pipeline",
             "self.parallelism.stagesPerRank",
@@ -238,12 +256,12 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        f"{_ON_NXD} || self.parallelism.pipeline == 1",
+        f"{ON_NXD} || self.parallelism.pipeline == 1",
         "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline; raise parallelism.tensor",
         ".parallelism.pipeline",
     ),
     Rule(
-        f"{_ON_NXD} || !self.trainer.data.maskDocuments",
+        f"{ON_NXD} || !self.trainer.data.maskDocuments",
         "trainer.data.maskDocuments cannot be had on trn1: its backend Nxd has no such mask; leave it out",
         ".trainer.data.maskDocuments",
     ),
@@ -260,7 +278,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || self.parallelism.tensor % self.trainer.model.numKeyValueHeads == 0""",
         "trainer.model.numKeyValueHeads must be divisible by parallelism.tensor, or divide it",
         ".trainer.model.numKeyValueHeads",
-        _said(
+        said(
             "trainer.model.numKeyValueHeads %s neither is divisible by parallelism.tensor %s nor divides it: each rank "
             "of the tensor group holds whole heads",
             "self.trainer.model.numKeyValueHeads",
@@ -287,10 +305,10 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".trainer.model.hiddenSize",
     ),
     Rule(
-        "self.trainer.schedule.warmupSteps <= self.trainer.steps",
+        f"{_STEPS_FOLLOW} || self.trainer.schedule.warmupSteps <= self.trainer.steps",
         "trainer.schedule.warmupSteps must not be above trainer.steps",
         ".trainer.schedule.warmupSteps",
-        _said(
+        said(
             "trainer.schedule.warmupSteps %s is above trainer.steps %s: the warm-up must end within the run; lower "
             "warmupSteps or raise steps",
             "self.trainer.schedule.warmupSteps",
@@ -304,7 +322,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".trainer.data.validation",
     ),
     Rule(
-        """!has(self.trainer.schedule.decaySteps)
+        f"""{_STEPS_FOLLOW} || !has(self.trainer.schedule.decaySteps)
         || self.trainer.schedule.warmupSteps + self.trainer.schedule.decaySteps <= self.trainer.steps""",
         "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
         ".trainer.schedule.decaySteps",
@@ -363,7 +381,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         f"size(self.metadata.name) <= {MAX_NAME}",
         f"the name has at most {MAX_NAME} characters, so that host names of its workers stay within 63",
         ".metadata.name",
-        _said(
+        said(
             f"the name has %s characters: shorten it to {MAX_NAME}, so that host names of its workers stay within 63",
             "size(self.metadata.name)",
         ),

@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel, MessageModel, Text
+from trainium_contract.elasticity import ElasticitySpec
 from trainium_contract.exit_codes import Cause
 from trainium_contract.health import HealthSpec
 from trainium_contract.job_storage import JobCheckpointSpec
@@ -21,6 +22,7 @@ from trainium_contract.job_workers import WorkersSpec
 from trainium_contract.ledger import GoodputStatus, StageSeconds
 from trainium_contract.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.recovery import RecoverySpec
+from trainium_contract.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
 from trainium_contract.scheduling import GangStatus, SchedulingSpec
 from trainium_contract.sizes import BatchShape
 from trainium_contract.trainer import TrainerSpec, TrainingConfig
@@ -50,6 +52,8 @@ class TrainingJobSpec(ContractModel):
     """Trainer image; omitted: the one that the operator was installed with."""
     workers: WorkersSpec = WorkersSpec()
     """How many nodes, of which kind."""
+    elasticity: ElasticitySpec = ElasticitySpec()
+    """At which sizes the job may train."""
     parallelism: ParallelismConfig = ParallelismConfig()
     """Degrees of model parallelism."""
     trainer: TrainerSpec = TrainerSpec()
@@ -76,6 +80,7 @@ class TrainingJobSpec(ContractModel):
             parallelism=self.parallelism,
             checkpoint=CheckpointConfig(
                 path=CHECKPOINT_MOUNT,
+                take_over=self.checkpoint.storage.take_over,
                 memory=self.checkpoint.memory,
                 durable=self.checkpoint.durable,
                 milestones=self.checkpoint.milestones,
@@ -84,7 +89,7 @@ class TrainingJobSpec(ContractModel):
 
     def batch_shape(self) -> BatchShape:
         """The arithmetic that decides this job's legal sizes."""
-        return self.training_config().batch_shape(self.workers.accelerator.cores())
+        return self.training_config().batch_shape(self.workers.accelerator.cores(), self.elasticity.sizes)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
         """Numbers of nodes that graphs are compiled for ahead, the one that the job starts at first, then its nearest.
@@ -101,11 +106,11 @@ class TrainingJobSpec(ContractModel):
 
     def _sizes_by_nearness(self) -> tuple[int, ...]:
         workers, shape = self.workers, self.batch_shape()
-        start = shape.floor(workers.replicas, workers.min_replicas or 1)
+        start = shape.best(workers.replicas, workers.min_replicas or 1)
         if not start:
             return ()
-        legal = shape.legal_sizes(workers.min_replicas or start, max(start, workers.max_replicas or start))
-        return tuple(sorted({start, *legal}, key=lambda nodes: (abs(nodes - start), nodes)))
+        sizes = shape.useful_sizes(workers.min_replicas or start, max(start, workers.max_replicas or start))
+        return tuple(sorted({start, *sizes}, key=lambda nodes: (abs(nodes - start), nodes)))
 
 
 class Phase(StrEnum):
@@ -137,6 +142,12 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    READY = "Ready"
+    """For tools: it trains, or has completed."""
+    STALLED = "Stalled"
+    """For tools: nothing changes until a person acts."""
+    FINISHED = "Finished"
+    """For tools: completed or failed."""
 
 
 class ConditionStatus(StrEnum):
@@ -231,6 +242,12 @@ class MembershipStatus(MessageModel):
     """Nodes in it."""
     data_parallel: int = 0
     """Data-parallel degree at this size."""
+    passes: int = 0
+    """Micro-batches of a step on each data-parallel rank."""
+    speed: float = 0.0
+    """Speed at this size as a share of that at the desired one, by the passes."""
+    reserve: int = 0
+    """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
 
 
 class ProgressStatus(MessageModel):
@@ -239,7 +256,7 @@ class ProgressStatus(MessageModel):
     step: int = 0
     """Newest finished optimizer step."""
     total_steps: int = 0
-    """Steps of the whole run."""
+    """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
     loss: float | None = None
     """Loss of that step."""
     tokens_per_second: float | None = None
@@ -259,13 +276,17 @@ class AlertStatus(MessageModel):
     """What was seen, and what to do."""
 
 
-class CheckpointStatus(MessageModel):
-    """Newest steps that a resume could use; -1 for none."""
+def _is_none(step: int) -> bool:
+    return step < 0
 
-    memory_step: int = -1
-    """Newest step that all members hold in memory."""
-    durable_step: int = -1
-    """Newest step that is committed to storage."""
+
+class CheckpointStatus(MessageModel):
+    """Newest steps that a resume could use; in Python -1 for none, in the resource absent."""
+
+    memory_step: Annotated[int, Field(exclude_if=_is_none)] = -1
+    """Newest step that all members hold in memory; absent for none."""
+    durable_step: Annotated[int, Field(exclude_if=_is_none)] = -1
+    """Newest step that is committed to storage; absent for none."""
     durable_time: Annotated[str, Field(max_length=32)] = ""
     """When the operator learned of it."""
     notice: Text = ""
@@ -325,13 +346,21 @@ class TrainingJobStatus(MessageModel):
     spares: int = 0
     """Warm workers outside the membership."""
     desired: int = 0
-    """Size that the operator is working towards: the requested one floored to a legal one."""
+    """Size that the operator is working towards: of the requested nodes as many as save a pass."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the worker pods (scale subresource)."""
     membership: MembershipStatus = MembershipStatus()
     """The current generation of workers."""
     progress: ProgressStatus = ProgressStatus()
     """How far training is."""
+    stage: StageName = ""
+    """What the run does: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
+    stage_progress: float | None = None
+    """Share of the stage that is over, 0 to 1; absent in Train, whose steps tell."""
+    artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
+    """What the run left behind for others, the newest last; each is complete."""
+    evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
+    """The result beside the model that the run began from, measured on examples that were held back."""
     alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
     """The newest alert of each kind."""
     checkpoint: CheckpointStatus = CheckpointStatus()

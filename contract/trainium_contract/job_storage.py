@@ -7,7 +7,12 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel
-from trainium_contract.trainer_checkpoint import DurableTier, MemoryTier, Milestones
+from trainium_contract.trainer_checkpoint import DurableTier, JobLabel, MemoryTier, Milestones
+
+_SEGMENT = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
+"""A part of a path that is neither `.` nor `..`; neither Go's expressions nor pydantic's can look ahead."""
+_BELOW = rf"^{_SEGMENT}(/+{_SEGMENT})*/*$"
+"""A relative path that leads nowhere else but down."""
 
 
 class HostPathStorage(ContractModel):
@@ -45,8 +50,11 @@ class StorageSpec(ContractModel):
     """A claim, for instance FSx for Lustre."""
     s3: S3Storage | None = None
     """A bucket."""
-    sub_path: Annotated[str, Field(max_length=512, pattern=r"^[^/].*$")] | None = None
-    """Folder below the volume's root; omitted: the job's namespace and name."""
+    sub_path: Annotated[str, Field(max_length=512, pattern=_BELOW)] | None = None
+    """Folder below the volume's root, without `.` and `..`; omitted: the job's namespace and name."""
+    take_over: JobLabel | None = None
+    """`namespace/name` of the job that the folder belongs to and that is over: this job goes on with its checkpoints.
+    A job that still runs ends then. Not needed for a job that is made again under its own name."""
 
 
 class JobCheckpointSpec(ContractModel):

@@ -50,8 +50,8 @@ class WorkersSpec(ContractModel):
     """How many nodes, of which kind, and what their pods look like."""
 
     replicas: NodeCount = 1
-    """Nodes to train on; the scale subresource. A later size that is not legal is floored to a legal one, and status
-    says so."""
+    """Nodes to train on; the scale subresource. Nodes that would save no pass of a step are kept warm in reserve, and a
+    later size that is not legal is floored to a legal one; status says so."""
     min_replicas: NodeCount | None = None
     """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
     max_replicas: NodeCount | None = None

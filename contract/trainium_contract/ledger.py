@@ -1,7 +1,8 @@
 """`status.goodput`: where the time of a job went (definitions: docs/goodput.md), and what is needed to go on counting.
 
-Invariants: productive and lost seconds together are the wall time; every ratio is between 0 and 1; the object stays
-small however long the job runs (sums, at most eight sizes and one window of samples).
+Invariants: productive and lost seconds together are the wall time, from which the stages after the last step are kept
+apart; every ratio is between 0 and 1; the object stays small however long the job runs (sums, at most eight sizes and
+one window of samples).
 """
 
 from __future__ import annotations
@@ -80,13 +81,15 @@ class GoodputStatus(MessageModel):
     productive_seconds: float = 0.0
     """Steps in the final history, at the reference step time."""
     wall_seconds: float = 0.0
-    """Since the first generation of workers, suspensions left out."""
+    """Since the first generation of workers, suspensions and the stages after the last step left out."""
     lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
     """By cause; Startup and Overhead stand for time that no fault took."""
     lost_by_stage: Annotated[dict[str, float], Field(max_length=16)] = {}
     """The same seconds by stage: Detect, Decide, Restart, Load, Replay, Startup, Overhead."""
+    stage_seconds: Annotated[dict[str, float], Field(max_length=8)] = {}
+    """Time in the stages after the last step, Export and Evaluate; no part of the wall time, nor of what was lost."""
     node_seconds: float = 0.0
-    """Node time that the job held or kept others from."""
+    """Node time that the job held or kept others from, until its last step."""
     accounted_until: float | None = None
     """Unix seconds up to which is counted; absent while the job holds no node."""
     starting: bool = True

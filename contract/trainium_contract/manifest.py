@@ -26,7 +26,12 @@ SET_ASIDE_NAME = "SET-ASIDE"
 """Instead of `COMMITTED`: a person took the checkpoint out of use; its files stay and are never removed for room."""
 GENERATION_FENCE_NAME = "GENERATION"
 """Holds the newest generation that may commit below this root; an older one is refused."""
-FORMAT_VERSION = 2
+OWNER_PREFIX = "OWNER-"
+"""`OWNER-<n>` says which job the folder belongs to; of several the largest number counts."""
+FORMAT_VERSION = 3
+"""What is written."""
+READABLE_VERSIONS = frozenset({2, 3})
+"""What is read. 2: the index lists every part of every tensor; 3: it says how the tensors are divided."""
 BLOCK_BYTES = 8 << 20
 """Files are hashed in blocks of this size, so that a part of a file can be verified and blocks hashed in parallel."""
 
@@ -97,6 +102,26 @@ class Commit(MessageModel):
     """The attempt that was committed: the folder, inside the checkpoint's, that holds `manifest.json` and the files."""
     manifest_digest: str
     """sha256 of the bytes of `manifest.json`."""
+
+
+class Owner(MessageModel):
+    """Contents of `OWNER-<n>`."""
+
+    cluster: str = ""
+    """uid of the namespace kube-system of the job's cluster; empty where it is not known."""
+    namespace: str
+    name: str
+    uid: str
+    """The TrainingJob's."""
+    since: float = 0.0
+    """Unix seconds."""
+    before: tuple[str, ...] = ()
+    """uids of the jobs that the folder belonged to before, newest last."""
+
+    @property
+    def label(self) -> str:
+        """Namespace and name of the job."""
+        return f"{self.namespace}/{self.name}"
 
 
 def folder_name(step: int) -> str:

@@ -21,6 +21,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from trainium_contract.base import MessageModel, Name, Text
 from trainium_contract.exit_codes import Cause
 from trainium_contract.health import PreflightCheck
+from trainium_contract.results import (
+    MAX_ARTIFACTS,
+    MAX_FIGURES,
+    ArtifactReport,
+    EvaluationFigure,
+    RunStage,
+    StageName,
+)
 
 PROTOCOL = 2
 PREVIOUS_PROTOCOL = 1
@@ -39,6 +47,11 @@ def _known(protocol: int) -> int:
 
 def _address(text: str) -> str:
     return str(ip_address(text))
+
+
+def _known_cause(value: Any) -> Any:
+    """A newer operator may know more causes; which one it was matters to nobody who only follows."""
+    return value if value in set(Cause) or not isinstance(value, str) else Cause.RESIZE
 
 
 def _finite(value: Any) -> Any:
@@ -79,6 +92,8 @@ class Member(MessageModel):
     node_rank: int = Field(ge=0, le=_LAST)
     rendezvous_port: int = Field(ge=1, le=65535)
     """Port on `podIp` that this worker's agent reserved for the store, should it hold node rank 0."""
+    seals: bool = False
+    """Its agent can seal what it writes into that store; all do when all can."""
 
 
 class Membership(MessageModel):
@@ -87,7 +102,7 @@ class Membership(MessageModel):
     protocol: Protocol = PROTOCOL
     generation: int = Field(ge=1, le=_LAST)
     transition: Transition
-    cause: Cause
+    cause: Annotated[Cause, BeforeValidator(_known_cause)]
     """Why the generation began; `Resize` also stands for the first one."""
     members: tuple[Member, ...] = Field(min_length=1)
     """Ascending by node rank, which runs from 0 without gaps."""
@@ -165,6 +180,23 @@ class Progress(MessageModel):
     """Newest sentence of the trainer to a person, for instance that a damaged checkpoint was stepped over."""
     alerts: tuple[Alert, ...] = Field(max_length=8, default=())
     """The newest one of each kind."""
+    total_steps: int = Field(ge=0, le=_LARGEST, default=0)
+    """Steps of the whole run; 0 while the trainer has not told, and from one that does not tell."""
+    stage: StageName = RunStage.TRAIN.value
+    """The RunStage that the ranks are in."""
+    stage_done: Figure = None
+    """Share of the stage that is over, 0 to 1; absent in Train."""
+    stage_since: Time = 0.0
+    """When the ranks of the present attempt came into the stage; 0 in Train."""
+    artifacts: tuple[ArtifactReport, ...] = Field(max_length=MAX_ARTIFACTS, default=())
+    """The newest ones that are complete."""
+    evaluation: tuple[EvaluationFigure, ...] = Field(max_length=MAX_FIGURES, default=())
+    """The figures of the newest evaluation."""
+
+    @property
+    def training(self) -> bool:
+        """Whether steps are made, or were last: no stage after them has begun."""
+        return self.stage == RunStage.TRAIN
 
 
 class ProcessFailure(MessageModel):
@@ -231,6 +263,8 @@ class StepTiming(MessageModel):
     """Median length of a step."""
     own_seconds: Time
     """Median of the slowest local rank's own work in a step: without the wait for its peers."""
+    cpu_wait: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the processor time it wanted that this rank had to wait for, because others used the processors."""
 
 
 class CheckResult(MessageModel):
@@ -274,6 +308,8 @@ class RegisterRequest(MessageModel):
     node_name: Name
     rendezvous_port: int = Field(ge=1, le=65535)
     agent_version: str = Field(max_length=64)
+    seals: bool = False
+    """This agent can seal what it writes into the agents' store."""
 
 
 class RegisterResponse(MessageModel):

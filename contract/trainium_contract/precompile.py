@@ -13,10 +13,10 @@ class PrecompileSizes(StrEnum):
     START = "Start"
     """The one that the job starts at."""
     BACKGROUND = "Background"
-    """The same, and every other legal one on spares while they are idle, at the lowest priority; without spares
+    """The same, and every other useful one on spares while they are idle, at the lowest priority; without spares
     (workers.spares) as Start."""
     ALL = "All"
-    """Every legal one between workers.minReplicas and workers.maxReplicas, the one that it starts at first."""
+    """Every useful one between workers.minReplicas and workers.maxReplicas, the one that it starts at first."""
 
 
 class PrecompileSpec(ContractModel):

@@ -1,38 +1,60 @@
 """Legal sizes and batch arithmetic; pure functions that the CRD's rules, the planner and the trainer share.
 
 A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / (tensor x pipeline).
-A size is legal when the world is divisible by tensor x pipeline and the global batch by data parallel x micro-batch.
-The global batch is the same at every size; gradient accumulation changes (`accumulation`).
+The global batch is the same at every size; what changes is how many micro-batches a rank computes in a step (`passes`).
+Where they do not come out even, some rows of some ranks' last micro-batches are empty. A size is legal when the world
+is divisible by tensor x pipeline and, under the rule `Even`, no row is empty.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SizeRule(StrEnum):
+    """Which sizes a job may have."""
+
+    ANY = "Any"
+    """Every size; where the global batch does not come out even, the last pass of some ranks is partly empty."""
+    EVEN = "Even"
+    """Only those at which the global batch is divisible by data parallel x micro-batch."""
+
+
+def passes(global_size: int, micro_size: int, data_parallel: int) -> int:
+    """Micro-batches of one step on each data-parallel rank."""
+    return -(-global_size // (micro_size * data_parallel))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What decides which sizes are legal; all counts are >= 1."""
+    """What decides which sizes are legal and what they are worth; all counts are >= 1."""
 
     cores_per_node: int
     tensor: int
     pipeline: int
     global_batch_size: int
     micro_batch_size: int
+    rule: SizeRule = SizeRule.ANY
 
     def data_parallel(self, nodes: int) -> int:
         """Data-parallel degree at `nodes` nodes; 0 when the world is not divisible by tensor x pipeline."""
         world = nodes * self.cores_per_node
         return 0 if world % (self.tensor * self.pipeline) else world // (self.tensor * self.pipeline)
 
-    def accumulation(self, nodes: int) -> int:
+    def passes(self, nodes: int) -> int:
         """Micro-batches per optimizer step and data-parallel rank; 0 when the size is not legal."""
-        samples = self.data_parallel(nodes) * self.micro_batch_size
-        return 0 if samples == 0 or self.global_batch_size % samples else self.global_batch_size // samples
+        if not self.is_legal(nodes):
+            return 0
+        return passes(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes))
 
     def is_legal(self, nodes: int) -> bool:
         """Whether a job of this shape can train on `nodes` nodes."""
-        return nodes >= 1 and self.accumulation(nodes) > 0
+        samples = self.data_parallel(nodes) * self.micro_batch_size
+        if nodes < 1 or samples == 0 or self.micro_batch_size > self.global_batch_size:
+            return False
+        return self.rule is SizeRule.ANY or self.global_batch_size % samples == 0
 
     def legal_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
         """Every legal size in [smallest, largest], ascending; empty when there is none."""
@@ -40,7 +62,49 @@ class BatchShape:
 
     def floor(self, nodes: int, smallest: int = 1) -> int:
         """The largest legal size <= nodes and >= smallest; 0 when there is none."""
-        return max(self.legal_sizes(smallest, nodes), default=0)
+        return next((size for size in range(nodes, max(1, smallest) - 1, -1) if self.is_legal(size)), 0)
+
+    def best(self, nodes: int, smallest: int = 1) -> int:
+        """The legal size <= nodes and >= smallest with the fewest passes, and of several the smallest.
+
+        What is beyond it would save no pass. 0 when there is none.
+        """
+        largest = self.floor(nodes, smallest)
+        # Fewer nodes of an even size always need a pass more.
+        return self._least(self.passes(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
+
+    def useful_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
+        """The legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
+        if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
+            return self.legal_sizes(smallest, largest)
+        found: list[int] = []
+        size = self._whole(smallest)
+        while size <= largest:
+            found.append(size)
+            if self.passes(size) == 1:
+                break
+            size = self._least(self.passes(size) - 1, smallest)
+        return tuple(found)
+
+    def speed(self, nodes: int, full: int) -> float:
+        """Speed at `nodes` nodes as a share of that at `full` nodes; both are legal. A step lasts by its passes."""
+        return self.passes(full) / self.passes(nodes)
+
+    def filled(self, nodes: int) -> float:
+        """Share of the rows of a step that hold a sample, at a legal size."""
+        rows = self.passes(nodes) * self.data_parallel(nodes) * self.micro_batch_size
+        return self.global_batch_size / rows
+
+    def _least(self, most_passes: int, smallest: int) -> int:
+        """The smallest size >= smallest that needs no more passes than these."""
+        replicas = passes(self.global_batch_size, self.micro_batch_size, most_passes)
+        return self._whole(max(smallest, -(-replicas * self.tensor * self.pipeline // self.cores_per_node)))
+
+    def _whole(self, smallest: int) -> int:
+        """The smallest size >= smallest whose world is whole model-parallel groups."""
+        group = self.tensor * self.pipeline
+        step = group // math.gcd(group, self.cores_per_node)
+        return -(-max(1, smallest) // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +114,21 @@ class Instance:
     devices: int
     cores: int
     efa: int
+    core_bytes: int = 0
+    """Device memory of a core; 0 where it is not known."""
+    host_bytes: int = 0
+
+
+_GIB = 1 << 30
 
 
 INSTANCES: dict[str, Instance] = {
     # trn2 cores are logical cores at the default LNC of 2 (8 physical, 4 logical per device).
-    "trn1.2xlarge": Instance(devices=1, cores=2, efa=0),
-    "trn1.32xlarge": Instance(devices=16, cores=32, efa=8),
-    "trn1n.32xlarge": Instance(devices=16, cores=32, efa=16),
-    "trn2.48xlarge": Instance(devices=16, cores=64, efa=16),
-    "trn2u.48xlarge": Instance(devices=16, cores=64, efa=16),
+    "trn1.2xlarge": Instance(devices=1, cores=2, efa=0, core_bytes=16 * _GIB, host_bytes=32 * _GIB),
+    "trn1.32xlarge": Instance(devices=16, cores=32, efa=8, core_bytes=16 * _GIB, host_bytes=512 * _GIB),
+    "trn1n.32xlarge": Instance(devices=16, cores=32, efa=16, core_bytes=16 * _GIB, host_bytes=512 * _GIB),
+    "trn2.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB),
+    "trn2u.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB),
 }
-"""`aws.amazon.com/neuron` and `vpc.amazonaws.com/efa` capacities (Neuron and EKS device-plugin documentation)."""
+"""`aws.amazon.com/neuron` and `vpc.amazonaws.com/efa` capacities (Neuron and EKS device-plugin documentation); memory
+as EC2 lists it, of a trn2 device a quarter for each logical core."""

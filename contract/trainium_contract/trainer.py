@@ -12,9 +12,12 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
-from trainium_contract.sizes import BatchShape
+from trainium_contract.sizes import BatchShape, SizeRule
+from trainium_contract.trainer_artifacts import ArtifactsConfig
 from trainium_contract.trainer_checkpoint import CheckpointConfig
 from trainium_contract.trainer_data import DataConfig
+from trainium_contract.trainer_evaluate import EvaluateConfig
+from trainium_contract.trainer_examples import DataFormat
 from trainium_contract.trainer_model import ModelConfig
 from trainium_contract.trainer_monitor import MonitorConfig
 from trainium_contract.trainer_neuron import NeuronConfig
@@ -28,6 +31,7 @@ from trainium_contract.trainer_parallelism import (
     Recompute,
     TorchCompile,
 )
+from trainium_contract.trainer_tuning import TuningConfig, TuningMethod
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -47,12 +51,17 @@ class TrainerSpec(ContractModel):
 
     model: ModelConfig = ModelConfig()
     """The Llama model."""
+    tuning: TuningConfig = TuningConfig()
+    """Which part of the model is trained."""
     data: DataConfig = DataConfig()
     """The text to train on."""
     batch: BatchConfig = BatchConfig()
-    """Batch sizes, from which the legal sizes of the job follow."""
+    """Batch sizes, from which follows what a size of the job is worth."""
     steps: PositiveInt = 100
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, unless `epochs` is given."""
+    epochs: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    """Passes over the data, from which the steps follow: each sample is seen once in each, and the last step of an
+    epoch is filled up with samples that do not count. 0: `steps` decides."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and gradient clipping."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -73,6 +82,10 @@ class TrainerSpec(ContractModel):
     """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops with code 65."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the initial weights."""
+    artifacts: ArtifactsConfig = ArtifactsConfig()
+    """What the run leaves behind for others."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Whether and how the result is measured at the end."""
     monitor: MonitorConfig = MonitorConfig()
     """What is recorded; may change while the job runs."""
     neuron: NeuronConfig = NeuronConfig()
@@ -88,6 +101,8 @@ class TrainingConfig(TrainerSpec):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
         schedule = self.schedule
+        if self.epochs or schedule.warmup_ratio is not None:
+            return self  # the steps are known once the data are
         if schedule.warmup_steps > self.steps:
             msg = (
                 f"schedule.warmupSteps is {schedule.warmup_steps} but steps is {self.steps}: "
@@ -102,7 +117,19 @@ class TrainingConfig(TrainerSpec):
             raise ValueError(msg)
         return self
 
-    def batch_shape(self, cores_per_node: int) -> BatchShape:
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if self.tuning.method is TuningMethod.LORA and self.precision.keeps_half:
+            raise ValueError(
+                "precision is BFloat16Stochastic but tuning.method is LoRA, whose adapters are in float32: use BFloat16"
+            )
+        if self.evaluate.enabled and self.data.validation is None:
+            raise ValueError("evaluate.enabled is true but no examples are held back: give data.validation")
+        if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
+            raise ValueError("data.format is Function but data.examples.function is not given: name module:function")
+        return self
+
+    def batch_shape(self, cores_per_node: int, rule: SizeRule = SizeRule.ANY) -> BatchShape:
         """The arithmetic that decides legal sizes of this configuration."""
         return BatchShape(
             cores_per_node=cores_per_node,
@@ -110,4 +137,5 @@ class TrainingConfig(TrainerSpec):
             pipeline=self.parallelism.pipeline,
             global_batch_size=self.batch.global_size,
             micro_batch_size=self.batch.micro_size,
+            rule=rule,
         )

@@ -14,6 +14,8 @@ from trainium_contract.base import ContractModel
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
+JobLabel = Annotated[str, Field(max_length=317, pattern=r"^[a-z0-9][a-z0-9-]*/[a-z0-9][a-z0-9.-]*$")]
+"""`namespace/name` of a job."""
 
 
 class MemoryTier(ContractModel):
@@ -58,6 +60,8 @@ class CheckpointConfig(ContractModel):
     records_path: Path | None = None
     """Folder of metrics, samples and TensorBoard files. Omitted: `path`, which must be a folder then. Where it is not
     `path`, a copy of metrics.jsonl is put beside the checkpoints at each commit."""
+    take_over: JobLabel | None = None
+    """Namespace and name of the job whose folder this is to go on with; see `checkpoint.storage.takeOver` of a job."""
     memory: MemoryTier = MemoryTier()
     durable: DurableTier = DurableTier()
     milestones: Milestones = Milestones()

@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
+from trainium_contract.trainer_examples import DataFormat, ExamplesConfig
 
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]
@@ -80,19 +81,36 @@ class Tokenization(StrEnum):
     """While training, by worker processes: each row of the global batch is a stream of shuffled blocks."""
 
 
+class BosToken(StrEnum):
+    """Whether a text begins with the tokenizer's BOS token."""
+
+    AUTO = "Auto"
+    """Examples as the tokenizer or the chat template has it, documents of format Text without."""
+    ALWAYS = "Always"
+    """Each example and each document, once."""
+    NEVER = "Never"
+    """None, whatever tokenizer, template or source put there."""
+
+
 class DataConfig(ContractModel):
     """The text to train on, as one ordered stream of samples addressed by global position."""
 
     source: _Path = "python-docs"
-    """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, also with .gz or .zst,
-    .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; a folder that `trainium-trainer
+    """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, .csv, also with .gz or
+    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; a folder that `trainium-trainer
     prepare-data` made; or the name of a Hugging Face data set."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, max_length=64)] | None = None
     """Several weighted sources; when given, `source` is not looked at."""
     text_field: _Column = "text"
-    """Column or key that holds the text in JSON lines, Arrow, Parquet and data sets."""
+    """Column or key that holds the text in JSON, CSV, Arrow, Parquet and data sets; format Text."""
+    format: DataFormat = DataFormat.TEXT
+    """What a record of the source is: running text, or an example of prompt and answer."""
+    examples: ExamplesConfig = ExamplesConfig()
+    """How records become examples; looked at by every format but Text."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Where token ids come from."""
+    bos: BosToken = BosToken.AUTO
+    """Whether each document or example begins with the tokenizer's BOS token."""
     sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 128
     """Tokens of one sample."""
     mask_documents: bool = False
@@ -114,3 +132,8 @@ class DataConfig(ContractModel):
     counted for all of the data, online for each training process."""
     cache_directory: _Path | None = None
     """Where tokenizer and tokenised text are cached; omitted: the user's cache folder, on a worker the node's."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether a sample holds several stretches that do not see each other."""
+        return self.mask_documents if self.format is DataFormat.TEXT else self.examples.packing

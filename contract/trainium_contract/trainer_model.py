@@ -72,6 +72,10 @@ class ModelConfig(ContractModel):
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """A Hugging Face `config.json` of a LlamaForCausalLM, or a folder that holds one, to start from in place of a
     preset. Only the shape is read; on a cluster it must be mounted in every worker."""
+    weights: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """A Hugging Face folder (config.json and safetensors), mounted in every worker or s3://bucket/prefix, whose weights
+    the run begins with; the shape is the folder's. A name on the hub is fetched ahead by `trainium-trainer
+    fetch-model`. Omitted: weights are drawn from `seed`."""
     vocab_size: Annotated[int, Field(ge=16, le=1_000_000)] | None = None
     """Rows of the embedding, tokens; not smaller than the tokenizer's vocabulary, divisible by the tensor-parallel
     degree. Omitted: the tokenizer's size for CPU presets, the published size for the others."""
@@ -107,5 +111,9 @@ class ModelConfig(ContractModel):
             msg = (
                 f"model.preset is {self.preset} and model.path is {self.path}: both name a shape, leave one of them out"
             )
+            raise ValueError(msg)
+        if self.weights is not None and (self.path is not None or self.preset is not ModelPreset.TINY):
+            other = "model.path" if self.path is not None else "model.preset"
+            msg = f"model.weights is {self.weights} and {other} is given: both name a shape, leave {other} out"
             raise ValueError(msg)
         return self

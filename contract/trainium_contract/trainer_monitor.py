@@ -28,7 +28,8 @@ class MonitorConfig(ContractModel):
     spike_event_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     """Steps that a spike must last before it is told as the event LossSpike; all spikes are counted."""
     alarm_ratio: Annotated[float, Field(gt=1, le=1_000_000)] = 3.0
-    """A loss above the lowest one times this is told as the event LossAlarm, once until there is a new lowest."""
+    """A gradient norm above the lowest one times this is told as the event LossAlarm, once until it was not for
+    spikeWindow steps."""
     peak_tflops: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Peak of the device of one process, TFLOP/s in bfloat16, for the model FLOPs utilisation (MFU); omitted: that of
     known devices, none for a CPU."""

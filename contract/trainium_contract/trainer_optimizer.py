@@ -58,6 +58,8 @@ class ScheduleConfig(ContractModel):
     """`Cosine`, `Linear`, `Constant` or `WarmupStableDecay`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Steps of linear warm-up from 0 to the peak; not above trainer.steps."""
+    warmup_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The warm-up as a share of all steps, rounded up; when given, warmupSteps is not looked at."""
     decay_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Steps from the peak to the floor; with warmupSteps not above trainer.steps. `Cosine` and `Linear` begin right
     after the warm-up and stay at the floor afterwards; omitted: until the last step. `WarmupStableDecay` ends with the

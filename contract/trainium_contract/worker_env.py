@@ -26,6 +26,9 @@ CA_PATH = f"{CONFIG_DIRECTORY}/ca.crt"
 RULES_NAME = "rules.json"
 """File beside the configuration with `spec.recovery.rules` as a JSON list; there only when the job has rules. A file
 and not a variable, so that a change reaches workers that run already."""
+NODES_NAME = "nodes"
+"""File beside the configuration with the largest number of nodes that the job may have. A file and not a variable, so
+that a job that is made larger keeps the pods that it has."""
 CHECKPOINT_MOUNT = "/checkpoints"
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - the mount point that collective libraries expect
 MEMORY_DIRECTORY = f"{SHARED_MEMORY_MOUNT}/trainium"
@@ -51,6 +54,8 @@ ENV_TOKEN_PATH = "TRAINIUM_TOKEN_PATH"  # noqa: S105 - the name of a variable th
 ENV_CA_PATH = "TRAINIUM_CA_PATH"
 ENV_RUN_ID = "TRAINIUM_RUN_ID"
 """The TrainingJob's uid: generations of a job that was deleted and made again begin anew, also in its checkpoints."""
+ENV_CLUSTER = "TRAINIUM_CLUSTER"
+"""uid of the cluster's namespace kube-system: tells jobs of one name in two clusters apart; may be unset."""
 ENV_BACKGROUND_SIZES = "TRAINIUM_BACKGROUND_SIZES"
 """Numbers of nodes that an idle spare compiles graphs for, separated by commas; absent for none."""
 ENV_IMAGE = "TRAINIUM_IMAGE"

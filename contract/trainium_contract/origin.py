@@ -1,0 +1,27 @@
+"""The words by which a rank says on which rank numbers went wrong first: written by the trainer, read by the operator.
+
+A sum over all ranks is not a number on each of them as soon as one part of it is not, and all of them report it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_WORDS = re.compile(r"\(not finite on rank (\d{1,6}) alone\)")
+
+
+def told_origin(ranks: Sequence[int], world_size: int) -> str:
+    """What a sentence says of the ranks whose own values were not finite; empty where they tell nothing."""
+    if not ranks or len(ranks) == world_size:
+        return ""
+    if len(ranks) == 1:
+        return f" (not finite on rank {ranks[0]} alone)"
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f" (not finite on ranks {shown}, finite on the other {world_size - len(ranks)})"
+
+
+def origin_in(message: str) -> int | None:
+    """The one rank that a failure's message puts the numbers down to; None when it names none."""
+    found = _WORDS.search(message)
+    return int(found.group(1)) if found else None

@@ -1,0 +1,47 @@
+"""Who trains, as the operator records it: the ConfigMap `NAME-membership`, read from outside the operator.
+
+Invariants: knows the form alone, none of the operator's code, so that what reads it is an independent witness; never
+unpacks more than `LARGEST_TEXT`, whatever the object holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LARGEST_TEXT = 4 * 2**20
+"""Bytes of a record: about 14,000 members."""
+_KEY = "membership.json.gz"
+_GZIP = zlib.MAX_WBITS | 16
+
+
+def recorded_text(config_map: Mapping[str, Any]) -> bytes:
+    """The record as JSON. KeyError when the ConfigMap holds none, ValueError when it cannot be unpacked."""
+    packed = base64.b64decode(config_map["binaryData"][_KEY])
+    stream = zlib.decompressobj(_GZIP)
+    try:
+        text = stream.decompress(packed, LARGEST_TEXT + 1)
+    except zlib.error as error:
+        raise ValueError(f"the membership cannot be unpacked: {error}") from error
+    if not stream.eof or len(text) > LARGEST_TEXT:
+        raise ValueError("the membership is cut short, or longer than any membership")
+    return text
+
+
+def recorded_membership(config_map: Mapping[str, Any]) -> dict[str, Any]:
+    """The record. KeyError when the ConfigMap holds none, ValueError when it cannot be read."""
+    record = json.loads(recorded_text(config_map))
+    if not isinstance(record, dict):
+        raise ValueError("the membership is no JSON object")  # noqa: TRY004 - one kind of error for bad data
+    return record
+
+
+def members_of(config_map: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The members by node rank. KeyError when the ConfigMap holds no record, ValueError when it cannot be read."""
+    members: list[dict[str, Any]] = recorded_membership(config_map)["members"]
+    return members

@@ -1,0 +1,93 @@
+"""What a run tells beside its steps: its stage, the artifacts that it wrote, the figures of the evaluation.
+
+The trainer leaves these for its agent, heartbeats carry them (`messages`), the status shows them (`job`). Readers are
+lenient: a kind or a stage that a newer side made is shown or passed over, never refused. Everything is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from trainium_contract.base import MessageModel
+
+_LARGEST = 2**53
+MAX_ARTIFACTS = 8
+"""Newest artifacts that are told and shown."""
+MAX_FIGURES = 16
+"""Figures of an evaluation that are told and shown."""
+
+
+class RunStage(StrEnum):
+    """Stages of a run, in their order; compiling ahead (`precompile`) comes before them."""
+
+    TRAIN = "Train"
+    """Steps."""
+    EXPORT = "Export"
+    """Artifacts are written: adapter, merged model."""
+    EVALUATE = "Evaluate"
+    """The result is measured on examples that were held back."""
+
+    @property
+    def number(self) -> int:
+        """Place in the order, from 0."""
+        return tuple(RunStage).index(self)
+
+
+StageName = Annotated[str, Field(max_length=32)]
+"""A RunStage; readers take a stage that they do not know for one after the last step."""
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class ArtifactReport(MessageModel):
+    """One artifact that is complete."""
+
+    kind: Annotated[str, Field(min_length=1, max_length=32)]
+    """`Adapter` or `Model`."""
+    path: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Where it is: a folder as the workers see it, or s3://bucket/prefix."""
+    step: int = Field(ge=0, le=_LARGEST)
+    """Optimizer step that it was made from."""
+    bytes: int = Field(ge=0, le=_LARGEST, default=0)
+    """Size of all its files."""
+    digest: Annotated[str, Field(max_length=128)] = ""
+    """Checksum over its files; the same weights and settings give the same one."""
+
+
+class EvaluationFigure(MessageModel):
+    """One measure of the evaluation; absent where it could not be taken."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """Which one, for instance `perplexity`, `rougeL`, `accuracy`."""
+    before: Annotated[float | None, BeforeValidator(_finite)] = None
+    """Of the model that the run began from; absent too where that was not measured."""
+    after: Annotated[float | None, BeforeValidator(_finite)] = None
+    """Of the result."""
+
+
+class RunResults(MessageModel):
+    """The file that a training process leaves beside its progress record."""
+
+    artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
+    """The newest ones, oldest first; each kind and step once."""
+    evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
+    """The newest evaluation."""
+
+    def with_artifact(self, report: ArtifactReport) -> RunResults:
+        """These and one more, in place of an earlier report of the same kind, step and path."""
+        others = tuple(each for each in self.artifacts if _place(each) != _place(report))
+        return self.replaced(artifacts=(*others, report)[-MAX_ARTIFACTS:])
+
+    def with_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> RunResults:
+        """These with another evaluation; figures beyond the bound are left out."""
+        return self.replaced(evaluation=figures[:MAX_FIGURES])
+
+
+def _place(report: ArtifactReport) -> tuple[str, int, str]:
+    return report.kind, report.step, report.path

@@ -1,0 +1,42 @@
+"""`trainer.artifacts`: what a run leaves behind for others, in Hugging Face's and peft's formats."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+
+_Path = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class ArtifactKind(StrEnum):
+    """What an artifact is."""
+
+    ADAPTER = "Adapter"
+    """The adapter alone, as peft reads it; LoRA only."""
+    MODEL = "Model"
+    """The whole model as a Hugging Face folder; with LoRA the adapter is merged into it."""
+
+
+class ArtifactPrecision(StrEnum):
+    """Number format of a model's weights; adapters are written in float32."""
+
+    FLOAT32 = "Float32"
+    BFLOAT16 = "BFloat16"
+    FLOAT16 = "Float16"
+
+
+class ArtifactsConfig(ContractModel):
+    """What is written when the last step is done, by all ranks side by side."""
+
+    kinds: Annotated[tuple[ArtifactKind, ...], Field(max_length=4)] | None = None
+    """Omitted: `Adapter` and `Model` for LoRA, `Model` for a run that began with `model.weights`, else nothing."""
+    precision: ArtifactPrecision = ArtifactPrecision.BFLOAT16
+    """Number format of `Model`; merging itself is done in float32."""
+    path: _Path | None = None
+    """Folder or s3://bucket/prefix to write below; omitted: `artifacts` below the checkpoints."""
+    at_milestones: bool = False
+    """Also at each milestone (checkpoint.milestones), while training goes on."""

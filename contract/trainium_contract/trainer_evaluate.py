@@ -1,0 +1,43 @@
+"""`trainer.evaluate`: generated answers and their figures, before and after tuning, as the last stage of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+
+_Text = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GenerationConfig(ContractModel):
+    """How answers are generated."""
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 128
+    """Most tokens of an answer."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """0 takes the likeliest token each time; above, tokens are drawn."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Draw from that many likeliest tokens; 0: from all."""
+    stop: Annotated[tuple[_Text, ...], Field(max_length=16)] | None = None
+    """Texts that end an answer, besides the end-of-text token."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the draws."""
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Prompts that are answered at once."""
+
+
+class EvaluateConfig(ContractModel):
+    """Measures the tuned model beside the one that it began from, on the examples that data.validation holds back."""
+
+    enabled: bool = False
+    """Evaluate as the last stage of the run."""
+    samples: Annotated[int, Field(ge=1, le=100_000)] = 64
+    """Most examples; always the same ones."""
+    before: bool = True
+    """Measure also the model that the run began from."""
+    generation: GenerationConfig = GenerationConfig()
+    """How answers are generated."""

@@ -1,0 +1,108 @@
+"""`trainer.data.format` and what belongs to it: from records (rows, JSON objects) to examples of prompt and answer.
+
+Invariant: every field is part of what the samples depend on, so none may change between runs of one history.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+
+_Path = Annotated[str, Field(min_length=1, max_length=1024)]
+_Column = Annotated[str, Field(min_length=1, max_length=128)]
+_Word = Annotated[str, Field(min_length=1, max_length=128)]
+_Template = Annotated[str, Field(min_length=1, max_length=8192)]
+
+
+class DataFormat(StrEnum):
+    """What a record of the source is."""
+
+    TEXT = "Text"
+    """Running text: all of it is trained on, cut into samples of equal length."""
+    INSTRUCTION = "Instruction"
+    """A prompt and its answer, made from the record's fields by a template."""
+    CHAT = "Chat"
+    """A list of messages with roles, put together by the tokenizer's chat template."""
+    CLASSIFICATION = "Classification"
+    """One or two texts and a label, whose word is the answer."""
+    FUNCTION = "Function"
+    """What a function of the user's makes of the record."""
+
+
+class LossOn(StrEnum):
+    """Which tokens of an example are learned."""
+
+    ANSWER = "Answer"
+    """Those of the answer and its end; in a chat those of the assistant."""
+    ALL = "All"
+    """All of them."""
+
+
+class TooLong(StrEnum):
+    """What becomes of an example that is longer than a sequence; all are counted."""
+
+    DROP = "Drop"
+    CUT_LEFT = "CutLeft"
+    """The beginning of the prompt goes, never the answer; an example whose whole prompt would have to go is dropped."""
+    CUT_RIGHT = "CutRight"
+    """The end of the example goes; one that then has nothing left to learn is dropped."""
+
+
+class TemplateConfig(ContractModel):
+    """How prompt and answer are made from a record; `{field}` stands for a field, `{{` and `}}` for braces."""
+
+    prompt: _Template | None = None
+    """Omitted: `template.json` beside the data if it is there, else the built-in instruction template, with the
+    sections Instruction, Context (left out where it is empty) and Answer."""
+    completion: _Template | None = None
+    """Omitted: as `prompt`; the built-in one is `{response}`."""
+
+
+class ChatConfig(ContractModel):
+    """Format Chat."""
+
+    messages_field: _Column = "messages"
+    """Field with the list of messages, each with `role` and `content`; in CSV a text that is such a list as JSON."""
+    template: _Path | None = None
+    """A Jinja file; omitted: the chat template of the tokenizer's own `tokenizer_config.json`."""
+
+
+class ClassificationConfig(ContractModel):
+    """Format Classification."""
+
+    text_fields: Annotated[tuple[_Column, ...], Field(min_length=1, max_length=4)] = ("question", "sentence")
+    """Fields of the texts, in the order of the prompt."""
+    label_field: _Column = "label"
+    """Field of the label: a number (place in `labels`) or one of its words."""
+    labels: Annotated[tuple[_Word, ...], Field(min_length=2, max_length=1000)] = ("entailment", "not_entailment")
+    """Words of the labels 0, 1, 2, ..."""
+    prompt: _Template | None = None
+    """Template of the prompt over the fields; omitted: each text on a line of its own after its name, then `label:`.
+    The label's word follows a blank, unless the prompt ends with one or with a line break."""
+
+
+class ExamplesConfig(ContractModel):
+    """How records become examples; looked at by every format but Text."""
+
+    template: TemplateConfig = TemplateConfig()
+    """Format Instruction."""
+    chat: ChatConfig = ChatConfig()
+    """Format Chat."""
+    classification: ClassificationConfig = ClassificationConfig()
+    """Format Classification."""
+    function: Annotated[str, Field(min_length=3, max_length=1024, pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """Format Function: `module:name` or `/path/file.py:name`, called with each record; it returns a dictionary with
+    `prompt` and `completion`, or with `messages`, or None to leave the record out. The file's bytes are part of what
+    the samples depend on; files that it imports are not."""
+    where: Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=16)] = {}
+    """Only records whose fields have these values, compared as text (what is no text as JSON: `true`, `1`)."""
+    loss: LossOn = LossOn.ANSWER
+    """Which tokens are learned."""
+    packing: bool = False
+    """Put several examples into one sequence, none of which sees another; else each has a sequence of its own."""
+    too_long: TooLong = TooLong.DROP
+    """What becomes of examples that are longer than a sequence."""
