@@ -1,6 +1,7 @@
 """`trainium-trainer check`: what a configuration means at a size, and which of its settings have no effect.
 
-Invariant: no torch, no device, no data: what is printed follows from the configuration and the vocabulary alone.
+Invariant: no torch, no device, no data: what is printed follows from the configuration, the vocabulary, and what is
+there under the names that the configuration gives.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainium_contract.descriptors import needed, too_small
+from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.worker_env import KIND
+from trainium_trainer import check_memory
+from trainium_trainer.check_here import missing, unread
+from trainium_trainer.check_memory import needs_of, refuse_what_does_not_fit
 from trainium_trainer.compile.sizes import sizes_of
-from trainium_trainer.config import launch_of, parse, read_document, settle
+from trainium_trainer.config import launch_of, parse, read_document, settle, with_steps
+from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import PRESETS
+from trainium_trainer.open_files import limit
 from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.config import Settings
+    from trainium_trainer.config import Launch, Settings
 
 _SIZES_SHOWN = 12
 
@@ -40,21 +48,42 @@ def check(
     ] = None,
 ) -> None:
     """Say what a configuration means for a number of processes, or why it cannot be; nothing is started."""
-    lines = []
+    lines, nodes, instance_type = [], 1, ""
     document = read_document(config)
+    # A job, or so many ranks, run elsewhere; what `train` would refuse here is refused.
+    elsewhere = document.get("kind") == KIND or ranks is not None
     if document.get("kind") == KIND:
         plan = sizes_of(config, document, overrides or ())
         start = f"{_sized(plan.nodes[0], 'node')} of {_sized(plan.cores_per_node, 'process')}"
         lines = [f"job: starts on {start}; {_sizes(plan.nodes)}"]
         ranks = ranks or plan.nodes[0] * plan.cores_per_node
+        nodes = max(1, ranks // plan.cores_per_node)
+        instance_type = plan.instance_type
         trainer = plan.config
     else:
         trainer = parse(document, overrides or (), str(config))
     launch = replace(launch_of({}), world_size=ranks or 1)
-    elsewhere = _tokenizer_elsewhere(trainer)
-    settings = settle(trainer, launch, vocabulary=0 if elsewhere else None)
-    warnings = [*([elsewhere] if elsewhere else ()), *without_effect(settings.config)]
-    typer.echo("\n".join([*lines, *meaning(settings), *(f"warning: {each}" for each in warnings)]))
+    tokenizer = _tokenizer_elsewhere(trainer)
+    settings = settle(trainer, launch, vocabulary=0 if tokenizer else None)
+    absent = missing(settings.config)
+    if absent and not elsewhere:
+        raise UserError(absent[0])
+    if not elsewhere:
+        refuse_few_files(launch)
+    warnings = [*([tokenizer] if tokenizer else ()), *absent, *without_effect(settings.config)]
+    warnings += unread(settings.config.model)
+    warnings += without_work(settings)
+    found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
+    memory = check_memory.lines(found, of_node=bool(instance_type) or not elsewhere)
+    if instance_type in INSTANCES:
+        warnings += refuse_what_does_not_fit(found, INSTANCES[instance_type], instance_type)
+    typer.echo("\n".join([*lines, *meaning(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))
+
+
+def refuse_few_files(launch: Launch) -> None:
+    """Raise UserError when this machine lets a process open fewer files than the first rank of this world may need."""
+    if launch.world_size > 1 and (sentence := too_small(limit(), launch.world_size)):
+        raise UserError(sentence)
 
 
 def _tokenizer_elsewhere(config: TrainingConfig) -> str:
@@ -73,34 +102,76 @@ def _sized(number: int, unit: str) -> str:
 
 def _sizes(nodes: tuple[int, ...]) -> str:
     """At most a line of them."""
-    legal = sorted(nodes)
-    shown = ", ".join(map(str, legal[:_SIZES_SHOWN]))
-    return f"legal sizes: {shown}" + (f" and {len(legal) - _SIZES_SHOWN} more" if len(legal) > _SIZES_SHOWN else "")
+    sizes = sorted(nodes)
+    shown = ", ".join(map(str, sizes[:_SIZES_SHOWN]))
+    return f"useful sizes: {shown}" + (f" and {len(sizes) - _SIZES_SHOWN} more" if len(sizes) > _SIZES_SHOWN else "")
 
 
-def meaning(settings: Settings) -> list[str]:
-    """The arithmetic of a run, one line each."""
+def meaning(settings: Settings, nodes: int = 1) -> list[str]:
+    """The arithmetic of a run on so many nodes, one line each."""
     config, shape = settings.config, settings.shape
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
     per_step = batch.global_size * length
-    passes = batch.global_size // (batch.micro_size * settings.dp_size)
-    last = learning_rate(config, config.steps - 1)
+    rows = settings.passes * batch.micro_size * settings.dp_size
+    empty = f", {batch.global_size} of {rows} rows filled" if rows > batch.global_size else ""
     return [
         f"model: {shape.num_parameters:,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
+        *_tuned(settings),
         (
             f"processes: {settings.launch.world_size} = data {settings.dp_size} x tensor {degrees.tensor} x pipeline "
             f"{degrees.pipeline}"
         ),
         (
-            f"step: {batch.global_size} samples of {length} tokens = {per_step:,} tokens; {passes} passes of "
-            f"{batch.micro_size} samples on each data-parallel rank"
+            f"step: {batch.global_size} samples of {length} tokens = {per_step:,} tokens; {settings.passes} passes of "
+            f"{batch.micro_size} samples on each data-parallel rank{empty}"
         ),
-        f"run: {config.steps:,} steps = {config.steps * per_step:,} tokens",
-        (
-            f"learning rate: up to {config.optimizer.learning_rate:g} in {config.schedule.warmup_steps:,} steps, "
-            f"{config.schedule.kind}, {last:g} in the last"
-        ),
+        _length(config),
+        _rate(config),
+        f"open files: up to {needed(settings.launch.world_size, nodes):,} in one process",
     ]
+
+
+def _tuned(settings: Settings) -> list[str]:
+    """What is trained, where that is not all of it."""
+    tuning, choice, shape = settings.config.tuning, settings.choice, settings.shape
+    if not tuning.freezes:
+        return []
+    share = f"{choice.trained:,} of {shape.num_parameters:,} parameters ({choice.trained / shape.num_parameters:.2%})"
+    if not choice.adapters:
+        return [f"tuning: {share} are trained, the others are frozen"]
+    lora = tuning.lora
+    return [
+        f"tuning: LoRA of rank {lora.rank} on {len(choice.adapters)} layers, scale {lora.scale:g}; {share} are trained"
+    ]
+
+
+def _length(config: TrainingConfig) -> str:
+    if config.epochs:
+        return f"run: {config.epochs:g} epochs; how many steps they are follows from the data"
+    tokens = config.steps * config.batch.global_size * config.data.sequence_length
+    return f"run: {config.steps:,} steps = {tokens:,} tokens"
+
+
+def _rate(config: TrainingConfig) -> str:
+    schedule, peak = config.schedule, f"learning rate: up to {config.optimizer.learning_rate:g}"
+    if config.epochs:
+        warmup = "" if schedule.warmup_ratio is None else f" in the first {schedule.warmup_ratio:.1%} of the steps"
+        return f"{peak}{warmup}, {schedule.kind}"
+    known = with_steps(config, None)
+    last = learning_rate(known, known.steps - 1)
+    return f"{peak} in {known.schedule.warmup_steps:,} steps, {schedule.kind}, {last:g} in the last"
+
+
+def without_work(settings: Settings) -> list[str]:
+    """A sentence where there are more data-parallel ranks than samples in a step."""
+    samples, ranks = settings.config.batch.global_size, settings.dp_size
+    if samples >= ranks:
+        return []
+    sentence = (
+        f"batch.globalSize {samples} is less than the {ranks} data-parallel ranks: {ranks - samples} of them have no "
+        f"sample in any step, so {samples / ranks:.0%} of the devices do all the work; take fewer workers"
+    )
+    return [sentence]
 
 
 def without_effect(config: TrainingConfig) -> list[str]:

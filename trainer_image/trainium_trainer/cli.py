@@ -14,12 +14,15 @@ import typer
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import check, exits, neuron_environment
+from trainium_trainer.artifacts import commands as artifact_commands
 from trainium_trainer.checkpoint import commands
 from trainium_trainer.compile import command, seed
 from trainium_trainer.config import launch_of, load, settle
 from trainium_trainer.data.prepare_command import prepare_data
-from trainium_trainer.export import commands as export_commands
+from trainium_trainer.data.show_command import show_data
+from trainium_trainer.evaluate import commands as evaluate_commands
 from trainium_trainer.monitor.plot import plot
+from trainium_trainer.open_files import raise_limit
 from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.stop import StopRequest
 
@@ -47,10 +50,12 @@ def train(
 ) -> None:
     """Train from a configuration file; run it under torchrun for more than one process."""
     seed.refuse_extraction()
+    raise_limit()
     stop = StopRequest()
     stop.listen()
     settings = settle(load(config, overrides or ()), launch_of())
     _log_to_stderr(settings.launch.rank)
+    check.refuse_few_files(settings.launch)
     if settings.launch.rank == 0:
         for sentence in check.without_effect(settings.config):
             logging.getLogger("trainium.config").warning("%s", sentence)
@@ -62,9 +67,11 @@ def train(
 
 
 commands.register(app)
-export_commands.register(app)
+artifact_commands.register(app)
+evaluate_commands.register(app)
 check.register(app)
 app.command("prepare-data")(prepare_data)
+app.command("show-data")(show_data)
 app.command("plot")(plot)
 command.register(app)
 

@@ -7,6 +7,7 @@ one sentence that names the field, the value and what to do, raised as UserError
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,20 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from trainium_contract import worker_env
+from trainium_contract.sizes import passes
 from trainium_contract.trainer import TrainingConfig
 from trainium_contract.trainer_parallelism import BackendChoice
+from trainium_contract.trainer_tuning import TuningConfig
 from trainium_contract.worker_env import KIND
 from trainium_trainer.backends.limits import check_nxd
+from trainium_trainer.checkpoint.owner import NOBODY, JobIdentity
+from trainium_trainer.checkpoint.settings import INITIALIZATION
 from trainium_trainer.data.cache import vocabulary_of_data
+from trainium_trainer.data.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import ModelShape, check_parallelism, resolve_shape
+from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape, check_parallelism, resolve_shape
 from trainium_trainer.refusals import explain, first_problem
+from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +52,8 @@ class Launch:
     memory_directory: Path | None
     local_world_size: int = 1
     """Processes of this node."""
+    job: JobIdentity = NOBODY
+    """Whom the checkpoints belong to; outside of the operator nobody."""
     alone: bool = False
     """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
 
@@ -56,6 +65,8 @@ class Settings:
     config: TrainingConfig
     shape: ModelShape
     launch: Launch
+    choice: Choice
+    """What is trained of the model."""
 
     @property
     def dp_size(self) -> int:
@@ -63,9 +74,25 @@ class Settings:
         parallelism = self.config.parallelism
         return self.launch.world_size // (parallelism.tensor * parallelism.pipeline)
 
-    def fixed(self, data_identity: str, tokenizer: str) -> dict[str, Any]:
-        """The settings that must not change between runs of one history, by name; data and tokenizer by digests."""
-        return {
+    @property
+    def passes(self) -> int:
+        """Micro-batches of one step on each data-parallel rank."""
+        return passes(self.config.batch.global_size, self.config.batch.micro_size, self.dp_size)
+
+    def fixed(self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "") -> dict[str, Any]:
+        """The settings that must not change between runs of one history, by name.
+
+        Data, tokenizer, and what the run begins with (`weights`, `adapter`, empty for none) by digests.
+        """
+        begun: dict[str, Any] = {
+            name: digest for name, digest in (("weights", weights), ("adapter", adapter)) if digest
+        }
+        tuning = self.config.tuning
+        if tuning != TuningConfig():
+            begun["tuning"] = tuning.model_copy(
+                update={"lora": tuning.lora.model_copy(update={"adapter": None})}
+            ).to_wire()
+        return begun | {
             "model": self.shape.to_json(),
             "tokenizer": tokenizer,
             "data": data_identity,
@@ -73,6 +100,7 @@ class Settings:
             "dataSeed": self.config.data.seed,
             "globalBatch": self.config.batch.global_size,
             "seed": self.config.seed,
+            **({} if weights else {INITIALIZATION: INITIAL_VERSION}),
         }
 
 
@@ -111,10 +139,67 @@ def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> Tr
     """Validate fields with overrides applied; `source` is where they come from, for errors. Raises UserError."""
     origins = {_apply(document, override): f"--set {override}" for override in overrides}
     try:
-        return TrainingConfig.model_validate(document)
+        return _with_tokenizer(TrainingConfig.model_validate(document))
     except ValidationError as error:
         where = _origin(first_problem(error.errors())["loc"], origins) or source
         raise UserError(f"{where}: {explain(error, TrainingConfig)}") from error
+
+
+def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
+    """The tokenizer of the model to begin with, where none is named and its folder has one."""
+    folder = config.model.weights
+    if folder is None or config.data.tokenizer.path is not None or "://" in folder:
+        return config
+    path = Path(folder).expanduser() / TOKENIZER_FILE
+    if not path.is_file():
+        return config
+    tokenizer = config.data.tokenizer.model_copy(update={"path": str(path.parent)})
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+
+
+def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
+    """What is trained of a model of this shape. Raises UserError for what cannot be trained usefully."""
+    tuning, location = config.tuning, config.model.weights
+    choice = choose(shape, tuning)
+    if tuning.freezes and location is None:
+        raise UserError(
+            "tuning freezes weights, but model.weights is not given, so they would be random: give the model to begin "
+            "with, or leave tuning out"
+        )
+    if location is not None and "://" in location and config.data.tokenizer.path is None:
+        raise UserError(
+            f"model.weights is {location}, whose tokenizer is not read from there: give data.tokenizer.path"
+        )
+    if location is not None and tuning.freezes:
+        from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
+
+        refuse_untrained_rows(choice, shape, location, shape_of(location).vocab_size)
+    return choice
+
+
+def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingConfig:
+    """The steps and the warm-up that follow from `epochs` and `warmupRatio`; an epoch is `epoch_samples` long.
+
+    Raises UserError.
+    """
+    steps = config.steps
+    if config.epochs:
+        if epoch_samples is None:
+            raise UserError(
+                "epochs is given, but how long one is is not known of data that are tokenised while training: set "
+                "data.tokenization to Ahead, or give steps"
+            )
+        steps = math.ceil(config.epochs * epoch_samples / config.batch.global_size)
+    ratio, warmup = config.schedule.warmup_ratio, config.schedule.warmup_steps
+    if ratio is not None:
+        warmup = math.ceil(ratio * steps)
+    if warmup > steps:
+        raise UserError(
+            f"schedule.warmupSteps is {warmup}, but {config.epochs:g} epochs are {steps} steps: lower it, or give "
+            "schedule.warmupRatio"
+        )
+    schedule = config.schedule.model_copy(update={"warmup_steps": warmup})
+    return config.model_copy(update={"steps": steps, "schedule": schedule})
 
 
 def settle(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = None) -> Settings:
@@ -122,9 +207,11 @@ def settle(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = N
 
     Raises UserError.
     """
-    shape = resolve_shape(config.model, vocabulary_of_data(config.data) if vocabulary is None else vocabulary)
+    known = vocabulary_of_data(config.data) if vocabulary is None else vocabulary
+    shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor)
+    choice = check_tuning(config, shape)
     check_parallelism(config, shape, launch.world_size)
-    settings = Settings(config=config, shape=shape, launch=launch)
+    settings = Settings(config=config, shape=shape, launch=launch, choice=choice)
     if config.backend is BackendChoice.NXD:
         check_nxd(config, settings.dp_size)
     return settings
@@ -144,6 +231,12 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
         run_id=environment.get(worker_env.ENV_RUN_ID, ""),
         progress_file=Path(progress) if progress else None,
         memory_directory=Path(memory) if memory else None,
+        job=JobIdentity(
+            cluster=environment.get(worker_env.ENV_CLUSTER, ""),
+            namespace=environment.get(worker_env.ENV_NAMESPACE, ""),
+            name=environment.get(worker_env.ENV_JOB, ""),
+            uid=environment.get(worker_env.ENV_RUN_ID, ""),
+        ),
     )
     if not 0 <= launch.rank < launch.world_size:
         raise UserError(

@@ -41,6 +41,10 @@ _FIELDS = {
     "MALLOC_ARENA_MAX": "neuron.mallocArenas",
 }
 _DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
+PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
+"""Names the EC2 instance type."""
+LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
+"""How many physical cores make one that a process sees."""
 DEVICE_FILES = "neuron[0-9]*"
 _M_ARENA_MAX = -8  # of mallopt(3)
 

@@ -8,7 +8,7 @@ wait for half an hour. So a thread of its own hears the signal too: it leaves at
 yet, and with "lost a peer" when the wait lasts much longer than steps do.
 
 Invariants: the thread acts only after a signal and only until the ranks have agreed to leave; a process that works on
-its own is never ended by it.
+its own is never ended by it, unless nothing of it is left to save.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _SHORTEST_PATIENCE_SECONDS = 10.0
 _PATIENT_STEPS = 3.0
 _POLL_SECONDS = 0.1
+_DONE_LATER = "asked to leave after the last step: what follows it goes on at the next start"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -42,6 +43,7 @@ class StopRequest:
         self.memory_ends = False
         self._wakeup: int | None = None
         self._agreed = threading.Event()
+        self._nothing_to_save = threading.Event()
 
     def listen(self) -> None:
         """Take the signals from now on; outside the main thread (in tests) only the flags can be set."""
@@ -63,6 +65,12 @@ class StopRequest:
         """All ranks leave together, or have finished: nobody is waited for in vain from now on."""
         self._agreed.set()
 
+    def nothing_to_save(self) -> None:
+        """From now on a request is answered at once, also one that has come already: everything is on storage."""
+        self._nothing_to_save.set()
+        if self.requested:
+            _leave(ExitCode.YIELDING, _DONE_LATER)
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.requested = True
         self.memory_ends = self.memory_ends or number == signal.SIGUSR1
@@ -74,6 +82,8 @@ class StopRequest:
             memory_ends = signal.SIGUSR1 in numbers
             if memory_ends or signal.SIGTERM in numbers:
                 break
+        if self._nothing_to_save.is_set():
+            _leave(ExitCode.YIELDING, _DONE_LATER)
         seen, since = pulse.read(), time.monotonic()
         while not self._agreed.wait(_POLL_SECONDS):
             newest = pulse.read()

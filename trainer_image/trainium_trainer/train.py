@@ -10,34 +10,42 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.messages import AlertKind
+from trainium_contract.origin import told_origin
+from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
+from trainium_trainer.check_memory import told_at_start
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.data.loader import Share, validation_batches
+from trainium_trainer.config import with_steps
+from trainium_trainer.data.handing import Fellows, fellows_of
+from trainium_trainer.data.loader import validation_batches
+from trainium_trainer.data.online import Streams
 from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.prepared import watching
+from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokenizer import digest_of
 from trainium_trainer.exits import NumericalError, UserError
-from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
+from trainium_trainer.history import History
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
 from trainium_trainer.monitor.pulse import Activity
-from trainium_trainer.monitor.watch import Device, Past, Watch, read_past
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.schedule import learning_rate
+from trainium_trainer.tuning.beginning import Beginning
 
 if TYPE_CHECKING:
     from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.backends.base import Backend, Mesh, StepOutcome
+    from trainium_trainer.backends.base import Backend, StepOutcome
     from trainium_trainer.config import Settings
     from trainium_trainer.data.loader import Loader
     from trainium_trainer.data.opening import Data
-    from trainium_trainer.monitor.watch import Alert
+    from trainium_trainer.monitor.watch import Alert, Watch
     from trainium_trainer.stop import StopRequest
 
 _log = logging.getLogger("trainium.train")
@@ -77,6 +85,9 @@ class Run:
     position: Position
     stopwatch: Stopwatch
     stop: StopRequest
+    begin: Beginning
+    validation_loss: float | None = None
+    """The newest one that this process has measured."""
 
 
 def train(settings: Settings, stop: StopRequest) -> ExitCode:
@@ -87,6 +98,8 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     try:
         run = start(settings, progress, stop)
         code = loop(run)
+        if code is ExitCode.FINISHED:
+            _after(run, launch.local_rank)
         progress.phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
         run.backend.barrier()
         run.manager.close()
@@ -99,13 +112,35 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     return code
 
 
+def _after(run: Run, node_rank: int) -> None:
+    """What follows the last step, if anything does. Collective."""
+    from trainium_trainer.after import has_stages, run_stages  # noqa: PLC0415 - few runs have such stages
+
+    if has_stages(run.config):
+        run.stop.nothing_to_save()
+        run_stages(
+            run.config,
+            run.backend.mesh,
+            run.progress,
+            step=run.position.step,
+            begin=run.begin,
+            tokenizer=run.data.tokenizer,
+            node_rank=node_rank,
+            trained_loss=run.validation_loss,
+        )
+
+
 def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Run:
     """Open the data, meet the other ranks, build the state and find where to go on. Collective."""
-    config, launch = settings.config, settings.launch
+    launch = settings.launch
     stopwatch = Stopwatch()
     # What is wrong with packages, devices or data is found before a device or a process group is touched.
     choice = find_backend(settings)
-    data = open_data(config.data, config.batch.global_size)
+    with watching(launch.local_rank, launch.local_world_size):
+        data = open_data(settings.config.data, settings.config.batch.global_size, epochs=settings.config.epochs)
+    config = with_steps(settings.config, data.epoch_samples)
+    settings = replace(settings, config=config)
+    begin = Beginning.open(config, settings.shape)
     stopwatch.lap("data")
     backend = make_backend(choice, settings, progress.pulse)
     stopwatch.lap("process group")
@@ -114,32 +149,44 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
             f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
             "run the same image, or set one data.cacheDirectory on shared storage"
         )
+    if launch.world_size > 1 and not backend.agree(begin.fingerprint):
+        raise UserError(
+            f"model.weights {config.model.weights}: the ranks do not begin with the same model: mount the same folder "
+            "everywhere"
+        )
+    for sentence in told_at_start(settings, backend.mesh.device):
+        _log.warning("%s", sentence)
+        progress.notice(sentence)
     backend.build()
     stopwatch.lap("model")
+    progress.pulse.enter(Activity.LOAD)
+    if begin.base is not None and config.tuning.freezes:
+        backend.load_frozen(begin.base)
+        stopwatch.lap("base")
     manager = CheckpointManager(
         config.checkpoint,
         state=backend.state,
         mesh=backend.mesh,
         generation=launch.generation,
         memory_directory=launch.memory_directory,
-        settings=settings.fixed(data.identity, digest_of(data.tokenizer)),
+        after_milestone=at_milestones(config, backend.mesh, progress, base=begin.base, tokenizer=data.tokenizer),
+        settings=settings.fixed(
+            data.identity, digest_of(data.tokenizer), weights=begin.base_digest, adapter=begin.adapter_digest
+        ),
         run=launch.run_id,
+        job=launch.job,
     )
-    progress.pulse.enter(Activity.LOAD)
     with progress.pulse.work_with_collectives:
         position = manager.resume()
     if position is None:
-        backend.initialize(config.seed)
+        backend.initialize(config.seed, begin.base, begin.adapter)
         position = Position(step=0, samples=0, tokens=0)
     stopwatch.lap("state")
     _report_warnings(manager, progress, 0)
     mesh = backend.mesh
     root = Path(config.checkpoint.records)
-    if mesh.rank == 0:
-        Recorder.rewind(root, position.step)
-    watch = _watch(settings, root, mesh)
-    if mesh.rank == 0:
-        _mend_history(config, root, position, data, watch)
+    history = History(root, launch.memory_directory, progress)
+    watch = history.open(settings, position, data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:
         backend.barrier()  # nobody appends to a file that rank 0 still shortens
     recorder = Recorder(
@@ -149,6 +196,8 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         tensorboard=config.monitor.tensorboard,
         record_samples=config.monitor.record_samples,
         resume_step=position.step,
+        aside=history.aside,
+        tell=history.tell,
     )
     loader = open_loader(
         data,
@@ -161,52 +210,26 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         ahead=config.data.prefetch_steps,
         notes=root / "data",
         writes=mesh.counts_samples,
+        fellows=fellows_of(mesh) if isinstance(data.training, Streams) else Fellows(),
     )
     stopwatch.lap("files")
+    if mesh.rank == 0 and data.report is not None:
+        _log.info("data: %s", data.report.line())
+    progress.total_steps(config.steps)
     progress.resumed(position.step, tokens=position.tokens, samples=position.samples)
     progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     _log.info(
-        "%s; %s parameters, data parallel %d, tensor parallel %d, pipeline %d, step %d from %s",
+        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d, step %d from %s",
         stopwatch.line(),
         f"{settings.shape.num_parameters:,}",
+        f" ({settings.choice.trained:,} are trained)" if config.tuning.freezes else "",
         mesh.dp_size,
         mesh.tp_size,
         mesh.pp_size,
         position.step,
         manager.resumed_from,
     )
-    return Run(config, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop)
-
-
-def _watch(settings: Settings, root: Path, mesh: Mesh) -> Watch:
-    """The monitors, as the history below `root` leaves them."""
-    config = settings.config
-    peak = config.monitor.peak_tflops
-    return Watch(
-        config.monitor,
-        read_past(root, config.monitor.spike_window) if mesh.rank == 0 else Past(),
-        Device(mesh.device, mesh.world_size, peak_flops(mesh.device) if peak is None else peak * 1e12),
-        flops_per_token=flops_per_token(settings.shape, config.data.sequence_length),
-    )
-
-
-def _mend_history(config: TrainingConfig, root: Path, position: Position, data: Data, watch: Watch) -> None:
-    """Write what a rank that was lost right after the resumed step did not get to write of it."""
-    if position.loss is None or position.grad_norm is None:
-        return
-    if Recorder.lacks(root, position.step):
-        figures, _ = watch.step(
-            step=position.step,
-            loss=position.loss,
-            grad_norm=position.grad_norm,
-            learning_rate=learning_rate(config, position.step - 1),
-            tokens=position.tokens,
-            samples=position.samples,
-        )
-        Recorder.mend(root, figures)
-    if config.monitor.record_samples:
-        batch = config.batch.global_size
-        Recorder.mend_samples(root, position.step, data.training.numbers(position.samples - batch, batch))
+    return Run(config, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop, begin)
 
 
 def loop(run: Run) -> ExitCode:
@@ -254,7 +277,8 @@ def loop(run: Run) -> ExitCode:
         )
         began += time.perf_counter() - now  # measurements are no part of the next step
         with pulse.saving:  # these write to storage or copy the state
-            manager.check_owner(needed)
+            if run.recorder.writes:
+                manager.check_owner(needed)
             run.recorder.samples(step, batch.samples)
             run.recorder.step(figures)
             if done.applied:
@@ -292,7 +316,7 @@ def _validation_loss(run: Run, step: int) -> float | None:
         batches = validation_batches(
             data, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, micro_size=config.batch.micro_size
         )
-        loss = run.backend.evaluate(batches)
+        loss = run.validation_loss = run.backend.evaluate(batches)
     if mesh.rank == 0:
         _log.info("step %d: validation loss %.4f on %d samples", step, loss, data.num_samples)
     return loss
@@ -320,6 +344,7 @@ def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
     """Say that a step was skipped; NumericalError when that were more in a row than the configuration bears."""
     tolerance = run.config.non_finite_tolerance
     found = f"step {step}: loss is {done.loss}, gradient norm is {done.gradient_norm}"
+    found += told_origin(done.origins, run.backend.mesh.world_size)
     if done.culprits:
         found += (
             f" (not finite on this rank: {len(done.culprits)} gradients, nearest to the loss that of "

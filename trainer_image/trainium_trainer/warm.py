@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ALWAYS = (
     "trainium_trainer.cli",
     "trainium_trainer.train",
+    "trainium_trainer.checkpoint.manager",
     "trainium_trainer.backends.native",
     "trainium_trainer.data.opening",
     "trainium_trainer.data.python_docs",
@@ -39,6 +40,7 @@ _DIVIDED = (
 )
 _ACCELERATORS = ("nvidia[0-9]*", "neuron[0-9]*", "kfd")
 _COMPILED = ("torch._dynamo", "torch._inductor.compile_fx")
+_BEGINNING = ("trainium_trainer.weights.base", "trainium_trainer.weights.adapter")
 _PIPELINE = ("trainium_trainer.backends.pipeline",)
 _SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded")
 
@@ -56,16 +58,15 @@ def warm(config_path: str | None = None) -> None:
         _import(_DIVIDED + _SHARDED)
     if config is not None and config.torch_compile is not TorchCompile.NONE:
         _import(_COMPILED)
-    from trainium_trainer.checkpoint import manager  # noqa: PLC0415 - this function is the place for slow imports
-
-    manager.warm()
     _first_step()
     if config is not None:
-        _prepare_data(config.data, config.batch.global_size)
+        if config.model.weights is not None:
+            _import(_BEGINNING)
+        _prepare_data(config.data, config.batch.global_size, config.epochs)
 
 
 def _configuration(path: str | None) -> TrainingConfig | None:
-    from trainium_trainer.config import load  # noqa: PLC0415 - as above
+    from trainium_trainer.config import load  # noqa: PLC0415 - this function is the place for slow imports
 
     try:
         return load(Path(path)) if path else None
@@ -73,12 +74,12 @@ def _configuration(path: str | None) -> TrainingConfig | None:
         return None
 
 
-def _prepare_data(config: DataConfig, global_size: int) -> None:
+def _prepare_data(config: DataConfig, global_size: int, epochs: float) -> None:
     """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
     from trainium_trainer.data.cache import sources_of  # noqa: PLC0415 - as above
-    from trainium_trainer.data.documents import is_data_set  # noqa: PLC0415
     from trainium_trainer.data.files import S3  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
+    from trainium_trainer.data.sources import is_data_set  # noqa: PLC0415
 
     held = config.validation.source if config.validation is not None else None
     names = [name for name, _, _ in sources_of(config)] + ([held] if held else [])
@@ -87,7 +88,7 @@ def _prepare_data(config: DataConfig, global_size: int) -> None:
 
     def prepare() -> None:
         with contextlib.suppress(TrainerError):  # the rank will say so
-            open_data(config, global_size)
+            open_data(config, global_size, epochs=epochs)
 
     _import(_in_a_child(prepare))
 

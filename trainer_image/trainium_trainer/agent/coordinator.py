@@ -14,6 +14,7 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
@@ -47,6 +48,9 @@ _LONGEST_BACKOFF_SECONDS = 3.0
 _STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
 _CONFLICT = 409
+_HALF_A_SECOND = 0.5
+CLOCK_CHECK_SECONDS = 60.0
+"""Between two looks at how far the clocks are apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Coordinator:
         self._session: aiohttp.ClientSession | None = None
         self._tls: ssl.SSLContext | None = None
         self._ca = b""
+        self.date = 0.0
+        """The coordinator's clock, as its newest answer had it (Unix seconds); 0 for none."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -127,6 +133,7 @@ class Coordinator:
             ) as response:
                 text = await response.text()
                 status = response.status
+                self.date = seconds_of(response.headers.get("Date", ""))
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
             self._tls = None  # read the certificate authority again: it may have been rotated
             raise CoordinatorUnavailableError(
@@ -157,6 +164,14 @@ class Coordinator:
         except OSError:
             return []
         return [str(entry[4][0]) for entry in found]
+
+
+def seconds_of(date: str) -> float:
+    """Unix seconds of an HTTP date, which has whole seconds; 0 for none."""
+    try:
+        return parsedate_to_datetime(date).timestamp() + _HALF_A_SECOND
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def _decoded(address: Address, status: int, text: str, answer: type[_Message]) -> _Message | None:
@@ -190,7 +205,10 @@ class CoordinatorClient:
         on_acknowledged: Callable[[HeartbeatRequest], None],
         on_welcome: Callable[[float, float, float], None] = lambda _theirs, _asked, _answered: None,
     ) -> None:
-        """`on_welcome(the coordinator's time or 0, our time before and after)` follows each registration."""
+        """`on_welcome(the coordinator's time or 0, our time before and after)` follows each registration.
+
+        It comes again now and then, because a clock may be set wrong later.
+        """
         self._settings = settings
         self._coordinator = Coordinator(settings)
         self._heartbeat = heartbeat
@@ -206,6 +224,7 @@ class CoordinatorClient:
             node_name=settings.node_name,
             rendezvous_port=rendezvous_port,
             agent_version=version,
+            seals=True,
         )
         self._membership_path = messages.MEMBERSHIP_PATH.format(namespace=settings.namespace, job=settings.job)
         self._known_generation = 0
@@ -284,9 +303,11 @@ class CoordinatorClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _beat(self, address: Address, seconds: float) -> None:
+        clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
         while True:
             self._news.clear()
             message = self._heartbeat()
+            asked = time.time()
             try:
                 answer = await self._coordinator.request(
                     address, messages.HEARTBEAT_PATH, HeartbeatResponse, body=message
@@ -297,6 +318,9 @@ class CoordinatorClient:
             else:
                 self._answered()
                 self._on_acknowledged(message)
+                if time.monotonic() > clock_due:
+                    clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
+                    self._on_welcome(self._coordinator.date, asked, time.time())
                 if answer is not None and answer.generation > self._known_generation:
                     self._poll_again.set()
             try:

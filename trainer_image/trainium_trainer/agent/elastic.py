@@ -104,7 +104,7 @@ class GenerationAgent(SimpleElasticAgent):
             membership,
             node_rank,
             settings.run_id,
-            initial=GenerationState(best_step=report.best_step),
+            initial=GenerationState(best_step=report.reached),
             interrupted=lambda: self._order is not Order.NONE,
             waiting_for=report.wait_for,
             pair_round=PairRound(
@@ -264,11 +264,11 @@ class GenerationAgent(SimpleElasticAgent):
     def _decide(self, process: RankProcess) -> None:
         code, attempt = process.exit_code or 0, process.attempt
         diagnosis = self._report.signs.diagnose(process)
-        best_step, limit = self._report.best_step, self._settings.max_in_place_restarts
+        reached, limit = self._report.reached, self._settings.max_in_place_restarts
 
         def judged(state: GenerationState) -> Judgement:
             verdict, seen_before = diagnosis.verdict, diagnosis.seen_before
-            return judge(code, attempt, best_step, state, limit, verdict=verdict, seen_before=seen_before)
+            return judge(code, attempt, reached, state, limit, verdict=verdict, seen_before=seen_before)
 
         while True:
             try:
@@ -291,8 +291,8 @@ class GenerationAgent(SimpleElasticAgent):
     def _withdraw(self, finding: FoundBadError) -> None:
         """Leave the generation with a verdict about this node; the others wait for its replacement."""
         _log.error("giving up in place: %s", finding)
-        code, attempt, best_step = finding.code, self._attempt, self._report.best_step
-        self._quietly(lambda: self._shared.change(lambda state: judge(code, attempt, best_step, state, 0).state))
+        code, attempt, reached = finding.code, self._attempt, self._report.reached
+        self._quietly(lambda: self._shared.change(lambda state: judge(code, attempt, reached, state, 0).state))
         self._report.give_up_with(code, str(finding))
 
     # Standstills.
@@ -312,8 +312,8 @@ class GenerationAgent(SimpleElasticAgent):
             self._end_attempt(finding, after)
 
     def _judged(self, finding: Finding) -> Callable[[GenerationState], GenerationState]:
-        attempt, best_step, limit = self._attempt, self._report.best_step, self._settings.max_in_place_restarts
-        return lambda state: after_hang(finding, attempt, best_step, state, limit)
+        attempt, reached, limit = self._attempt, self._report.reached, self._settings.max_in_place_restarts
+        return lambda state: after_hang(finding, attempt, reached, state, limit)
 
     def _end_attempt(self, finding: Finding, after: GenerationState) -> None:
         """Tell what stood still here, end the ranks, and go on with the next attempt unless there is none."""
@@ -388,8 +388,8 @@ class GenerationAgent(SimpleElasticAgent):
         state = self._quietly(self._shared.state)
         if state is None or state.leaving or state.superseded > self._generation:
             return
-        attempt, best_step = self._attempt, self._report.best_step
-        after = self._quietly(lambda: self._shared.change(lambda seen: after_yield(attempt, best_step, seen)))
+        attempt, reached = self._attempt, self._report.reached
+        after = self._quietly(lambda: self._shared.change(lambda seen: after_yield(attempt, reached, seen)))
         if after is not None:
             self._restart(after.attempt, Cause.YIELDED, time.time())
 

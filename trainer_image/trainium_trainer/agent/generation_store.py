@@ -4,12 +4,14 @@ Every agent hosts one such server for the life of its pod, on the port that it r
 the server of its node rank 0, with its number in front of every key. The ranks have a store of their own, fresh for
 each attempt, so that nothing of an earlier attempt can be read by accident.
 
-Invariants: the shared state changes only by compare-and-set; no call blocks longer than `OPERATION_SECONDS`, whatever
+Invariants: what is read was written by an agent of the generation (`seal.py`); the shared state changes only by
+compare-and-set; no call blocks longer than `OPERATION_SECONDS`, whatever
 the server's host does; every failure to reach the server is StoreLostError.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from trainium_trainer.agent.policy import GenerationState
+from trainium_trainer.agent.seal import ForgedValueError, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from trainium_contract.messages import Membership
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 OPERATION_SECONDS = 5.0
 _HURRIED_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
@@ -120,7 +124,9 @@ class GenerationStore:
         host = membership.members[0]
         self._address = (host.pod_ip, host.rendezvous_port)
         self._prefix = f"generation/{membership.generation}"
+        self._seal = Seal(membership)
         self._hurried = hurried
+        self._complained = False
         self._client: TCPStore | None = None
         self._line: _Line | None = None
 
@@ -156,11 +162,12 @@ class GenerationStore:
 
     def set(self, key: str, value: str = "1") -> None:
         """Write a key."""
-        self._ask(lambda client: client.set(key, value))
+        sealed = self._seal.close(key, value)
+        self._ask(lambda client: client.set(key, sealed))
 
     def get(self, key: str) -> str:
         """Read a key that exists (waits for it otherwise)."""
-        return self._ask(lambda client: client.get(key).decode())
+        return self._opened(key, self._stored(key))
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter; its value afterwards."""
@@ -168,7 +175,9 @@ class GenerationStore:
 
     def begin(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
-        self._ask(lambda client: client.compare_set(self.key("state"), "", state.encode()))
+        key = self.key("state")
+        sealed = self._seal.close(key, state.encode())
+        self._ask(lambda client: client.compare_set(key, "", sealed))
 
     def begun(self) -> bool:
         """Whether the shared state exists."""
@@ -181,18 +190,31 @@ class GenerationStore:
     def change(self, step: Callable[[GenerationState], GenerationState]) -> GenerationState:
         """Change the shared state by a pure function, which is called again when another agent was faster."""
         key = self.key("state")
-        seen = self.get(key)
+        stored = self._stored(key)
         while True:
+            seen = self._opened(key, stored)
             wanted = step(GenerationState.decode(seen)).encode()
             if wanted == seen:
                 return GenerationState.decode(seen)
-            found = self._swap(key, seen, wanted)
-            if found == wanted:
-                return GenerationState.decode(found)
-            seen = found
+            found = self._swap(key, self._seal.close(key, seen), self._seal.close(key, wanted))
+            if self._opened(key, found) == wanted:
+                return GenerationState.decode(wanted)
+            stored = found
 
-    def _swap(self, key: str, seen: str, wanted: str) -> str:
-        return self._ask(lambda client: client.compare_set(key, seen, wanted).decode())
+    def _swap(self, key: str, seen: str, wanted: str) -> bytes:
+        return self._ask(lambda client: client.compare_set(key, seen, wanted))
+
+    def _stored(self, key: str) -> bytes:
+        return self._ask(lambda client: client.get(key))
+
+    def _opened(self, key: str, stored: bytes) -> str:
+        try:
+            return self._seal.open(key, stored)
+        except ForgedValueError as error:
+            if not self._complained:
+                self._complained = True
+                _log.error("%s: somebody else reaches this port; it is not believed", error)
+            raise StoreLostError(str(error)) from error
 
     def _ask(self, operation: Callable[[Store], _T]) -> _T:
         client = self.client

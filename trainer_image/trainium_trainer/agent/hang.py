@@ -14,10 +14,11 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.messages import TrainerPhase
+from trainium_contract.results import RunStage
 from trainium_trainer.agent.policy import GenerationState, judge
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _SHORTEST_RETRY_SECONDS = 0.25
 _LONGEST_RETRY_SECONDS = 5.0
 _STOPPED = ("T", "t")
 _UNINTERRUPTIBLE = "D"
+_STAGES = {RunStage.EXPORT: "writing artifacts", RunStage.EVALUATE: "evaluating"}
 _STATES = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -100,6 +102,7 @@ class Sight:
     state: str = ""
     """Letter of /proc; empty when it was not asked."""
     cpu_seconds: float = 0.0
+    stage: RunStage = RunStage.TRAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class Standstill:
     state: str = ""
     busy: float = 0.0
     """Processor time per second of the standstill."""
+    stage: RunStage = RunStage.TRAIN
+    """What the run does: steps, or what follows the last one."""
 
     @property
     def overdue(self) -> bool:
@@ -184,6 +189,7 @@ def _standstill(sight: Sight, known: _Still) -> Standstill:
         waiting=sight.waiting,
         state=sight.state,
         busy=round(max(0.0, busy), 3),
+        stage=sight.stage,
     )
 
 
@@ -259,7 +265,7 @@ def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Stands
     return odd if alone or (others_wait and len(odd) < len(ranks)) else []
 
 
-def after_hang(finding: Finding, attempt: int, best_step: int, state: GenerationState, limit: int) -> GenerationState:
+def after_hang(finding: Finding, attempt: int, best_step: float, state: GenerationState, limit: int) -> GenerationState:
     """The shared state after the ranks of `attempt` were ended for a standstill; counts once, as any failure."""
     after = judge(ExitCode.HUNG, attempt, best_step, state, limit).state
     if after.attempt > state.attempt and finding.kind is Kind.COLLECTIVE:
@@ -277,6 +283,8 @@ def describe(still: Standstill, pod: str) -> str:
 
 
 def _where(still: Standstill) -> str:
+    if still.stage is not RunStage.TRAIN:
+        return f"while {_STAGES[still.stage]} after step {max(still.step, 0)}"
     match still.phase:
         case TrainerPhase.STEP:
             return f"in step {still.step + 1}"
@@ -292,12 +300,24 @@ def _where(still: Standstill) -> str:
 
 def encode(standstills: Sequence[Standstill]) -> str:
     """An agent's word on its ranks, as text."""
-    return json.dumps([asdict(still) for still in standstills])
+    return json.dumps([_body(still) for still in standstills])
 
 
 def decode(text: str) -> tuple[Standstill, ...]:
     """From text of the same generation's agents."""
-    return tuple(Standstill(**{**body, "phase": TrainerPhase(body["phase"])}) for body in json.loads(text))
+    return tuple(_standstill_of(body) for body in json.loads(text))
+
+
+def _body(still: Standstill) -> dict[str, Any]:
+    """A stage is named only where there is one: agents of earlier builds know none."""
+    body = asdict(still)
+    return body if still.stage is not RunStage.TRAIN else {name: body[name] for name in body if name != "stage"}
+
+
+def _standstill_of(body: dict[str, Any]) -> Standstill:
+    known = {name: body[name] for name in Standstill.__dataclass_fields__ if name in body}
+    enums = {"phase": TrainerPhase(body["phase"]), "stage": RunStage(body.get("stage", RunStage.TRAIN))}
+    return Standstill(**{**known, **enums})
 
 
 @dataclass(slots=True)

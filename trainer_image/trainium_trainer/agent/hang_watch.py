@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.messages import StepTiming, TrainerPhase
 from trainium_trainer.agent import proc
+from trainium_trainer.agent.cpu_wait import CpuWait
 from trainium_trainer.agent.hang import Calibration, Sight, Standstill, Watch, limit_of, percentile
 from trainium_trainer.monitor.progress import ProgressPhase, read_with_pulse
 from trainium_trainer.monitor.pulse import Activity, Waiting
@@ -66,6 +67,7 @@ class HangWatch:
         self._interval = min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _LOOKS_PER_FLOOR)
         self._lock = threading.Lock()
         self._watch = Watch()
+        self._waits = CpuWait()
         self._starting_since: dict[int, float | None] = {}
         self._quiet_since: dict[int, tuple[tuple[int, int], float]] = {}
         self._stop = threading.Event()
@@ -92,6 +94,7 @@ class HangWatch:
                     sights.append(sight)
                     timings.append(timing)
             self.timing = _slowest(timings)
+            self._waits.forget_others(frozenset(process.pid for process in self._ranks))
             return self._watch.look(now, sights)
 
     def _run(self) -> None:
@@ -138,8 +141,9 @@ class HangWatch:
             waiting=_WAITING[pulse.waiting],
             state=state[0],
             cpu_seconds=state[1],
+            stage=record.stage,
         )
-        return sight, timing_of(pulse.steps)
+        return sight, timing_of(pulse.steps, self._waits.share(process.pid, now))
 
     def _kernel_word(self, process: RankProcess, sign: tuple[int, int], now: float) -> tuple[str, float]:
         """State and processor time, asked only of a rank that has not moved for a while."""
@@ -153,8 +157,8 @@ class HangWatch:
         return seen.letter, seen.cpu_seconds
 
 
-def timing_of(steps: tuple[tuple[float, float], ...]) -> StepTiming | None:
-    """Medians over the newest steps of one rank."""
+def timing_of(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:
+    """Medians over the newest steps of one rank; `cpu_wait` is its share of waits for a processor."""
     newest = steps[-_TIMED_STEPS:]
     if len(newest) < _FEWEST_TIMED_STEPS:
         return None
@@ -162,6 +166,7 @@ def timing_of(steps: tuple[tuple[float, float], ...]) -> StepTiming | None:
         steps=len(newest),
         step_seconds=round(percentile([length for length, _ in newest], 0.5), 6),
         own_seconds=round(percentile([own for _, own in newest], 0.5), 6),
+        cpu_wait=cpu_wait,
     )
 
 

@@ -19,6 +19,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.agent import kernel
 from trainium_trainer.agent.preflight import preflight, results
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
+from trainium_trainer.open_files import raise_limit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +47,7 @@ def main() -> None:
 def run(settings: AgentSettings) -> int:
     """Check the pod, fork the standby and live; the pod's exit code."""
     kernel.adopt_orphans()
+    raise_limit()  # the ranks inherit it
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s agent %(message)s", stream=sys.stderr, force=True
     )

@@ -2,7 +2,7 @@
 
 Invariants: the state is shared by all agents of a generation through its store, so each of them judges alike and
 failures at the same moment count once; a step is new only when nobody had completed it before, so re-computing old
-steps never refills the budget.
+steps never refills the budget. What follows the last step counts on: `Report.reached` rises with its stages.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class GenerationState:
     previous: Cause = Cause.RESIZE
     """Why the attempt before it began."""
     fruitless: int = 0
-    """Restarts in a row without a new completed step between them."""
+    """Restarts in a row without a new completed step, or new progress in a stage after the last, between them."""
     storage_failures: int = 0
     """The same for unavailable storage, which has its own limit: none."""
-    best_step: int = -1
-    """Highest step that the job is known to have completed; -1 for none."""
+    best_step: float = -1
+    """How far the job is known to have come, as `Report.reached`: the highest step completed, -1 for none."""
     early_crash: int | None = None
     """Exit code of the crash that began the present attempt, while the job has not completed any step."""
     stopped: int | None = None
@@ -89,7 +89,7 @@ class Judgement:
 def judge(
     code: int,
     attempt: int,
-    best_step: int,
+    best_step: float,
     state: GenerationState,
     limit: int,
     *,
@@ -98,8 +98,8 @@ def judge(
 ) -> Judgement:
     """What to do about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
 
-    `best_step` is the highest step that this pod has seen completed, `limit` how many restarts in a row may pass
-    without a new step. When the state is already at a later attempt, the failure has been counted by someone else.
+    `best_step` is how far this pod has seen the run come (`Report.reached`), `limit` how many restarts in a row may
+    pass without progress. When the state is already at a later attempt, the failure has been counted by someone else.
     `verdict` is what all signs of the exit together mean (default: what its code means), `seen_before` whether this
     node has failed for the same cause before.
     """
@@ -132,7 +132,7 @@ def judge(
     return Judgement(Decision.RESTART, _next(state, verdict.cause, best, fruitless, early))
 
 
-def _repeats(verdict: Verdict, attempt: int, best_step: int, state: GenerationState) -> bool:
+def _repeats(verdict: Verdict, attempt: int, best_step: float, state: GenerationState) -> bool:
     """Whether a user's error began this attempt too and no new step came between, so that a restart does not help.
 
     A victim may have begun the next attempt already; then the state tells of the one before.
@@ -144,7 +144,7 @@ def _repeats(verdict: Verdict, attempt: int, best_step: int, state: GenerationSt
     return state.attempt == attempt + 1 and state.previous is verdict.cause and state.fruitless > 1
 
 
-def after_yield(attempt: int, best_step: int, state: GenerationState) -> GenerationState:
+def after_yield(attempt: int, best_step: float, state: GenerationState) -> GenerationState:
     """The state after all ranks left with 75 and nobody sent a newer generation: the next attempt, uncounted."""
     if state.attempt > attempt:
         return state
@@ -158,7 +158,7 @@ def _with_culprit(state: GenerationState, attempt: int, cause: Cause, early: int
     return replace(state, cause=cause, early_crash=early)
 
 
-def _next(state: GenerationState, cause: Cause, best: int, fruitless: int, early: int | None) -> GenerationState:
+def _next(state: GenerationState, cause: Cause, best: float, fruitless: int, early: int | None) -> GenerationState:
     return replace(
         state,
         attempt=state.attempt + 1,

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_contract.descriptors import too_small
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.health import PreflightCheck
 from trainium_contract.messages import CheckResult
+from trainium_trainer.open_files import limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -47,6 +49,7 @@ class Finding:
 def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Finding, ...]:
     """Everything found wrong, worst kind not first; empty when the pod is fit."""
     findings = [*_memory_directory(settings.memory_directory), *_config(settings.config_path)]
+    findings += _open_files(settings.largest_nodes, settings.processes_per_node)
     if PreflightCheck.DEVICES in settings.checks:
         findings += _devices(settings.neuron_devices, devices)
     if PreflightCheck.MEMORY in settings.checks:
@@ -142,6 +145,13 @@ def _config(path: Path) -> Iterator[Finding]:
         return
     if empty:
         yield Finding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
+
+
+def _open_files(nodes: int, processes: int) -> Iterator[Finding]:
+    """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
+    sentence = too_small(limit(), nodes * processes, nodes) if nodes else ""
+    if sentence:
+        yield Finding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
 
 
 def _devices(expected: int, devices: Path) -> Iterator[Finding]:

@@ -140,13 +140,14 @@ class GenerationRendezvous(RendezvousHandler):
         next_listing = time.monotonic() + _MISSING_SECONDS
         while not store.has(go_key):
             self._stop_when_interrupted()
+            listing = time.monotonic() > next_listing
             if self._node_rank == 0:
-                missing = {rank for rank in missing if not store.has(store.key(attempt, "joined", rank))}
+                missing = self._still_missing(attempt, missing, singly=listing)
                 if not missing:
                     # Only now have all members said what they know of the last attempt.
                     store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
                     break
-            if time.monotonic() > next_listing:
+            if listing:
                 next_listing += _MISSING_SECONDS
                 self._list_missing(attempt, missing)
             newest = store.state()
@@ -176,6 +177,13 @@ class GenerationRendezvous(RendezvousHandler):
             self._stop_when_interrupted()
             time.sleep(self._poll_seconds)
             state = self.store.state()
+
+    def _still_missing(self, attempt: int, missing: set[int], *, singly: bool) -> set[int]:
+        """Those of `missing` that have not joined; without `singly` all of them or none, for one question."""
+        keys = {rank: self.store.key(attempt, "joined", rank) for rank in missing}
+        if not missing or self.store.has(*keys.values()):
+            return set()
+        return {rank for rank in missing if not self.store.has(keys[rank])} if singly else missing
 
     def _list_missing(self, attempt: int, missing: set[int]) -> None:
         """Say who is missing; node 0 knows and tells the others."""

@@ -1,12 +1,12 @@
 """What the agent tells the coordinator: phase, progress, failures, restarts, as of now.
 
 Invariants: every method may be called from any thread; sequence numbers count up over the life of the agent and are
-never given twice; a restart is resumed when a step ends that had not been completed before the failure.
+never given twice; a restart is resumed when a step ends that had not been completed before the failure, or when the
+ranks are past their last step again.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -27,8 +27,9 @@ from trainium_contract.messages import (
     StuckRank,
     WorkerPhase,
 )
+from trainium_contract.results import RunStage
 from trainium_trainer.agent.signs import MESSAGE_CHARACTERS, Signs, describe_exit, last_word
-from trainium_trainer.monitor.progress import alerts_path, notice_path
+from trainium_trainer.monitor.progress import read_alerts, read_notice, read_results
 
 if TYPE_CHECKING:
     from trainium_contract.exit_codes import Cause
@@ -56,6 +57,13 @@ class ProgressRecord(Protocol):
     durable_step: int
     updated: float
     productive_seconds: float
+    total_steps: int
+    stage_done: float
+    stage_since: float
+
+    @property
+    def stage(self) -> RunStage:
+        """What the run does."""
 
 
 ReadProgress = Callable[[Path], ProgressRecord | None]
@@ -118,6 +126,7 @@ class Report:
         self._verdict: _Failure | ProcessFailure | None = None
         self._waiting_for: tuple[int, ...] = ()
         self._best_step = -1
+        self._reached = -1.0
         self._begun: tuple[int, int] = (0, -1)
         self._started = self._loaded = 0.0
         self._stuck: tuple[StuckRank, ...] = ()
@@ -135,6 +144,14 @@ class Report:
     def best_step(self) -> int:
         """Highest step that this pod has seen completed; -1 for none."""
         return self._best_step
+
+    @property
+    def reached(self) -> float:
+        """How far this pod has seen the run come: rises with each new step, then with the stages after the last one.
+
+        Steps, and for a stage its number and the share of it that is over; -1 for nothing.
+        """
+        return self._reached
 
     @property
     def recovering(self) -> bool:
@@ -272,6 +289,8 @@ class Report:
             return
         with self._lock:
             self._date(record)
+            beside = self._progress_files[0]
+            results = read_results(beside)
             self._progress = Progress(
                 step=max(record.step, 0),
                 loss=_finite(record.loss),
@@ -284,18 +303,25 @@ class Report:
                 productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
                 started=self._started,
                 loaded=self._loaded,
-                notice=self._notice(),
-                alerts=self._alerts(),
+                notice=read_notice(beside)[:MESSAGE_CHARACTERS],
+                alerts=_alerts(beside),
+                total_steps=max(record.total_steps, 0),
+                stage=record.stage.value,
+                stage_done=None if record.stage is RunStage.TRAIN else round(_finite(record.stage_done) or 0.0, 4),
+                stage_since=max(_finite(record.stage_since) or 0.0, 0.0),
+                artifacts=results.artifacts,
+                evaluation=results.evaluation,
             )
             resumed = record.resume_step if record.resume_step >= 0 else None
             for index, restart in enumerate(self._restarts):
                 if restart.resumed_at is None and self._is_current(restart):
-                    done = record.step > max(restart.step_before, record.resume_step)
                     self._restarts[index] = restart.model_copy(
-                        update={"resume_step": resumed, "resumed_at": record.updated if done else None}
+                        update={"resume_step": resumed, "resumed_at": _resumed_at(record, restart.step_before)}
                     )
             if record.step > 0 or record.resume_step > 0:
                 self._best_step = max(self._best_step, record.step, record.resume_step)
+                stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_done
+                self._reached = max(self._reached, self._best_step + stage)
             training = self._phase is WorkerPhase.LOADING and record.phase.name == "TRAINING"
         if training:
             self.enter(WorkerPhase.TRAINING)
@@ -335,24 +361,6 @@ class Report:
         if not self._loaded and record.phase.name == "TRAINING":
             self._loaded = time.time()
 
-    def _notice(self) -> str:
-        """The newest sentence of the pod's first rank to a person."""
-        try:
-            return notice_path(self._progress_files[0]).read_text()[:MESSAGE_CHARACTERS]
-        except FileNotFoundError:
-            return ""
-
-    def _alerts(self) -> tuple[Alert, ...]:
-        """What the monitors of the pod's first rank have told."""
-        try:
-            told = json.loads(alerts_path(self._progress_files[0]).read_text())
-        except FileNotFoundError:
-            return ()
-        return tuple(
-            Alert(kind=kind, step=alert["step"], message=alert["message"][:MESSAGE_CHARACTERS])
-            for kind, alert in told.items()
-        )
-
     def _current_record(self, index: int) -> ProgressRecord | None:
         """Progress of one local rank, unless it is left over from an earlier attempt."""
         if index >= len(self._progress_files):
@@ -364,6 +372,22 @@ class Report:
 
     def _is_current(self, record: RestartRecord) -> bool:
         return record.generation == self._generation
+
+
+def _alerts(path: Path) -> tuple[Alert, ...]:
+    """What the monitors of the pod's first rank have told."""
+    return tuple(
+        Alert(kind=kind, step=alert["step"], message=alert["message"][:MESSAGE_CHARACTERS])
+        for kind, alert in read_alerts(path).items()
+    )
+
+
+def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
+    """When the ranks went on where the failure had stopped them; None while they have not."""
+    if record.step > max(step_before, record.resume_step):
+        return record.updated
+    back = record.stage is not RunStage.TRAIN and record.step >= step_before
+    return record.stage_since if back else None
 
 
 def _finite(value: float) -> float | None:

@@ -108,6 +108,15 @@ class AgentSettings:
         return self.config_path.with_name(worker_env.RULES_NAME)
 
     @property
+    def largest_nodes(self) -> int:
+        """How many nodes the job may have, as the operator says beside the configuration; 0 where it does not."""
+        try:
+            text = self.config_path.with_name(worker_env.NODES_NAME).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return 0
+        return int(text) if text.isdigit() else 0
+
+    @property
     def progress_directory(self) -> Path:
         """Where the ranks' progress records live."""
         return self.memory_directory / "progress"

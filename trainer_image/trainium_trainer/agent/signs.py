@@ -8,6 +8,7 @@ good as none, because training must heal without them; nothing here waits longer
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ MESSAGE_CHARACTERS = 1024
 """What a failure's message holds at most."""
 _WORD_CHARACTERS = 320
 _SIGNAL_BASE = 128
+_PROGRESS = re.compile(r"\bstep \d+/\d+: loss |: validation loss ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +58,42 @@ def last_word(process: RankProcess) -> RuntimeWord | None:
 
 
 def describe_exit(process: RankProcess) -> str:
-    """The last lines of output, as many as fit, without secrets; what the code means when they do not tell.
+    """Why a process ended, without secrets: its last word first, then the lines before it, as many as fit.
 
-    The runtime's word is repeated at the beginning when what came after it has driven it out of the last lines.
+    A program that ends by itself says why in its last line, so that comes first, where nobody who shortens the message
+    cuts it; steps that went well say nothing about the end. The runtime's word stands at the beginning when what came
+    after it has driven it out of the last lines; what the code means where the output does not tell.
     """
-    code, output = process.exit_code or 0, without_secrets(process.output.text(2 * MESSAGE_CHARACTERS))
+    code = process.exit_code or 0
+    output = _why_first(code, without_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
     word = last_word(process)
     heads = []
     if code > _SIGNAL_BASE:
         heads.append(f"killed by signal {code - _SIGNAL_BASE}")
     elif not output:
         heads.append(verdict_of(code).sentence)
-    if word is not None and word.line not in output[-MESSAGE_CHARACTERS // 2 :]:
+    if word is not None and word.line not in output[: MESSAGE_CHARACTERS // 2]:
         heads.append(without_secrets(named(word))[:_WORD_CHARACTERS])
     head = "\n".join(heads)
     room = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
-    return "\n".join(part for part in (head, output[-room:]) if part)
+    return "\n".join(part for part in (head, _shortened(code, output, room)) if part)
+
+
+def _why_first(code: int, output: str) -> str:
+    lines = [line for line in output.split("\n") if not _PROGRESS.search(line)] or output.split("\n")
+    if 0 < code <= _SIGNAL_BASE:
+        lines = [lines[-1], *lines[:-1]]
+    return "\n".join(lines)
+
+
+def _shortened(code: int, output: str, room: int) -> str:
+    """The first line and the newest of the others; of a process that was killed the newest."""
+    if len(output) <= room:
+        return output
+    first, _, rest = output.partition("\n")
+    if code > _SIGNAL_BASE or len(first) >= room - 2:
+        return output[-room:] if code > _SIGNAL_BASE else output[:room]
+    return f"{first}\n{rest[-(room - len(first) - 1) :]}"
 
 
 def weight(verdict: Verdict) -> tuple[bool, bool, bool]:

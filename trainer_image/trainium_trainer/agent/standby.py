@@ -106,6 +106,13 @@ def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
     return packet, list(descriptors)
 
 
+def is_readable(channel: socket.socket, seconds: float) -> bool:
+    """Whether a packet, or the end, is there within so many seconds; of a descriptor beyond 1,024 too."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
 def _send(channel: socket.socket, body: Mapping[str, Any]) -> None:
     try:
         channel.send(json.dumps(body).encode())
@@ -127,8 +134,7 @@ def _warm_up(channel: socket.socket, entry: str, config_path: str) -> None:
     thread = threading.Thread(target=_import_everything, args=(entry, config_path), name="warm-up")
     thread.start()
     while thread.is_alive():
-        readable, _, _ = select.select([channel], [], [], 0.02)
-        if readable:  # a rank is wanted now: this is no longer background work
+        if is_readable(channel, 0.02):  # a rank is wanted now: this is no longer background work
             if thread.native_id is not None:
                 kernel.raise_thread_priority(thread.native_id)
             thread.join()

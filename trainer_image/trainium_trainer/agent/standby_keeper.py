@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -88,7 +87,7 @@ class Standby:
         """Whether it has imported everything; never blocks."""
         if not self._warm and not self.lost and self._lock.acquire(blocking=False):
             try:
-                if select.select([self._channel], [], [], 0)[0]:
+                if standby.is_readable(self._channel, 0):
                     self._await_ready(0.0)
             except StandbyLostError:
                 return False
@@ -132,10 +131,10 @@ class Standby:
         if self.lost:
             raise StandbyLostError("the standby process has ended")
         try:
-            readable = select.select([self._channel], [], [], seconds)[0]
+            readable = standby.is_readable(self._channel, seconds)
             packet = self._channel.recv(standby.PACKET_BYTES) if readable else b""
         except OSError:
-            readable, packet = [self._channel], b""
+            readable, packet = True, b""
         if not packet:
             self._lose()
             raise StandbyLostError("the standby process ended" if readable else f"no answer in {seconds:.0f} s")

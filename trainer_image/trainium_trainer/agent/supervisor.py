@@ -81,6 +81,7 @@ class Supervisor:
         self._running: GenerationAgent | None = None
         self._terminating = False
         self._unfit = False
+        self._clock_passed: bool | None = None
         self._acknowledged = threading.Event()
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
@@ -146,10 +147,12 @@ class Supervisor:
 
     def _on_welcome(self, theirs: float, asked: float, answered: float) -> None:
         result = clock_result(theirs, asked, answered) if PreflightCheck.CLOCK in self._settings.checks else None
-        if result is not None:
-            self._report.checked(result)
-            if not result.passed:
-                _log.warning("%s", result.detail)
+        if result is None or (result.passed and self._clock_passed):
+            return
+        if not result.passed and self._clock_passed is not False:
+            _log.warning("%s", result.detail)
+        self._clock_passed = result.passed
+        self._report.checked(result)
 
     def _terminate(self) -> None:
         _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)

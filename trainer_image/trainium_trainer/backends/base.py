@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer_parallelism import DataParallelMode
     from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.weights.adapter import AdapterWeights
+    from trainium_trainer.weights.base import BaseWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,9 @@ class StepOutcome:
     culprits: tuple[str, ...] = ()
     """Where the loss was finite and the norm was not: the parameters with such a gradient on this rank, from input to
     output; empty where a backend does not look."""
+    origins: tuple[int, ...] = ()
+    """Where the loss was not finite: the ranks whose own part of it was not, ascending; empty where a backend does not
+    look."""
 
     @property
     def applied(self) -> bool:
@@ -118,8 +123,15 @@ class Backend(Protocol):
         """Create model, optimizer and buffers on the device. Collective."""
         ...
 
-    def initialize(self, seed: int) -> None:
-        """Fill the weights from a seed; the same values at every tensor- and data-parallel size."""
+    def load_frozen(self, base: BaseWeights) -> None:
+        """Fill what is not trained, which is in no checkpoint. Raises UserError, StorageError."""
+        ...
+
+    def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
+        """Fill what is trained: from `base` and `adapter` what they have, the rest from a seed.
+
+        The same values at every tensor- and data-parallel size. Raises UserError, StorageError.
+        """
         ...
 
     def agree(self, value: int) -> bool:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _TIMEOUT = timedelta(minutes=30)
 """Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""
 _GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "neuron": "cpu:gloo,neuron:neuron"}
+ENV_LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+"""Torch's own switch; without it every gloo group connects each rank to each other when it is made (decision 0075)."""
 WHERE_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com (setup for PyTorch)"
 
 
@@ -101,6 +103,8 @@ def meet(backend: str, launch: Launch) -> None:
     if address.startswith("127.") or address == "localhost":
         # gloo would look up the host name, which need not resolve to a loopback address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Read when the first group is made: two ranks connect when they first have something to say to each other.
+    os.environ.setdefault(ENV_LAZY_CONNECTIONS, "1")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:

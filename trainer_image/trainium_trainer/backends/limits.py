@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.trainer_examples import DataFormat
 from trainium_contract.trainer_parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
 from trainium_trainer.exits import UserError
 
@@ -24,8 +25,9 @@ def check_nxd(config: TrainingConfig, dp_size: int) -> None:
             f"parallelism.pipeline is {config.parallelism.pipeline}, but backend Nxd has no pipeline: use 1 and raise "
             "parallelism.tensor, or set backend to Native"
         )
-    if config.data.mask_documents:
-        raise UserError("data.maskDocuments cannot be had with the Nxd backend: leave it out, or set backend to Native")
+    if config.data.masked:
+        name = "data.maskDocuments" if config.data.format is DataFormat.TEXT else "data.examples.packing"
+        raise UserError(f"{name} cannot be had with the Nxd backend: leave it out, or set backend to Native")
     if config.torch_compile is not TorchCompile.NONE:
         raise UserError(
             f"torchCompile is {config.torch_compile}, but backend Nxd compiles whole steps by itself: leave "

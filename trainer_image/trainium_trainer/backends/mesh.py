@@ -8,20 +8,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import distributed as dist
 
+from trainium_contract.trainer_parallelism import DataParallelMode
 from trainium_trainer.backends.base import Mesh
+from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainium_trainer.config import Settings
 
 
+def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -> None:
+    """Raise UserError on every rank when one has other degrees than rank 0; before any smaller group. Collective.
+
+    Groups that are not the same everywhere would wait for each other without end. `group`: all ranks, on the host.
+    """
+    config, launch = settings.config, settings.launch
+    if launch.alone or launch.world_size == 1:
+        return
+    mode = list(DataParallelMode).index(config.data_parallel)
+    mine = torch.tensor([config.parallelism.tensor, config.parallelism.pipeline, mode])
+    first = mine.clone()
+    dist.broadcast(first, 0, group=group)
+    apart = torch.tensor([-1, 0, 0, 0]) if torch.equal(first, mine) else torch.tensor([launch.rank, *mine.tolist()])
+    # The greatest rank that differs is told of by all; its numbers come from itself.
+    greatest = apart[:1].clone()
+    dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
+    rank = int(greatest)
+    if rank < 0:
+        return
+    theirs = apart[1:].clone() if launch.rank == rank else torch.zeros(3, dtype=torch.int64)
+    dist.broadcast(theirs, rank, group=group)
+    raise UserError(
+        f"rank {rank} has {_said(theirs.tolist())}, but rank 0 has {_said(first.tolist())}: start every rank with the "
+        "same configuration"
+    )
+
+
+def _said(numbers: list[int]) -> str:
+    tensor, pipeline, mode = numbers
+    return f"parallelism.tensor {tensor}, parallelism.pipeline {pipeline}, dataParallel {list(DataParallelMode)[mode]}"
+
+
 def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMesh | None]:
     """This rank's place, and the DeviceMesh (dimensions pp, dp, tp) where the configuration needs one. Collective."""
+    refuse_another_mesh(settings)
     config, launch = settings.config, settings.launch
     sizes = {"pp": config.parallelism.pipeline, "dp": settings.dp_size, "tp": config.parallelism.tensor}
     world = dist.group.WORLD

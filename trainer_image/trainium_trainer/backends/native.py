@@ -7,7 +7,6 @@ are imported only by a configuration that uses them; what runs here is determini
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_contract.trainer_tuning import TuningMethod
 from trainium_trainer.backends.adamw import Rounding, adamw
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
@@ -23,12 +23,16 @@ from trainium_trainer.backends.device import join_process_group, pick_device, us
 from trainium_trainer.backends.mesh import make_mesh
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated import ReplicatedStore
-from trainium_trainer.backends.store import cut, is_dtensor, local_of
-from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.backends.store import box, cut, is_dtensor, local_of
+from trainium_trainer.models.dropout import sample_keys
+from trainium_trainer.models.initial import initial_box
+from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum as sum_of_losses
 from trainium_trainer.models.stages import EMBEDDING, canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 from trainium_trainer.monitor.pulse import Pulse
+from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
+from trainium_trainer.tuning.choice import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from trainium_trainer.config import Settings
     from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.models.stages import LlamaStage
+    from trainium_trainer.weights.adapter import AdapterWeights
+    from trainium_trainer.weights.base import BaseWeights
 
 
 class NativeBackend:
@@ -52,6 +58,8 @@ class NativeBackend:
         self._config = settings.config
         self._alone = settings.launch.alone
         self._shape = settings.shape
+        self._choice = settings.choice
+        self._passes = settings.passes
         self._device = pick_device(settings.launch.local_rank, self._config.device)
         use_device(self._device)
         with self._pulse.peers:
@@ -69,9 +77,10 @@ class NativeBackend:
         with torch.device("meta"):
             self._stages = [] if self.mesh.pp is None else self._make_stages()
             self._models: list[Llama] = [*self._stages] or [Llama(self._shape)]
-        if self._config.precision.keeps_half:
-            for model in self._models:
+        for model in self._models:
+            if self._config.precision.keeps_half:
                 model.to(torch.bfloat16)
+            self._tune(model)
         if self.mesh.tp_size > 1:
             from trainium_trainer.models.parallel_plan import apply_tensor_parallel  # noqa: PLC0415 - imports DTensor
 
@@ -102,6 +111,12 @@ class NativeBackend:
         if self.mesh.pp is not None:
             self._pipeline = self._make_pipeline()
 
+    def _tune(self, model: Llama) -> None:
+        """Put adapters into a model or a stage and freeze what is not trained, in the type of computation."""
+        tuning = self._config.tuning
+        narrow = self._config.precision is not Precision.FLOAT32
+        apply_tuning(model, self._choice, tuning.lora, frozen=torch.bfloat16 if narrow else None)
+
     def _make_stages(self) -> list[LlamaStage]:
         """This rank's stages: every pp_size-th of the whole."""
         from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
@@ -125,8 +140,8 @@ class NativeBackend:
 
     @property
     def _autocasts(self) -> bool:
-        """Whether operations choose their type: where weights are in float32 and FSDP's policy does not cast them."""
-        return self._config.precision is Precision.BFLOAT16 and not self.mesh.dp_mode.is_sharded
+        """Whether operations choose their type: where master weights are in float32."""
+        return self._config.precision is Precision.BFLOAT16
 
     def _make_pipeline(self) -> Pipeline:
         from trainium_trainer.backends.pipeline import Pipeline, Traffic  # noqa: PLC0415 - imports DTensor and more
@@ -146,18 +161,29 @@ class NativeBackend:
             self.mesh,
             traffic,
             schedule=config.parallelism.pipeline_schedule,
-            micro_batches=config.batch.global_size // (config.batch.micro_size * self.mesh.dp_size),
-            loss=functools.partial(sum_of_losses, group=self.mesh.tp),
+            micro_batches=self._passes,
+            loss=self._sum_of_losses,
+            keys=self._keys,
         )
 
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Make each parameter's full value on the CPU, keep this rank's part, drop the rest."""
+    def load_frozen(self, base: BaseWeights) -> None:
+        """See `Backend.load_frozen`; only this rank's boxes are read."""
+        for name, size, local, cuts in self._store.frozen():
+            base.fill(name, box(size, cuts)[0], local)
+
+    @torch.no_grad()
+    def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
+        """See `Backend.initialize`; of a value from the seed the CPU draws this rank's part."""
         for name, size, local, cuts in self._store.parameters():
-            whole = initial_weight(
-                name, size, seed=seed, num_layers=self._shape.num_layers, std=self._shape.initial_std
-            )
-            local.copy_(cut(whole, cuts))
+            if adapter is not None and name in adapter.names:
+                adapter.fill(name, box(size, cuts)[0], local)
+            elif is_adapter(name):
+                local.copy_(cut(initial_adapter(name, size, seed), cuts))
+            elif base is not None:
+                base.fill(name, box(size, cuts)[0], local)
+            else:
+                local.copy_(initial_box(name, *box(size, cuts), seed=seed, shape=self._shape))
 
     def agree(self, value: int) -> bool:
         """Compare by the greatest value and the greatest negative value."""
@@ -183,16 +209,28 @@ class NativeBackend:
             return
         self._store.expect(1 if last else 0)
         with self._working(), self._compute():
-            loss = self._forward(batch)
+            loss = self._forward(batch, samples=self._keys(batch))
             loss.backward()  # type: ignore[no-untyped-call]
         self._store.absorb()
         self._losses.append(local_of(loss))
 
-    def _forward(self, batch: MicroBatch) -> Tensor:
+    def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None) -> Tensor:
         """Summed loss of a micro-batch, through the whole model."""
         inputs, labels = batch.inputs.to(self._device), batch.labels.to(self._device)
         positions = None if batch.positions is None else batch.positions.to(self._device)
-        return sum_of_losses(self._models[0](inputs, positions=positions), labels, group=self.mesh.tp)
+        return self._sum_of_losses(self._models[0](inputs, positions=positions, samples=samples), labels)
+
+    def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss on this rank's part of the vocabulary, without the rows that no token has."""
+        known = self._shape.vocab_size - self._shape.vocab_padding
+        return sum_of_losses(logits, labels, group=self.mesh.tp, vocabulary=known)
+
+    def _keys(self, batch: MicroBatch) -> Tensor | None:
+        """What names the samples for dropout; None where nothing is dropped."""
+        tuning = self._config.tuning
+        if tuning.method is not TuningMethod.LORA or not tuning.lora.dropout:
+            return None
+        return sample_keys(batch.places, self._config.seed).to(self._device)
 
     def _working(self) -> AbstractContextManager[None]:
         """Tells the pulse whether the work of a pass has collectives inside."""
@@ -210,7 +248,8 @@ class NativeBackend:
     def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
         """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
         counts = self.mesh.counts_loss
-        mine = [_sum(self._losses) * counts, self._tokens * counts, stop, memory_ends, vote]
+        self._own_loss = _sum(self._losses)
+        mine = [self._own_loss * counts, self._tokens * counts, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.peers:
@@ -231,13 +270,28 @@ class NativeBackend:
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
             outcome = replace(outcome, culprits=self._culprits())
+        else:
+            outcome = replace(outcome, origins=self._origins())
         self._store.forget()
         return outcome
 
+    def _origins(self) -> tuple[int, ...]:
+        """Ranks whose own loss is not finite; asked when the sum, which all ranks have, is not. Collective."""
+        found = torch.zeros(self.mesh.world_size, dtype=torch.int32)
+        found[self.mesh.rank] = not math.isfinite(self._own_loss)
+        if self.mesh.world_size > 1:
+            with self._pulse.peers:
+                dist.all_reduce(found)
+        return tuple(found.nonzero().flatten().tolist())
+
     def _culprits(self) -> tuple[str, ...]:
         """Names of parameters whose gradient on this rank is not finite, from input to output."""
-        names = [name for model in self._models for name, _ in canonical_parameters(model)]
-        return tuple(name for name in names if not self._store.gradient(name).isfinite().all())
+        return tuple(name for name in self._trained() if not self._store.gradient(name).isfinite().all())
+
+    def _trained(self) -> list[str]:
+        """Names of this rank's parameters that have gradients, from input to output."""
+        found = [item for model in self._models for item in canonical_parameters(model)]
+        return [name for name, parameter in found if parameter.requires_grad]
 
     def _gradient_norm(self, tokens: int) -> float:
         """Sum of squares over everything that is divided, each value once."""
@@ -267,6 +321,8 @@ class NativeBackend:
     def _join_ends(self) -> None:
         """Sum the gradients of the weight that the first and the last stage share, if they do."""
         if self.mesh.pp is None or not self._shape.tie_embeddings or 0 < self.mesh.pp_rank < self.mesh.pp_size - 1:
+            return
+        if EMBEDDING not in self._trained():
             return
         from trainium_trainer.backends.pipeline import add_other_end  # noqa: PLC0415 - imported by now
 

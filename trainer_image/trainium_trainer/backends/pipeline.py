@@ -82,8 +82,13 @@ class Pipeline:
         schedule: PipelineSchedule,
         micro_batches: int,
         loss: Callable[[Tensor, Tensor], Tensor],
+        keys: Callable[[MicroBatch], Tensor | None],
     ) -> None:
-        """`stages`: numbers pp_rank, pp_rank + pp_size, ... of the whole; `micro_batches`: of each step."""
+        """`stages`: numbers pp_rank, pp_rank + pp_size, ... of the whole; `micro_batches`: of each step.
+
+        `keys` names samples for dropout.
+        """
+        self._keys = keys
         total = len(stages) * mesh.pp_size
         self._samples = micro_batches * traffic.samples
         self._device = mesh.device
@@ -112,12 +117,13 @@ class Pipeline:
 
         Collective over the pipeline's ranks.
         """
-        return self._run(self._schedule.step, self._filled(batches))
+        batch = self._filled(batches)
+        return self._run(self._schedule.step, batch, self._keys(batch))
 
     def evaluate(self, batch: MicroBatch) -> list[Tensor]:
         """The same without the backward pass, of micro-batches that were `joined`. Collective."""
         with torch.no_grad():
-            return self._run(self._schedule.eval, batch)
+            return self._run(self._schedule.eval, batch, None)
 
     def joined(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Micro-batches laid one after another, as many samples as a step has.
@@ -140,15 +146,17 @@ class Pipeline:
             functional.pad(torch.cat([batch.inputs for batch in batches]), missing),
             functional.pad(torch.cat([batch.labels for batch in batches]), missing, value=IGNORED_LABEL),
             sum(batch.valid_tokens for batch in batches),
+            functional.pad(torch.cat([batch.places for batch in batches]), missing[2:]),
             functional.pad(torch.cat(positions), missing) if positions else None,
         )
 
-    def _run(self, call: Callable[..., object], batch: MicroBatch) -> list[Tensor]:
+    def _run(self, call: Callable[..., object], batch: MicroBatch, samples: Tensor | None) -> list[Tensor]:
         losses: list[Tensor] = []
         given = (batch.inputs.to(self._device),) if self._is_first else ()
         target = batch.labels.to(self._device) if self._is_last else None
-        # Every stage needs to know where documents begin.
+        # Every stage needs to know where documents begin, and which samples these are.
         more = {} if batch.positions is None else {"positions": batch.positions.to(self._device)}
+        more |= {} if samples is None else {"samples": samples}
         call(*given, target=target, losses=losses if self._is_last else None, return_outputs=False, **more)
         return [local_of(loss) for loss in losses]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.models.llama import Llama
 
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm"})
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"})
 _KEPT = _PRODUCTS | {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",

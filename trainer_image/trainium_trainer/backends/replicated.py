@@ -64,10 +64,12 @@ class ReplicatedStore:
         self._tp_rank = tp_rank
         self._half = half
         self._entries, self._ends, total = _lay_out(models, tp_rank)
+        self._frozen = _frozen_entries(models, tp_rank)
         kept = torch.bfloat16 if half else torch.float32
+        self._frozen_locals: list[Tensor] = []
         self._flat = {part: torch.zeros(total, dtype=kept, device=device) for part in Part}
         self._gradients = torch.zeros(total, device=device)
-        self._adopt(models)
+        self._adopt(models, device)
         self._bounds = self._bucket_bounds(total)
         self._slot_bounds = self._cut_by_kind(total)
         self._pending = [0] * len(self._bounds)
@@ -75,9 +77,13 @@ class ReplicatedStore:
         self._next_bucket = 0
         self._works: list[Work] = []
 
-    def _adopt(self, models: Sequence[Llama]) -> None:
-        """Make every parameter of the models a view of the flat buffer, with its gradient in place."""
+    def _adopt(self, models: Sequence[Llama], device: torch.device) -> None:
+        """Make every trained parameter a view of the flat buffer, with its gradient in place; the others get memory."""
         replacement: dict[int, nn.Parameter] = {}
+        for entry in self._frozen:
+            local = torch.zeros(entry.local_size, dtype=entry.parameter.dtype, device=device)
+            replacement[id(entry.parameter)] = nn.Parameter(_like(entry.parameter, local), requires_grad=False)
+            self._frozen_locals.append(local)
         for index, entry in enumerate(self._entries):
             parameter = nn.Parameter(self._view(self._flat[Part.WEIGHT], entry))
             replacement[id(entry.parameter)] = parameter
@@ -98,6 +104,8 @@ class ReplicatedStore:
 
     def _bucket_bounds(self, total: int) -> list[tuple[int, int]]:
         bounds: list[tuple[int, int]] = []
+        if not self._entries:
+            return bounds
         start = 0
         for entry in self._entries[1:]:
             if entry.offset - start >= _BUCKET_VALUES:
@@ -109,6 +117,8 @@ class ReplicatedStore:
     def _cut_by_kind(self, total: int) -> list[tuple[int, int, bool]]:
         """The buckets, cut also where matrices end and vectors begin: (start, end, whether it holds matrices)."""
         kinds = {entry.offset: len(entry.size) > 1 for entry in self._entries}
+        if not kinds:
+            return []
         changes = [after for before, after in itertools.pairwise(kinds) if kinds[before] != kinds[after]]
         cuts = sorted({start for start, _ in self._bounds} | set(changes))
         return [(start, end, kinds[start]) for start, end in itertools.pairwise([*cuts, total])]
@@ -217,6 +227,11 @@ class ReplicatedStore:
             local = self._flat[Part.WEIGHT][entry.offset : end].view(entry.local_size)
             yield entry.name, entry.size, local, entry.cuts
 
+    def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
+        """See `Store.frozen`."""
+        for entry, local in zip(self._frozen, self._frozen_locals, strict=True):
+            yield entry.name, entry.size, local, entry.cuts
+
     def state_dict(self) -> dict[str, Any]:
         """One view per parameter and kind of value."""
         return {
@@ -247,11 +262,10 @@ def _lay_out(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], tuple
     tensor_parallel = any(is_dtensor(parameter) for _, parameter in named)
     found = []
     for name, parameter in named:
-        placement = _dtensor(parameter).placements[0] if is_dtensor(parameter) else None
-        split = placement is not None and placement.is_shard()
-        cuts = ((placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement and split else ()
-        local = local_of(parameter).shape
-        found.append((name, parameter, local, cuts, split or not tensor_parallel))
+        if parameter.requires_grad:
+            cuts = _cuts(parameter, tp_rank)
+            divided = bool(cuts) or not tensor_parallel
+            found.append((name, parameter, local_of(parameter).shape, cuts, divided))
     found.sort(key=lambda item: (item[0] in shared, not item[4], len(item[1].shape) == 1))
     entries: list[_Entry] = []
     offset = divided_end = repeated_end = 0
@@ -262,6 +276,25 @@ def _lay_out(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], tuple
             divided_end = offset if divided else divided_end
             repeated_end = offset
     return entries, (divided_end, repeated_end), offset
+
+
+def _frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
+    """What is not trained; it has no place in the buffers."""
+    return [
+        _Entry(name, parameter, parameter.shape, local_of(parameter).shape, -1, bool(cuts), cuts)
+        for model in models
+        for name, parameter in canonical_parameters(model)
+        if not parameter.requires_grad
+        for cuts in (_cuts(parameter, tp_rank),)
+    ]
+
+
+def _cuts(parameter: nn.Parameter, tp_rank: int) -> tuple[tuple[int, int, int], ...]:
+    """How tensor parallelism cuts this rank's part from the whole."""
+    if not is_dtensor(parameter):
+        return ()
+    placement = _dtensor(parameter).placements[0]
+    return ((placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement.is_shard() else ()
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:

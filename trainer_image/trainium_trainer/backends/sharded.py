@@ -1,13 +1,14 @@
 """Fully sharded data parallelism (FSDP2): parameters, gradients and moments divided over the data-parallel ranks.
 
-Invariants: one FSDP unit per layer and one for the rest; reductions are sums in float32; moments have the placement of
-their parameter, so a checkpoint of them is as reshardable as the weights.
+Invariants: one FSDP unit per layer and one for the rest, with master weights also one per normalisation; a value is
+rounded where the replicated layout rounds it, and nowhere else; reductions are sums in float32; moments have the
+placement of their parameter, so a checkpoint of them is as reshardable as the weights.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,17 +32,20 @@ if TYPE_CHECKING:
 def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: DataParallelMode) -> None:
     """Shard a model (already divided by tensor parallelism, on the meta device) over the data-parallel `mesh`.
 
-    With the optimizer sharded only, weights stay gathered from a step's first forward to its last backward pass.
+    With the optimizer sharded only, weights stay gathered from a step's first forward to its last backward pass. With
+    master weights the layers' projections are gathered in bfloat16; what the replicated layout computes with in float32
+    (normalisations, the embedding) stays so here, and inputs are left alone: the rotary table is float32.
     """
     again = mode is DataParallelMode.FULLY_SHARDED
-    policy = (
-        MixedPrecisionPolicy()
-        if precision is Precision.FLOAT32
-        else MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    )
+    kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    narrow = kept if precision is Precision.FLOAT32 else replace(kept, param_dtype=torch.bfloat16)
     for layer in present_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if precision is Precision.BFLOAT16:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                fully_shard(norm, mesh=mesh, mp_policy=kept, reshard_after_forward=again)
+        fully_shard(layer, mesh=mesh, mp_policy=narrow, reshard_after_forward=again)
+    whole = narrow if precision.keeps_half else kept
+    fully_shard(model, mesh=mesh, mp_policy=whole, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Sums, not means: the loop divides by the valid tokens of the whole batch.
@@ -89,6 +93,12 @@ class ShardedStore:
         for model in models:
             model.to_empty(device=device)
         self._models = models
+        self._frozen = [
+            (name, parameter.shape, local_of(parameter), _cuts(parameter, dp, tp))
+            for model in models
+            for name, parameter in canonical_parameters(model)
+            if not parameter.requires_grad
+        ]
         self._entries = [
             _entry(
                 name,
@@ -100,6 +110,7 @@ class ShardedStore:
             )
             for model in models
             for name, parameter in canonical_parameters(model)
+            if parameter.requires_grad
         ]
 
     def expect(self, passes: int) -> None:
@@ -168,6 +179,10 @@ class ShardedStore:
         for entry in self._entries:
             yield entry.name, entry.parameter.shape, local_of(entry.parameter), entry.cuts
 
+    def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
+        """See `Store.frozen`."""
+        yield from self._frozen
+
     def state_dict(self) -> dict[str, Any]:
         """DTensors that know their place in the whole."""
         return {
@@ -189,13 +204,8 @@ def _entry(
     name: str, parameter: nn.Parameter, *, dp: tuple[int, int], tp: tuple[int, int], counted: bool, tied: bool
 ) -> _Entry:
     """`dp` and `tp` are (size, rank). Tensor parallelism cuts first, FSDP cuts what is left."""
-    placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
-    cuts = []
-    divided = False
-    if len(placements) == 2 and placements[1].is_shard():
-        cuts.append((placements[1].dim, *tp))
-        divided = True
-    cuts.append((placements[0].dim, *dp))
+    cuts = _cuts(parameter, dp, tp)
+    divided = len(cuts) == 2
     local = local_of(parameter)
     return _Entry(
         name=name,
@@ -207,5 +217,14 @@ def _entry(
         exp_avg_sq=torch.zeros_like(parameter.detach()),
         divided=divided,
         counted=counted,
-        cuts=tuple(cuts),
+        cuts=cuts,
     )
+
+
+def _cuts(parameter: nn.Parameter, dp: tuple[int, int], tp: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """How this rank's part is cut from the whole."""
+    placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
+    by_data = (placements[0].dim, *dp)
+    if len(placements) == 2 and placements[1].is_shard():
+        return (placements[1].dim, *tp), by_data
+    return (by_data,)

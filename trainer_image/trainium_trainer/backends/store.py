@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.adamw import Slot
 
+_PIECE = 1 << 14
+"""Values that are summed in float32."""
+
 
 class Store(Protocol):
     """One layout of the training state."""
@@ -61,7 +64,11 @@ class Store(Protocol):
         ...
 
     def parameters(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """Name, full size, this rank's part, and how to cut that part from the whole (see `cut`)."""
+        """Of what is trained: name, full size, this rank's part, how to cut that part from the whole (see `cut`)."""
+        ...
+
+    def frozen(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
+        """The same of what is not trained, and so is neither in the state nor in the slots."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,6 +89,17 @@ def cut(whole: Tensor, cuts: tuple[tuple[int, int, int], ...]) -> Tensor:
     return whole
 
 
+def box(size: torch.Size, cuts: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the part that `cut` keeps begins in the whole, and its size."""
+    offsets, sizes = [0] * len(size), list(size)
+    for dimension, pieces, index in cuts:
+        length = -(-sizes[dimension] // pieces)
+        begin = min(index * length, sizes[dimension])
+        offsets[dimension] += begin
+        sizes[dimension] = min(length, sizes[dimension] - begin)
+    return tuple(offsets), tuple(sizes)
+
+
 def is_dtensor(value: Any) -> bool:
     """Whether a tensor is divided; asks without importing DTensor, which takes more than a second."""
     return type(value).__name__ == "DTensor"
@@ -95,6 +113,21 @@ def local_of(value: Any) -> Tensor:
 
 
 def square_sum(tensors: Iterable[Tensor]) -> float:
-    """Sum of squares of many tensors, each summed in float32, added up in double precision."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    """Sum of squares of many tensors: pieces are summed in float32 on the device, all pieces in double on the host.
+
+    A processor adds a whole tensor up in a few running sums of float32: 4e-3 too little at 50 million values. And not
+    every device has double precision.
+    """
+    norms = [norm for tensor in tensors for norm in _norms(tensor.reshape(-1))]
+    return float(torch.cat(norms).cpu().double().square().sum()) if norms else 0.0
+
+
+def _norms(flat: Tensor) -> list[Tensor]:
+    """Norms of the pieces of a flat tensor, float32."""
+    whole = flat.numel() // _PIECE * _PIECE
+    found = []
+    if whole:
+        found.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1, dtype=torch.float32))
+    if whole < flat.numel():
+        found.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
+    return found

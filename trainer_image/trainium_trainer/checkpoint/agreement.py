@@ -1,6 +1,6 @@
 """PURE. Which step to resume, from where, and who sends which snapshot to whom.
 
-Every rank evaluates `decide` on the same gathered views and so reaches the same answer without further talk.
+The first rank evaluates `decide` on what all say they hold (`council.py`).
 
 Invariants: a step is taken from memory only when every shard that some rank needs exists in some store, written by the
 same session (two sessions may have written different states under one step number); the newest such step wins and
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from trainium_trainer.checkpoint.interfaces import Position
 
@@ -112,15 +112,33 @@ Decision = FromMemory | FromDurable | Fresh
 
 
 def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
-    """The newest state that the ranks of `views` can all resume, memory before storage at the same step."""
+    """The newest state that the ranks of `views` can all resume, memory before storage at the same step.
+
+    Its cost is linear in the number of views and claims together: each is looked at once.
+    """
     durable = max(durable_steps, default=None)
-    moments = sorted({claim.moment for view in views for claim in view.claims}, reverse=True)
-    for moment in moments:
-        if durable is not None and durable > moment.position.step:
-            break
-        if _is_complete(views, moment):
-            return FromMemory(moment, _rounds(views, moment))
+    held = _index(views)
+    needed = {(view.needs, view.layout) for view in views}
+    # A set is compared by the smaller one's size, so all comparisons together cost what the claims do.
+    moment = max((moment for moment, shards in held.items() if needed <= shards.whole), default=None)
+    if moment is not None and (durable is None or durable <= moment.position.step):
+        return FromMemory(moment, _rounds(views, held[moment].stores))
     return Fresh() if durable is None else FromDurable(durable)
+
+
+def spoken_for(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
+    """Of the `claims` of its store, those that `rank` tells of; `neighbours`: at least all who share the store.
+
+    One rank of a store speaks for each shard, the same that would send it, and nobody for shards of another way of
+    cutting up the state, which no rank can need. So all ranks together tell of each snapshot once, and `decide` comes
+    to what it would had each told everything.
+    """
+    here = list(neighbours)
+    mine = next(view for view in here if view.rank == rank)
+    speaks = _Spokesmen(view for view in here if view.store == mine.store)
+    return frozenset(
+        claim for claim in claims if claim.key.same_layout(mine.needs) and speaks.of(mine.store, claim.key) == rank
+    )
 
 
 def writers(views: Sequence[RankView]) -> frozenset[int]:
@@ -156,12 +174,13 @@ def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Guard, ...
     chosen = set(usable)
     partner = _partners([store for store in ranks if store in chosen])
     writing = writers(views)
+    exposed: dict[str, list[RankView]] = {}
     found: list[Guard] = []
+    for view in sorted(views, key=lambda view: view.rank):
+        if view.store in partner and view.rank in writing and len(holders[view.needs]) == 1:
+            exposed.setdefault(view.store, []).append(view)
     for store, other in partner.items():
-        exposed = [
-            view for view in views if view.store == store and view.rank in writing and len(holders[view.needs]) == 1
-        ]
-        for number, view in enumerate(sorted(exposed, key=lambda view: view.rank)):
+        for number, view in enumerate(exposed.get(store, ())):
             keepers = ranks[other]
             found.append(Guard(view.rank, keepers[number % len(keepers)], view.needs))
     return tuple(sorted(found))
@@ -178,21 +197,57 @@ def _partners(stores: Sequence[str]) -> dict[str, str]:
     return {store: group[(at + 1) % len(group)] for group in groups for at, store in enumerate(group)}
 
 
-def _is_complete(views: Sequence[RankView], moment: Moment) -> bool:
-    held = {(claim.key, claim.layout) for view in views for claim in view.claims if claim.moment == moment}
-    return all((view.needs, view.layout) in held for view in views)
+@dataclass(slots=True)
+class _Held:
+    """What all stores together hold of one moment."""
+
+    whole: set[tuple[ShardKey, str]] = field(default_factory=set)
+    """Shards and their layouts."""
+    stores: dict[ShardKey, set[str]] = field(default_factory=dict)
 
 
-def _rounds(views: Sequence[RankView], moment: Moment) -> tuple[tuple[Transfer, ...], ...]:
-    """Per key a doubling tree over stores: each store that has the shard sends it to one that lacks it."""
+def _index(views: Sequence[RankView]) -> dict[Moment, _Held]:
+    found: dict[Moment, _Held] = {}
+    for view in views:
+        for claim in view.claims:
+            held = found.get(claim.moment)
+            if held is None:
+                held = found[claim.moment] = _Held()
+            held.whole.add((claim.key, claim.layout))
+            held.stores.setdefault(claim.key, set()).add(view.store)
+    return found
+
+
+class _Spokesmen:
+    """The rank that sends or receives a shard for a store: one that needs it if there is one, the lowest."""
+
+    def __init__(self, views: Iterable[RankView]) -> None:
+        self._any: dict[str, int] = {}
+        self._needing: dict[tuple[str, ShardKey], int] = {}
+        for view in views:
+            self._any[view.store] = min(view.rank, self._any.get(view.store, view.rank))
+            place = (view.store, view.needs)
+            self._needing[place] = min(view.rank, self._needing.get(place, view.rank))
+
+    def of(self, store: str, key: ShardKey) -> int:
+        """For one store and shard."""
+        return self._needing.get((store, key), self._any[store])
+
+
+def _rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> tuple[tuple[Transfer, ...], ...]:
+    """Per key a doubling tree over stores: each store that has the shard sends it to one that lacks it.
+
+    `holders`: the stores that have a shard of the moment to resume.
+    """
     rounds: list[list[Transfer]] = []
-    for key in sorted({view.needs for view in views}):
-        has = {view.store for view in views for claim in view.claims if claim.moment == moment and claim.key == key}
-        senders = [_spokesman(views, store, key) for store in sorted(has)]
-        senders.sort()
-        receivers = sorted(
-            _spokesman(views, store, key) for store in {v.store for v in views if v.needs == key} if store not in has
-        )
+    speaks = _Spokesmen(views)
+    wanting: dict[ShardKey, set[str]] = {}
+    for view in views:
+        wanting.setdefault(view.needs, set()).add(view.store)
+    for key, stores in sorted(wanting.items()):
+        has = holders[key]
+        senders = sorted(speaks.of(store, key) for store in has)
+        receivers = sorted(speaks.of(store, key) for store in stores - has)
         number = 0
         while receivers:
             batch, receivers = receivers[: len(senders)], receivers[len(senders) :]
@@ -202,8 +257,3 @@ def _rounds(views: Sequence[RankView], moment: Moment) -> tuple[tuple[Transfer, 
             senders += batch
             number += 1
     return tuple(tuple(each) for each in rounds)
-
-
-def _spokesman(views: Sequence[RankView], store: str, key: ShardKey) -> int:
-    """The rank that sends or receives `key` for a store: one that needs it if there is one, the lowest."""
-    return min((view.needs != key, view.rank) for view in views if view.store == store)[1]

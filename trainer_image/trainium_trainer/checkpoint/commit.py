@@ -56,11 +56,16 @@ def read_fence(storage: Storage) -> FenceToken | None:
 
 def claim_fence(storage: Storage, token: FenceToken) -> None:
     """Make `token` the one that may commit; StaleGenerationError when this run has a newer generation already."""
+    refuse_newer(storage, token)
+    text = json.dumps({"generation": token.generation, "run": token.run, "session": token.session})
+    storage.write(GENERATION_FENCE_NAME, text.encode())
+
+
+def refuse_newer(storage: Storage, token: FenceToken) -> None:
+    """StaleGenerationError when this run has a newer generation already."""
     current = read_fence(storage)
     if current is not None and current.run == token.run and current.generation > token.generation:
         raise StaleGenerationError(_refusal(storage, current, token))
-    text = json.dumps({"generation": token.generation, "run": token.run, "session": token.session})
-    storage.write(GENERATION_FENCE_NAME, text.encode())
 
 
 def check_fence(storage: Storage, token: FenceToken) -> None:

@@ -1,57 +1,39 @@
 """Reading the tensors of a committed checkpoint: any box of any tensor, each byte read once and verified.
 
-`index.json` says where the parts of each tensor lie and what digest each block of 8 MiB of each file has. What is
-wanted is turned into extents of whole blocks; a few threads read, hash and copy them.
+The index (`index.py`) says where the parts of each tensor lie and what digest each block of 8 MiB of each file has.
+What is wanted is turned into extents of whole blocks; a few threads read, hash and copy them.
 
 Invariants: no byte reaches a tensor before its block was found to be what was written; a block is read once however
-many boxes need it; memory stays bounded by the extents under way and one chunk per thread.
+many boxes need it; memory stays bounded by the extents under way, one chunk per thread and a few kept blocks. Who reads
+a tensor a few rows at a time, as an export does, reads the block on a border once: it is kept for the next rows.
 """
 
 from __future__ import annotations
 
-import json
 import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from trainium_contract.manifest import BLOCK_BYTES, block_digest, digest_of
+from trainium_contract.manifest import BLOCK_BYTES, block_digest
 from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.checkpoint.shards import INDEX_FORMAT, INDEX_NAME, SAFETENSORS_TYPES
-from trainium_trainer.checkpoint.storage import read_part, read_small
+from trainium_trainer.checkpoint.index import open_index
+from trainium_trainer.checkpoint.storage import read_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from trainium_trainer.checkpoint.index import Part, StoredTensor
     from trainium_trainer.checkpoint.storage import Retry, Storage
     from trainium_trainer.checkpoint.survey import Committed
 
-TORCH_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 _EXTENT_BLOCKS = 4
 _CHUNK_BYTES = _EXTENT_BLOCKS * BLOCK_BYTES
 _THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor as one rank wrote it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of the checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+_KEPT_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +72,15 @@ class Contents:
         self._storage = storage
         self._folder = checkpoint.folder
         self._retry = retry
-        name = f"{self._folder}/{INDEX_NAME}"
-        data = retry.run(lambda: read_small(storage, name), storage.location)
-        digests = {file.name: file.digest for file in checkpoint.manifest.files}
-        if data is None or digest_of(data) != digests.get(INDEX_NAME):
-            raise DamagedFileError(f"{name} does not have the contents that were written")
-        try:
-            raw = json.loads(data)
-            if raw["format"] != INDEX_FORMAT or raw["blockBytes"] != BLOCK_BYTES:
-                raise DamagedFileError(f"{name} is of another format")
-            self.tensors = {name: _tensor(entry) for name, entry in raw["tensors"].items()}
-            self._files: dict[str, tuple[int, list[str]]] = {
-                name: (entry["size"], entry["blocks"]) for name, entry in raw["files"].items()
-            }
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedFileError(f"{name} is not an index") from error
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        """Verified blocks by file and number, the newest last."""
+        self._turn = threading.Lock()
+        self._index = open_index(storage, checkpoint, retry)
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All tensors by name."""
+        return self._index.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU; KeyError when the checkpoint has none of that name."""
@@ -114,25 +90,36 @@ class Contents:
         return whole
 
     def wanted(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> list[Wanted]:
-        """What has to be read for the box of `target`'s size that begins at `offsets` in a tensor."""
+        """What has to be read for the box of `target`'s size that begins at `offsets` in a tensor.
+
+        KeyError when the checkpoint has no tensor of that name; DamagedFileError when not all of the box is there.
+        """
         stored = self.tensors[name]
         found: list[Wanted] = []
-        for part in stored.parts:
+        values = 0
+        for part in self._index.parts(name, offsets, tuple(target.shape)):
             box, inside = target, []
             for dimension, (begin, theirs, length) in enumerate(zip(offsets, part.offsets, part.sizes, strict=True)):
                 low = max(begin, theirs)
                 high = min(begin + target.shape[dimension], theirs + length)
-                box = box.narrow(dimension, min(low - begin, target.shape[dimension]), max(0, high - low))
+                box = box.narrow(dimension, low - begin, high - low)
                 inside.append(low - theirs)
-                if high <= low:
-                    break
-            else:
-                found.append(Wanted(part, stored.dtype, tuple(inside), box))
+            values += box.numel()
+            found.append(Wanted(part, stored.dtype, tuple(inside), box))
+        if values != target.numel():
+            raise DamagedFileError(f"{self._folder} has {values} of the {target.numel()} values of a part of {name}")
         return found
 
     @torch.no_grad()
     def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Fill all targets. DamagedFileError when a file is not what was written; the targets are then undefined."""
+        """Fill all targets. DamagedFileError when a file is not what was written; the targets are then undefined.
+
+        Of several threads one is served at a time: the next finds the blocks that the last one kept.
+        """
+        with self._turn:
+            self._fill(wanted)
+
+    def _fill(self, wanted: Sequence[Wanted]) -> None:
         by_file: dict[str, list[_Chunk]] = {}
         for each in wanted:
             by_file.setdefault(each.part.file, []).extend(_chunks(each))
@@ -152,34 +139,43 @@ class Contents:
 
     def _read_extent(self, name: str, first: int, last: int, chunks: list[_Chunk], lock: threading.Lock) -> None:
         path = f"{self._folder}/{name}"
-        size, digests = self._files[name]
+        size, digests = self._index.blocks(name)
         base, end = first * BLOCK_BYTES, min(size, last * BLOCK_BYTES)
         buffer = torch.empty(max(0, end - base), dtype=torch.uint8)
         view = buffer.numpy().data
-        read_part(self._storage, path, base, view, self._retry)
-        for number in range(first, last):
+        with lock:
+            known = self._kept.pop((name, first), None)
+        if known is not None:
+            view[: len(known)] = known
+        verified = 0 if known is None else len(known)
+        if verified < len(view):
+            read_part(self._storage, path, base + verified, view[verified:], self._retry)
+        for number in range(first if known is None else first + 1, last):
             at = number * BLOCK_BYTES - base
             if block_digest([view[at : at + BLOCK_BYTES]]) != digests[number]:
                 raise DamagedFileError(f"{path} does not have the contents that were written")
+        if max(chunk.end for chunk in chunks) < end:
+            self._keep(name, last - 1, view[(last - 1) * BLOCK_BYTES - base :], lock)
         for chunk in chunks:
             low, high = max(chunk.start, base), min(chunk.end, end)
             with lock:
                 if chunk.sink is None:
                     chunk.sink = _sink(chunk)
-            chunk.sink[low - chunk.start : high - chunk.start].copy_(buffer[low - base : high - base])
+            # Plain bytes: torch would begin threads of its own for each copy, in each of these threads.
+            chunk.sink.numpy().data[low - chunk.start : high - chunk.start] = view[low - base : high - base]
             with lock:
                 chunk.missing -= high - low
                 done = chunk.missing == 0
             if done:
                 _deliver(chunk)
 
-
-def _tensor(entry: dict[str, Any]) -> StoredTensor:
-    parts = tuple(
-        Part(tuple(raw["offsets"]), tuple(raw["sizes"]), raw["file"], raw["start"], raw["bytes"])
-        for raw in entry["parts"]
-    )
-    return StoredTensor(TORCH_TYPES[entry["dtype"]], tuple(entry["shape"]), parts)
+    def _keep(self, name: str, number: int, block: memoryview, lock: threading.Lock) -> None:
+        """Remember a block of which a part was not wanted yet."""
+        copy = bytes(block)
+        with lock:
+            self._kept[name, number] = copy
+            while len(self._kept) > _KEPT_BLOCKS:
+                self._kept.popitem(last=False)
 
 
 def _chunks(wanted: Wanted) -> Iterator[_Chunk]:

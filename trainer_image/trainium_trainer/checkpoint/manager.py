@@ -9,7 +9,6 @@ writing, talking and committing happen elsewhere.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
@@ -19,18 +18,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.agreement import Moment, ShardKey
-from trainium_trainer.checkpoint.commit import FenceToken, check_fence
+from trainium_trainer.checkpoint.commit import FenceToken
 from trainium_trainer.checkpoint.durable import DurableTier
+from trainium_trainer.checkpoint.entrance import Entrance
 from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.layout import Layout
 from trainium_trainer.checkpoint.memory import MemoryTier
+from trainium_trainer.checkpoint.owner import NOBODY, OwnerRecords
+from trainium_trainer.checkpoint.ownership import Ownership
 from trainium_trainer.checkpoint.policy import Save, SavePolicy, decided, vote
 from trainium_trainer.checkpoint.records import fetch_records
 from trainium_trainer.checkpoint.resume import Outcome, Resumption
-from trainium_trainer.checkpoint.settings import settings_digest
+from trainium_trainer.checkpoint.settings import as_begun, settings_digest
 from trainium_trainer.checkpoint.storage import Retry, open_storage
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer_checkpoint import CheckpointConfig
+    from trainium_trainer.checkpoint.durable import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
+    from trainium_trainer.checkpoint.owner import JobIdentity
     from trainium_trainer.checkpoint.storage import Storage
 
 log = logging.getLogger(__name__)
 
 NONE_YET = -1
-LATE_SECONDS = 2.0
-"""A rank that is silent for less has not been replaced meanwhile."""
 _GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks that have written wait this long for the slowest; a lost peer is noticed at once, by its connection."""
 
@@ -70,9 +71,11 @@ class CheckpointManager:
         memory_directory: Path | None,
         settings: Mapping[str, Any],
         run: str = "",
+        job: JobIdentity | None = None,
         storage: Storage | None = None,
         retry: Retry | None = None,
         clock: Callable[[], float] = time.monotonic,
+        after_milestone: AfterMilestone | None = None,
     ) -> None:
         self._config = config
         self._state = state
@@ -80,14 +83,18 @@ class CheckpointManager:
         self._generation = generation
         self._settings = settings
         self._config_digest = settings_digest(settings)
-        self._run = run
+        self._job = job or NOBODY
+        self._run = run or self._job.uid
         self._storage = storage if storage is not None else open_storage(config.path)
         self._retry = retry if retry is not None else Retry()
         self._clock = clock
+        self._after_milestone = after_milestone
         self._memory_directory = memory_directory if config.memory.every_steps else None
         self._memory: MemoryTier | None = None
         self._durable: DurableTier | None = None
-        self._token = FenceToken(generation, run, "")
+        self._token = FenceToken(generation, self._run, "")
+        self._entrance = self._new_entrance()
+        self._ownership = Ownership(self._check_owner)
         self._group: ProcessGroup | None = None
         self._session = ""
         self._keeps_snapshots = False
@@ -114,6 +121,7 @@ class CheckpointManager:
         layout = Layout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
         token = self._token = FenceToken(self._generation, self._run, self._session)
+        self._entrance = self._new_entrance()
         outcome = Resumption(
             state=self._state,
             mesh=self._mesh,
@@ -122,7 +130,7 @@ class CheckpointManager:
             memory=self._memory,
             storage=self._storage,
             group=self._group,
-            token=token,
+            entrance=self._entrance,
             settings=self._settings,
             config_digest=self._config_digest,
             retry=self._retry,
@@ -153,16 +161,12 @@ class CheckpointManager:
         return vote(wanted, busy=tier.busy)
 
     def check_owner(self, since: float) -> None:
-        """StaleGenerationError when the run may have gone on without this rank.
+        """StaleGenerationError when the run has gone on without this rank; asked before something is recorded.
 
-        `since`: a moment (`time.monotonic`) after which its peers still needed it for the step. A process that was
-        stopped with its whole node and goes on later is where it was, with the run's files open; the others have
-        replaced it and recorded the same step themselves. Asks the store only when that may be; what a store that
-        fails would say is not waited for.
+        `since`: a moment (`time.monotonic`) after which its peers still needed it for the step. The store is asked only
+        when the step took clearly longer than those before it, see `Ownership`.
         """
-        if time.monotonic() - since > LATE_SECONDS:
-            with contextlib.suppress(OSError, StorageError):
-                check_fence(self._storage, self._token)
+        self._ownership.confirm(since)
 
     def after_step(self, position: Position, votes: float) -> None:
         """After the optimizer step: snapshot to memory, start a durable save when `votes` (the sum) says so.
@@ -242,6 +246,13 @@ class CheckpointManager:
             raise RuntimeError("resume() comes first")
         return self._durable
 
+    def _check_owner(self) -> None:
+        self._entrance.check()
+
+    def _new_entrance(self) -> Entrance:
+        owner = OwnerRecords(self._storage, self._job, self._config.take_over)
+        return Entrance(self._storage, owner, self._token, self._retry)
+
     def _open_group(self) -> None:
         """A gloo group of our own for resume and background saves, and the session id of this start."""
         session = [secrets.token_hex(6)]
@@ -284,6 +295,7 @@ class CheckpointManager:
         )
 
     def _adopt(self, outcome: Outcome, token: FenceToken) -> None:
+        self._entrance.claimed = outcome.fenced
         self.resumed_from = outcome.source
         self._keeps_snapshots = outcome.keeps_snapshots
         self._memory_is_safe = outcome.memory_is_safe
@@ -295,6 +307,8 @@ class CheckpointManager:
             self._completed = outcome.position.step
             if outcome.source in (ResumeSource.MEMORY, ResumeSource.PEER):
                 self.memory_step = outcome.position.step
+            if outcome.recorded is not None:
+                self._settings = as_begun(self._settings, outcome.recorded)
         self._policy.started(max(outcome.durable_step, 0), self._clock())
         self._policy.milestone_tokens = outcome.milestone_tokens
         self._durable = DurableTier(
@@ -303,11 +317,13 @@ class CheckpointManager:
             mesh=self._mesh,
             group=self._group,
             token=token,
+            enter=self._entrance.confirm,
             config_digest=self._config_digest,
             settings=self._settings,
             config=self._config,
             known_bad=outcome.known_bad,
             retry=self._retry,
+            after_milestone=self._after_milestone,
         )
         self._durable.committed_step = outcome.durable_step
         self._durable.milestone_tokens = outcome.milestone_tokens
@@ -362,8 +378,3 @@ class CheckpointManager:
         """Say it on the first rank; the others have seen the same."""
         if self._mesh.rank == 0:
             self.warnings.append(sentence)
-
-
-def warm() -> None:
-    """Import everything that a start, a save and a restore need; no side effects."""
-    durable.warm()

@@ -1,7 +1,7 @@
 """The collective that gives each shard that a single node holds a buddy on another node.
 
-Invariants: all ranks run `pair_up` together, after leftovers were cleared, and agree; a shard whose buddy has no room
-goes without, with a warning; where every shard is in several places nothing is said and nothing is started.
+Invariants: all ranks run `pair_up` together, after leftovers were cleared; the first rank knows who shall guard what,
+the others hear of what they keep and send; a shard whose buddy has no room goes without, with a warning.
 """
 
 from __future__ import annotations
@@ -11,65 +11,103 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint.agreement import guards
+from trainium_trainer.checkpoint.council import for_all
+from trainium_trainer.checkpoint.gathering import deal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.agreement import Guard, RankView
+    from trainium_trainer.checkpoint.agreement import Guard, RankView, ShardKey
     from trainium_trainer.checkpoint.memory import MemoryTier
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """What one rank says in the round of promises."""
+class Duty:
+    """A guard that a rank has part in, as source or as target."""
+
+    number: int
+    guard: Guard
+    layout: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one rank says of its duties."""
 
     numbers: frozenset[int]
     """The guards for which it has reserved files."""
     warnings: tuple[str, ...]
 
 
-def pair_up(memory: MemoryTier | None, group: ProcessGroup, views: Sequence[RankView], broken: set[str]) -> list[str]:
-    """Agree on buddies and start copying; `broken` are the stores without room. Returns warnings, equal on all ranks.
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What comes of it for one rank."""
 
-    Collective over `group`, which spans all ranks; `views` are equal on all of them, by rank.
+    numbers: frozenset[int]
+    """Of its guards those that are kept."""
+    keys: frozenset[ShardKey]
+    """Shards of which its store has copies."""
+    warnings: tuple[str, ...]
+
+
+def pair_up(
+    memory: MemoryTier | None, group: ProcessGroup, wanted: Sequence[Guard], views: Sequence[RankView]
+) -> list[str]:
+    """Agree on buddies and start copying; returns warnings. Collective over `group`, which spans all ranks.
+
+    `wanted`, `views`: of all ranks, by rank; only the first has them.
     """
     rank = dist.get_rank()
-    wanted = guards(views, {view.store for view in views} - broken)
-    if not wanted:
-        return []
-    sizes: list[int] = [0] * len(views)
+    size = 0 if memory is None else memory.layout.payload_bytes
     # Also a barrier: leftovers are cleared everywhere before anyone makes new files.
-    dist.all_gather_object(sizes, 0 if memory is None else memory.layout.payload_bytes, group=group)
-    promised: list[_Room | None] = [None] * len(views)
-    dist.all_gather_object(promised, _reserve(memory, wanted, views, sizes, rank), group=group)
-    rooms = [room for room in promised if room is not None]
-    kept = frozenset(number for room in rooms for number in room.numbers)
+    duties = deal(lambda: size, lambda sizes: duties_of(wanted, views, sizes), group, "resume: copies")
+    room = _reserve(memory, duties, rank)
+    promise = deal(lambda: room, lambda rooms: promises_of(wanted, views, rooms), group, "resume: room for copies")
     if memory is not None:
-        here = views[rank].store
-        memory.local_keys |= {wanted[number].key for number in kept if views[wanted[number].target].store == here}
-        for number in sorted(kept):
-            guard = wanted[number]
-            if guard.target == rank:
-                memory.keep_for(guard.key, group, guard.source, number)
-            if guard.source == rank:
-                memory.send_to(group, guard.target, number)
-    return [warning for room in rooms for warning in room.warnings]
+        memory.local_keys |= promise.keys
+        for duty in (duty for duty in duties if duty.number in promise.numbers):
+            if duty.guard.target == rank:
+                memory.keep_for(duty.guard.key, group, duty.guard.source, duty.number)
+            if duty.guard.source == rank:
+                memory.send_to(group, duty.guard.target, duty.number)
+    return list(promise.warnings)
 
 
-def _reserve(
-    memory: MemoryTier | None, wanted: Sequence[Guard], views: Sequence[RankView], sizes: Sequence[int], rank: int
-) -> _Room:
+def duties_of(wanted: Sequence[Guard], views: Sequence[RankView], sizes: Sequence[int]) -> list[tuple[Duty, ...]]:
+    """PURE. By rank, in the order of the guards. `sizes`: bytes of each rank's own shard."""
+    found: list[list[Duty]] = [[] for _ in views]
+    for number, guard in enumerate(wanted):
+        duty = Duty(number, guard, views[guard.source].layout, sizes[guard.source])
+        for rank in (guard.source, guard.target):
+            found[rank].append(duty)
+    return [tuple(duties) for duties in found]
+
+
+def promises_of(wanted: Sequence[Guard], views: Sequence[RankView], rooms: Sequence[Room]) -> list[Promise]:
+    """PURE. By rank, once all have said what they have room for."""
+    kept = frozenset(number for room in rooms for number in room.numbers)
+    numbers: list[set[int]] = [set() for _ in views]
+    copies: dict[str, set[ShardKey]] = {view.store: set() for view in views}
+    for number in kept:
+        guard = wanted[number]
+        copies[views[guard.target].store].add(guard.key)
+        numbers[guard.source].add(number)
+        numbers[guard.target].add(number)
+    keys = {store: frozenset(found) for store, found in copies.items()}
+    warnings = for_all(warning for room in rooms for warning in room.warnings)
+    return [Promise(frozenset(numbers[rank]), keys[view.store], warnings) for rank, view in enumerate(views)]
+
+
+def _reserve(memory: MemoryTier | None, duties: Sequence[Duty], rank: int) -> Room:
     """Files for the copies that this rank is to keep."""
     numbers: set[int] = set()
     if memory is None:
-        return _Room(frozenset(), ())
+        return Room(frozenset(), ())
     known = len(memory.warnings)
-    for number, guard in enumerate(wanted):
-        if guard.target != rank:
-            continue
-        if memory.open_kept(guard.key, views[guard.source].layout, sizes[guard.source]):
-            numbers.add(number)
-    return _Room(frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:]))
+    for duty in duties:
+        if duty.guard.target == rank and memory.open_kept(duty.guard.key, duty.layout, duty.payload_bytes):
+            numbers.add(duty.number)
+    return Room(frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:]))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from typing import TYPE_CHECKING
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.storage import Entry
+from trainium_trainer.checkpoint.writeback import send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 _FOLDER_ATTEMPTS = 3
 _DRAFT = ".draft-"
+_DRAFT_BYTES = 6
+_DRAFT_NAME = re.compile(rf"{re.escape(_DRAFT)}[0-9a-f]{{{2 * _DRAFT_BYTES}}}")
+_SEND_BYTES = 16 << 20
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -96,11 +101,16 @@ class PosixStorage:
         _sync_folder(target.parent)
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:  # noqa: ARG002 - for other stores
-        """Write straight into the file; synchronised at the end."""
+        """Write straight into the file; the device is at work from the first pieces on, and synchronised at the end."""
         path = self._root / name
         with _new_file(path) as file:
+            sent = written = 0
             for piece in pieces:
                 _write_all(file, piece)
+                written += len(piece)
+                if written - sent >= _SEND_BYTES:
+                    send_to_device(file.fileno(), sent, written - sent)
+                    sent = written
             os.fsync(file.fileno())
         _sync_folder(path.parent)
 
@@ -121,8 +131,14 @@ class PosixStorage:
             except OSError:  # not empty, or gone
                 break
 
+    def remove_drafts(self) -> None:
+        """Remove the drafts directly in the root; a file of the user's whose name only begins like theirs stays."""
+        for path in self._root.glob(f"{_DRAFT}*"):
+            if _DRAFT_NAME.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
     def _draft(self, name: str, data: bytes) -> Path:
-        draft = (self._root / name).with_name(f"{_DRAFT}{secrets.token_hex(6)}")
+        draft = (self._root / name).with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
         try:
             with _new_file(draft) as file:
                 _write_all(file, memoryview(data))

@@ -156,6 +156,9 @@ class S3Storage:
             for metas in self._store.list(name, chunk_size=_DELETES_AT_ONCE):
                 self._store.delete([meta["path"] for meta in metas])
 
+    def remove_drafts(self) -> None:
+        """Nothing: an object that was not written to its end is not there."""
+
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:

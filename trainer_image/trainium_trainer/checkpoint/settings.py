@@ -10,17 +10,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _MOST_DIFFERENCES = 3
+INITIALIZATION = "initialization"
+"""Which version of the initial weights a run began with; recorded, not compared: a run that goes on draws none."""
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """Hex digest, the same for equal settings in any order; values must be such that JSON can hold."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    compared = {name: value for name, value in settings.items() if name != INITIALIZATION}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
+
+
+def as_begun(settings: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that goes on from a checkpoint: it began as the checkpoint's `recorded` ones say.
+
+    Version 1 was not recorded.
+    """
+    return {**settings, INITIALIZATION: recorded.get(INITIALIZATION, 1)} if INITIALIZATION in settings else {**settings}
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """What differs, for a sentence: `model.hiddenSize is 64 there and 128 here`, at most three; empty when nothing."""
     before, now = dict(_flat(theirs)), dict(_flat(ours))
-    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    compared = sorted((before.keys() | now.keys()) - {INITIALIZATION})
+    names = [name for name in compared if before.get(name) != now.get(name)]
     texts = [f"{name} is {_shown(before, name)} there and {_shown(now, name)} here" for name in names]
     more = len(texts) - _MOST_DIFFERENCES
     return ", ".join(texts[:_MOST_DIFFERENCES]) + (f", and {more} more" if more > 0 else "")

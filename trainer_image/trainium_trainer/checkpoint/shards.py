@@ -1,44 +1,41 @@
-"""The files of a durable checkpoint, as writer and reader for torch's distributed checkpoint (DCP).
+"""The files of a durable checkpoint: what ranks write, and how readers learn what is where.
 
-DCP plans who writes and reads which part and so reshards to any size; the bytes are ours: every rank writes one
-`shard-<rank>.safetensors` that any safetensors reader opens, and `index.json` says which part of which tensor lies
-where, and the digest of each block of each file. Invariants: no pickle is ever read from storage; a file is hashed
-while it is written and verified while it is read, block by block, so either takes one pass; size and digests travel to
-the coordinator with DCP's own result messages, so a commit needs no further communication.
+Every rank writes one `shard-<rank>.safetensors` that any safetensors reader opens. `index.json` says how the tensors
+are divided (`dividing.scheme`), from which everybody derives what each file holds and where: it is as small at 4,096
+ranks as at one. `blocks-<first rank>.json` have size, digest of the header and digests of the blocks of 8 MiB of the
+files of some ranks, so that a reader fetches those of the files that it reads.
+
+Invariants: no pickle is ever read from storage; a file is hashed while it is written and verified while it is read,
+block by block, so either takes one pass; the tables themselves are verified by the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import sys
 import threading
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
-from trainium_contract.manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of, file_digest
+from trainium_contract.manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future as Promise
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-
+    from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
     from trainium_trainer.checkpoint.storage import Retry, Storage
 
 INDEX_NAME = "index.json"
-INDEX_FORMAT = 2
+INDEX_FORMAT = 3
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,103 +49,162 @@ SAFETENSORS_TYPES = {
     torch.bool: "BOOL",
 }
 _LOW_PRIORITY = 10
+_GROUP_DIGEST_BYTES = 48 << 10
+_ENTRY_BYTES = 64
+"""What a file's entry costs beside its digests, about; the JSON of a group has twice these sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file as it was written."""
+    """A file as it was written; small, because it travels to the coordinator."""
 
-    name: str
     size: int
-    blocks: tuple[str, ...]
-    """Digests of its blocks."""
+    """Bytes."""
+    header: bytes
+    """SHA-256 of the safetensors header with its length."""
+    blocks: bytes
+    """SHA-256 digests of its blocks, one after the other."""
+    values: int
+    """Numbers of the tensors in it."""
+
+    @property
+    def digest(self) -> str:
+        """The manifest's."""
+        return hashlib.sha256(self.blocks).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one part of a tensor lies."""
+class WrittenTable:
+    """A table of digests that a rank on the way to the coordinator has written, and what the manifest needs of it."""
 
-    file: WrittenFile
-    start: int
-    length: int
-
-
-class ShardWriter(StorageWriter):
-    """Writes one checkpoint into one folder; `commit` runs on the coordinator once all ranks' files are written."""
-
-    def __init__(
-        self, storage: Storage, folder: str, retry: Retry, commit: Callable[[list[ManifestFile]], None]
-    ) -> None:
-        super().__init__()
-        self._storage = storage
-        self._folder = folder
-        self._retry = retry
-        self._commit = commit
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer writes one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The planner's plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The planners' plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; StorageError when that fails for good."""
-        future: Future[list[WriteResult]] = Future()
-        name = f"shard-{_rank():05d}.safetensors"
-        # Wide types first keeps every tensor aligned.
-        items = sorted(plan.items, key=lambda item: -_properties(item).dtype.itemsize)
-        where = f"{self._storage.location}/{self._folder}"
-        results: list[WriteResult] = []
-        if items:
-            results = _giving_way(lambda: self._retry.run(lambda: self._write_file(name, items, planner), where))
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after the last rank's last write: the index, then the commit."""
-        written = [result for of_rank in results for result in of_rank]
-        files = {file.name: file for file in (result.storage_data.file for result in written)}
-        self._commit(write_index(self._storage, self._folder, _index(metadata, written), files.values(), self._retry))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - DCP's signature
-        """Any id; it is not used."""
-        return True
-
-    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        header, spans = header_of([_entry(item) for item in items])
-        views = [memoryview(header), *(bytes_of(planner.resolve_data(item)) for item in items)]
-        file = write_hashed(self._storage, self._folder, name, views, spans[-1][1])
-        return [
-            WriteResult(index=item.index, size_in_bytes=end - start, storage_data=Place(file, start, end - start))
-            for item, (start, end) in zip(items, spans, strict=True)
-        ]
+    first: int
+    """Place of the first of its files."""
+    size: int
+    """Of the table, bytes."""
+    digest: bytes
+    files: tuple[tuple[int, int, bytes], ...]
+    """Place, size and digest of each file."""
+    values: int
+    """Numbers of the tensors in its files."""
 
 
-def write_index(
-    storage: Storage, folder: str, index: dict[str, Any], files: Iterable[WrittenFile], retry: Retry
+def shard_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def blocks_name(first: int) -> str:
+    """The file with the digests of the files of some ranks, of which this is the first."""
+    return f"blocks-{first:05d}.json"
+
+
+def write_shard(
+    storage: Storage,
+    folder: str,
+    rank: int,
+    items: Sequence[Item],
+    values: Callable[[Item], torch.Tensor],
+    retry: Retry,
+) -> WrittenFile | None:
+    """Write a rank's file; None when it has nothing to write. StorageError when that fails for good.
+
+    `values` gives an item's tensor, when its turn has come.
+    """
+    if not items:
+        return None
+    header, spans = header_of(items)
+
+    def views() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for item in items:
+            yield bytes_of(values(item))
+
+    name, size = f"{folder}/{shard_name(rank)}", spans[-1][1]
+
+    def write() -> bytes:
+        return _giving_way(lambda: retry.run(lambda: write_hashed(storage, name, views(), size), storage.location))
+
+    volume = sum(item.box.volume for item in items)
+    return WrittenFile(size, hashlib.sha256(header).digest(), write(), volume)
+
+
+def write_tables(
+    storage: Storage,
+    folder: str,
+    scheme: Scheme,
+    files: Mapping[int, WrittenFile],
+    retry: Retry,
+    tables: Sequence[WrittenTable] = (),
 ) -> list[ManifestFile]:
-    """Write `index.json`; the manifest's entries of it and of the files that it names."""
-    data = json.dumps(index, separators=(",", ":")).encode()
-    retry.run(
-        lambda: storage.write_stream(f"{folder}/{INDEX_NAME}", [memoryview(data)], len(data)),
-        f"{storage.location}/{folder}",
-    )
-    entries = [ManifestFile(name=file.name, size=file.size, digest=file_digest(file.blocks)) for file in files]
-    entries.append(ManifestFile(name=INDEX_NAME, size=len(data), digest=digest_of(data)))
+    """After the last rank's last write: the index and the digests; the manifest's entries of all files.
+
+    `tables`: those that other ranks have written, of other files. ValueError when the files do not hold what the scheme
+    says.
+    """
+    every = [*tables, *write_digests(storage, folder, files, [table.first for table in tables], retry)]
+    if (found := sum(table.values for table in every)) != scheme.volume:
+        raise ValueError(f"{found} values were written of {scheme.volume}")
+    index = {"format": INDEX_FORMAT, "blockBytes": BLOCK_BYTES} | scheme.to_json()
+    entries = [_write_json(storage, folder, INDEX_NAME, index, retry)]
+    for table in every:
+        entries.append(ManifestFile(name=blocks_name(table.first), size=table.size, digest=table.digest.hex()))
+        entries += [ManifestFile(name=shard_name(at), size=size, digest=sha.hex()) for at, size, sha in table.files]
     return sorted(entries, key=lambda entry: entry.name)
 
 
-def write_hashed(storage: Storage, folder: str, name: str, views: Iterable[memoryview], size: int) -> WrittenFile:
-    """Write a file of `size` bytes; the digest of a block is computed while the store writes it."""
+def write_digests(
+    storage: Storage, folder: str, files: Mapping[int, WrittenFile], others: Iterable[int], retry: Retry
+) -> list[WrittenTable]:
+    """Tables with the digests of some files, by the places of those that wrote them.
+
+    `others`: the places at which other tables begin.
+    """
+    found: list[WrittenTable] = []
+    for group in _groups(files, sorted(others)):
+        table = {"files": {shard_name(rank): _to_json(files[rank]) for rank in group}}
+        entry = _write_json(storage, folder, blocks_name(group[0]), table, retry)
+        mine = tuple((rank, files[rank].size, bytes.fromhex(files[rank].digest)) for rank in group)
+        values = sum(files[rank].values for rank in group)
+        found.append(WrittenTable(group[0], entry.size, bytes.fromhex(entry.digest), mine, values))
+    return found
+
+
+def enough_for_a_table(files: Iterable[WrittenFile]) -> bool:
+    """Whether the digests of some files are so many that a rank writes them rather than pass them on."""
+    return 2 * sum(len(file.blocks) + _ENTRY_BYTES for file in files) >= _GROUP_DIGEST_BYTES
+
+
+def _write_json(storage: Storage, folder: str, name: str, document: dict[str, Any], retry: Retry) -> ManifestFile:
+    data = json.dumps(document, separators=(",", ":")).encode()
+    write = functools.partial(storage.write_stream, f"{folder}/{name}", [memoryview(data)], len(data))
+    retry.run(write, f"{storage.location}/{folder}")
+    return ManifestFile(name=name, size=len(data), digest=digest_of(data))
+
+
+def _groups(files: Mapping[int, WrittenFile], others: Sequence[int]) -> Iterator[list[int]]:
+    """Ranks whose digests share a file, neighbours together: a reader mostly needs those.
+
+    A reader looks into the last table that begins at its rank or before, so none reaches beyond where another begins.
+    """
+    group: list[int] = []
+    size = 0
+    for rank in sorted(files):
+        beyond = group and bisect_right(others, rank) != bisect_right(others, group[0])
+        if group and (beyond or size + len(files[rank].blocks) > _GROUP_DIGEST_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(rank)
+        size += len(files[rank].blocks) + _ENTRY_BYTES
+    if group:
+        yield group
+
+
+def _to_json(file: WrittenFile) -> dict[str, Any]:
+    return {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
+
+
+def write_hashed(storage: Storage, name: str, views: Iterable[memoryview], size: int) -> bytes:
+    """Write a file of `size` bytes; the digests of its blocks, each computed while the store writes the block."""
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash", initializer=_lower_priority) as pool:
         digests: list[Promise[str]] = []
 
@@ -157,8 +213,8 @@ def write_hashed(storage: Storage, folder: str, name: str, views: Iterable[memor
                 digests.append(pool.submit(block_digest, block))
                 yield from block
 
-        storage.write_stream(f"{folder}/{name}", pieces(), size)
-        return WrittenFile(name, size, tuple(digest.result() for digest in digests))
+        storage.write_stream(name, pieces(), size)
+        return b"".join(bytes.fromhex(digest.result()) for digest in digests)
 
 
 def blocks_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
@@ -179,13 +235,13 @@ def blocks_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _giving_way(work: Callable[[], list[WriteResult]]) -> list[WriteResult]:
+def _giving_way(work: Callable[[], bytes]) -> bytes:
     """The outcome of `work`, done at a low priority so that training goes first.
 
     Hashing and writing are most of a save's work and hold no lock that training needs. The thread is a daemon: a store
     that hangs must not keep the process from leaving.
     """
-    outcome: list[list[WriteResult] | BaseException] = []
+    outcome: list[bytes | BaseException] = []
 
     def run() -> None:
         _lower_priority()
@@ -209,32 +265,13 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _properties(item: WriteItem) -> TensorProperties:
-    if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is not a tensor: state_dict() must hold tensors only")
-    return item.tensor_data.properties
-
-
-def _entry(item: WriteItem) -> tuple[str, torch.dtype, torch.Size]:
-    """Name, type and size of one part of a tensor."""
-    data = item.tensor_data
-    assert data is not None
-    whole = data.chunk.sizes == data.size
-    name = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
-    return name, data.properties.dtype, data.chunk.sizes
-
-
-def header_of(parts: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The safetensors header of a file and each part's start and end in it, bytes."""
+def header_of(items: Sequence[Item]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The safetensors header of a file and each item's start and end in it, bytes."""
     entries: dict[str, Any] = {}
     offset = 0
-    for name, dtype, sizes in parts:
-        end = offset + sizes.numel() * dtype.itemsize
-        entries[name] = {"dtype": SAFETENSORS_TYPES[dtype], "shape": list(sizes), "data_offsets": [offset, end]}
+    for item in items:
+        end = offset + item.size
+        entries[item.key] = {"dtype": item.dtype, "shape": item.box.sizes, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -248,32 +285,3 @@ def bytes_of(tensor: Any) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view
-
-
-def _index(metadata: Metadata, written: list[WriteResult]) -> dict[str, Any]:
-    places = {(result.index.fqn, result.index.offset): result.storage_data for result in written}
-    tensors: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is not a tensor: state_dict() must hold tensors only")
-        parts: list[dict[str, Any]] = []
-        for chunk in entry.chunks:
-            place = places[name, chunk.offsets]
-            parts.append(
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": place.file.name,
-                    "start": place.start,
-                    "bytes": place.length,
-                }
-            )
-        dtype = SAFETENSORS_TYPES[entry.properties.dtype]
-        tensors[name] = {"dtype": dtype, "shape": list(entry.size), "parts": parts}
-    return index_of(tensors, [place.file for place in places.values()])
-
-
-def index_of(tensors: dict[str, Any], files: Iterable[WrittenFile]) -> dict[str, Any]:
-    """What `index.json` holds."""
-    entries = {file.name: {"size": file.size, "blocks": list(file.blocks)} for file in files}
-    return {"format": INDEX_FORMAT, "blockBytes": BLOCK_BYTES, "files": entries, "tensors": tensors}

@@ -78,6 +78,10 @@ class Storage(Protocol):
         """Remove a folder and all in it; nothing happens when it does not exist."""
         ...
 
+    def remove_drafts(self) -> None:
+        """Remove what killed writers left of small files directly in the root, where none may be at work any more."""
+        ...
+
 
 def open_storage(path: str) -> Storage:
     """The store behind `checkpoint.path`: `s3://bucket/prefix`, or a folder (FSx, NFS, a local disk).

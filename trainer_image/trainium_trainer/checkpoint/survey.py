@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -19,6 +19,7 @@ from trainium_contract.manifest import (
     COMMIT_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
+    READABLE_VERSIONS,
     SET_ASIDE_NAME,
     Commit,
     Manifest,
@@ -54,6 +55,11 @@ class Committed:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.manifest.files)
+
+    def for_readers(self) -> Committed:
+        """What a rank needs to read from it: the tables, not the list of all ranks' files."""
+        tables = tuple(file for file in self.manifest.files if file.name.endswith(".json"))
+        return replace(self, manifest=self.manifest.model_copy(update={"files": tables}))
 
 
 @dataclass(slots=True)
@@ -129,7 +135,7 @@ def _look_into(storage: Storage, name: str, found: Survey) -> None:
         else:
             found.leftovers.append(name)
         return
-    if receipt.format_version != FORMAT_VERSION:
+    if receipt.format_version not in READABLE_VERSIONS:
         age = "a newer" if receipt.format_version > FORMAT_VERSION else "an older"
         found.newer[name] = (
             f"{name} was written by {age} version of this trainer (format {receipt.format_version}, this one has "

@@ -16,6 +16,7 @@ from trainium_trainer.checkpoint.nxd_layout import MOMENTS, Projections, paramet
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
+from trainium_trainer.tuning.choice import parameter_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +51,7 @@ def write_tag(
 ) -> None:
     """Write a complete tag. UserError when the model cannot be divided so, or the folder is not empty."""
     _check(shape, target.tensor)
+    _refuse_parts(contents, shape)
     begin(folder)
     for tensor in range(target.tensor):
         _write_rank(folder, contents, TensorRank(shape, tensor, target.tensor, target.order), target, optimizer)
@@ -130,6 +132,16 @@ def _group(optimizer: OptimizerConfig, count: int) -> dict[str, Any]:
         "fused": None,
         "params": list(range(count)),
     }
+
+
+def _refuse_parts(contents: Contents, shape: ModelShape) -> None:
+    """UserError where a tuning left weights of the base out."""
+    missing = [name for name in parameter_sizes(shape) if state_name(Part.WEIGHT, name) not in contents.tensors]
+    if missing:
+        raise UserError(
+            f"the checkpoint holds what a tuning trained and not {missing[0]}, which is its base's, but NxD resumes "
+            "whole models only: make a Hugging Face folder of it with `trainium-trainer export`"
+        )
 
 
 def _check(shape: ModelShape, tensor: int) -> None:

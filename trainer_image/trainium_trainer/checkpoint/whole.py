@@ -1,7 +1,8 @@
 """Writes a checkpoint from whole tensors, one after the other: for conversions, where no ranks share the work.
 
-Invariants: one tensor is in memory at a time, beside what is being hashed and written; the result is an ordinary
-checkpoint that any number of ranks loads; it is committed last, into a root that held none.
+To readers each file is a pipeline stage of one rank. Invariants: one tensor is in memory at a time, beside what is
+being hashed and written; the result is an ordinary checkpoint that any number of ranks loads; it is committed last,
+into a root that held none.
 """
 
 from __future__ import annotations
@@ -13,15 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.manifest import CheckpointKind, Manifest, folder_name
 from trainium_trainer.checkpoint.commit import FenceToken, claim_fence, prepare_commit, publish
-from trainium_trainer.checkpoint.shards import (
-    SAFETENSORS_TYPES,
-    WrittenFile,
-    bytes_of,
-    header_of,
-    index_of,
-    write_hashed,
-    write_index,
-)
+from trainium_trainer.checkpoint.dividing.cuts import Grid
+from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.shards import SAFETENSORS_TYPES, WrittenFile, write_shard, write_tables
 from trainium_trainer.checkpoint.survey import survey
 from trainium_trainer.exits import UserError
 
@@ -68,17 +63,21 @@ def write_whole(
     retry.run(lambda: claim_fence(storage, token), where)
     folder = folder_name(position.step)
     attempt = f"{folder}/{token.attempt}"
-    files: list[WrittenFile] = []
-    tensors: dict[str, Any] = {}
-    for group in _groups(sources):
-        name = f"shard-{len(files):05d}.safetensors"
-        header, spans = header_of([(source.name, source.dtype, source.shape) for source in group])
-        files.append(_write(storage, attempt, name, header, group, spans[-1][1], retry))
-        for source, (start, end) in zip(group, spans, strict=True):
-            part: dict[str, Any] = {"offsets": [0] * len(source.shape), "sizes": list(source.shape), "file": name}
-            part |= {"start": start, "bytes": end - start}
-            dtype = SAFETENSORS_TYPES[source.dtype]
-            tensors[source.name] = {"dtype": dtype, "shape": list(source.shape), "parts": [part]}
+    groups = list(_groups(sources))
+    scheme = Scheme(
+        Grid(pipeline=max(1, len(groups))),
+        [
+            Divided(source.name, SAFETENSORS_TYPES[source.dtype], tuple(source.shape), stage, ())
+            for stage, group in enumerate(groups)
+            for source in group
+        ],
+    )
+    named = {source.name: source for source in sources}
+    files: dict[int, WrittenFile] = {}
+    for stage in range(scheme.grid.pipeline):
+        file = write_shard(storage, attempt, stage, scheme.file(stage), lambda item: _loaded(named[item.name]), retry)
+        if file is not None:
+            files[stage] = file
     manifest = Manifest(
         kind=CheckpointKind.STATE,
         step=position.step,
@@ -91,21 +90,14 @@ def write_whole(
         config_digest="",
         settings=dict(settings),
         created=time.time(),
-        files=tuple(write_index(storage, attempt, index_of(tensors, files), files, retry)),
+        files=tuple(write_tables(storage, attempt, scheme, files, retry)),
     )
     publish(storage, prepare_commit(storage, folder, manifest, token, retry), retry)
     return folder
 
 
-def _write(
-    storage: Storage, folder: str, name: str, header: bytes, group: Sequence[Source], size: int, retry: Retry
-) -> WrittenFile:
-    def views() -> Iterator[memoryview]:
-        yield memoryview(header)
-        for source in group:
-            yield bytes_of(source.load().to(source.dtype))
-
-    return retry.run(lambda: write_hashed(storage, folder, name, views(), size), f"{storage.location}/{folder}")
+def _loaded(source: Source) -> torch.Tensor:
+    return source.load().to(source.dtype)
 
 
 def _groups(sources: Sequence[Source]) -> Iterator[list[Source]]:

@@ -1,14 +1,15 @@
-"""`trainium-trainer precompile`: every legal size of a job, compiled once, kept for all nodes.
+"""`trainium-trainer precompile`: every useful size of a job, compiled once, kept for all nodes.
 
 Invariants: importing this module imports no torch; what is ready already is not compiled again; a size counts as ready
-only when each of its places was compiled; nothing is written but the compiler's folder, the shared folder and the log.
+only when each of its places was compiled, side by side as far as memory goes (`crew.py`); nothing is written but the
+compiler's folder, the shared folder and the log.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import tempfile
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +21,10 @@ from trainium_contract.trainer_parallelism import BackendChoice
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.limits import SCATTERED, check_nxd_node
 from trainium_trainer.compile import lock, places
+from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
+from trainium_trainer.compile.replicas import data_ranks
 from trainium_trainer.compile.sizes import Sizes, read_sizes
 from trainium_trainer.config import settle
 from trainium_trainer.exits import StorageError, TrainerError, UserError
@@ -56,7 +59,7 @@ def precompile(
     config: ConfigFile = DEFAULT_CONFIG,
     overrides: Overrides = None,
     sizes: Annotated[
-        str, typer.Option(help="Numbers of nodes, separated by commas; default: every legal size of the TrainingJob.")
+        str, typer.Option(help="Numbers of nodes, separated by commas; default: every useful size of the TrainingJob.")
     ] = "",
     cores_per_node: Annotated[
         int | None, typer.Option(min=1, max=256, help="Processes per node; default: the TrainingJob's, else 1.")
@@ -81,7 +84,7 @@ def precompile(
             ) from error
         typer.echo(
             f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
-            f"{len(places_of(plan.config))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
+            f"{len(_places(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
         )
 
 
@@ -118,12 +121,17 @@ def _found(key: str, local: LocalCache, shared: SharedCache | None) -> Outcome |
 
 
 def _compile(settings: Settings, local: LocalCache | None) -> None:
-    for place in places_of(settings.config):
-        compile_place(settings, place, local)
+    """The places of a size, side by side."""
+    # Each takes a core of the device for itself, as the ranks of a node do.
+    crew = Crew(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
+    crew.each(_places(settings), lambda place, seat: compile_place(settings, place, local, crew, seat))
 
 
-def compile_place(settings: Settings, place: Place, local: LocalCache | None) -> None:
-    """Rehearse one place in a process of its own. Raises the error that it ended with."""
+def compile_place(settings: Settings, place: Place, local: LocalCache | None, crew: Crew, seat: int) -> None:
+    """Rehearse one place in a process of its own. Raises the error that it ended with.
+
+    `seat`: a number that none of those beside it has.
+    """
     world = settings.launch.world_size
     local_world = settings.launch.local_world_size
     nxd = _is_nxd(settings)
@@ -135,19 +143,23 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None) ->
         environment.pop(name, None)
     if local is not None and not neuron_environment.uses_neuron(settings.config):
         environment[places.INDUCTOR_CACHE] = str(local.folder)
-    if nxd:
-        command = [_NEURON_TOOL, *command]
-        environment |= _xla_environment(rank, world, local_world)
-    try:
-        done = subprocess.run(
-            command, input=request.model_dump_json(), env=environment, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{_NEURON_TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
-        ) from error
+    with tempfile.TemporaryDirectory(prefix="trainium-compile-") as scratch:
+        if nxd:
+            # The tool begins by removing its folder, which is that of the user unless it is told another.
+            command = [_NEURON_TOOL, "--parallel_compile_workdir", f"{scratch}/graphs", *command]
+            environment |= _xla_environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(seat)}
+        try:
+            done = crew.run(command, request.model_dump_json(), environment)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{_NEURON_TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
+            ) from error
     if done.returncode:
         raise _error(done.returncode, f"compiling for {world} ranks, rank {rank}: {_reason(done.stderr)}")
+
+
+def _places(settings: Settings) -> tuple[Place, ...]:
+    return places_of(settings.config, data_ranks(settings) if _is_nxd(settings) else (0,))
 
 
 def _is_nxd(settings: Settings) -> bool:

@@ -11,6 +11,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.trainer_parallelism import BackendChoice
+from trainium_contract.trainer_tuning import TuningConfig
+from trainium_trainer.compile.replicas import data_ranks
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,12 +53,17 @@ def graphs_of(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs
         "dataParallel": config.data_parallel,
         "parallelism": config.parallelism.to_wire(),
         "sequenceLength": config.data.sequence_length,
-        "maskDocuments": config.data.mask_documents,
+        "maskDocuments": config.data.masked,
         "microSize": config.batch.micro_size,
         "optimizer": optimizer,
         # A pipeline's schedule knows how many there are; elsewhere each is the same graph.
         "microBatches": micro_batches(settings) if config.parallelism.pipeline > 1 else 0,
     }
+    # Entries of versions that compiled one kind of data-parallel rank only are not complete.
+    if config.backend is not BackendChoice.NATIVE and (kinds := data_ranks(settings)) != (0,):
+        compute["dataRanks"] = kinds
+    if config.tuning != TuningConfig():
+        compute["tuning"] = config.tuning.to_wire()
     return Graphs(
         image=image,
         flags=tuple(flags),
@@ -66,8 +75,7 @@ def graphs_of(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs
 
 def micro_batches(settings: Settings) -> int:
     """Micro-batches of one step on one data-parallel rank."""
-    batch = settings.config.batch
-    return batch.global_size // (batch.micro_size * settings.dp_size)
+    return settings.passes
 
 
 def key(graphs: Graphs) -> str:

@@ -20,6 +20,8 @@ from trainium_trainer.compile.key import micro_batches
 from trainium_trainer.config import Launch, Settings, settle
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainium_trainer.data.loader import MicroBatch
 
 _STEPS = 2
@@ -40,16 +42,18 @@ class Request(MessageModel):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the model: ranks that differ only in their data-parallel rank have the same graphs."""
+    """Ranks with graphs of their own: a place in the model, and the first data-parallel rank of a kind."""
 
     pipeline: int
     tensor: int
+    data: int = 0
 
 
-def places(config: TrainingConfig) -> tuple[Place, ...]:
-    """All places of a configuration."""
+def places(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -> tuple[Place, ...]:
+    """All places of a configuration; ranks beside those in `data_ranks` have the graphs of one of them."""
     degrees = config.parallelism
-    return tuple(Place(stage, part) for stage in range(degrees.pipeline) for part in range(degrees.tensor))
+    stages, parts = range(degrees.pipeline), range(degrees.tensor)
+    return tuple(Place(stage, part, data) for stage in stages for part in parts for data in data_ranks)
 
 
 def rank_of(place: Place, settings_config: TrainingConfig, world_size: int, *, apart: int = 1) -> int:
@@ -59,7 +63,8 @@ def rank_of(place: Place, settings_config: TrainingConfig, world_size: int, *, a
     """
     degrees = settings_config.parallelism
     data = world_size // (degrees.tensor * degrees.pipeline)
-    return place.pipeline * data * degrees.tensor + place.tensor * apart
+    group, beside = divmod(place.data, apart)  # groups of ranks that are apart lie in each other
+    return place.pipeline * data * degrees.tensor + group * apart * degrees.tensor + place.tensor * apart + beside
 
 
 def launch_at(rank: int, world_size: int, local_world_size: int = 1) -> Launch:
@@ -131,7 +136,8 @@ def _batches(settings: Settings) -> list[MicroBatch]:
             inputs=torch.randint(settings.shape.vocab_size, shape, generator=made),
             labels=torch.randint(settings.shape.vocab_size, shape, generator=made),
             valid_tokens=shape[0] * shape[1],
-            positions=torch.arange(shape[1]).repeat(shape[0], 1) if config.data.mask_documents else None,
+            places=torch.arange(shape[0]),
+            positions=torch.arange(shape[1]).repeat(shape[0], 1) if config.data.masked else None,
         )
         for _ in range(count)
     ]

@@ -1,6 +1,7 @@
 """Which sizes of a job are compiled, and in which order; from a TrainingJob's manifest or from the trainer's own file.
 
-Invariants: only legal sizes come out; the size that the job starts at comes first, then those next to it.
+Invariants: only legal sizes come out, of a job only those that it may come to run at; the size that the job starts at
+comes first, then those next to it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.sizes import SizeRule
 from trainium_contract.worker_env import KIND
 from trainium_trainer.config import parse, read_document
 from trainium_trainer.exits import UserError
@@ -30,6 +32,7 @@ class Sizes:
     config: TrainingConfig
     cores_per_node: int
     nodes: tuple[int, ...]
+    instance_type: str = ""
 
 
 def read_sizes(
@@ -59,8 +62,9 @@ def sizes_of(
         return Sizes(config, shape.cores_per_node, _legal(shape, asked))
     spec = spec_of(path, document)
     config = parse(spec.training_config().to_wire(), overrides, str(path))
-    shape = config.batch_shape(cores_per_node or spec.workers.accelerator.cores())
-    return Sizes(config, shape.cores_per_node, _legal(shape, asked) if asked else _of_job(path, spec, shape))
+    shape = config.batch_shape(cores_per_node or spec.workers.accelerator.cores(), spec.elasticity.sizes)
+    nodes = _legal(shape, asked) if asked else _of_job(path, spec, shape)
+    return Sizes(config, shape.cores_per_node, nodes, spec.workers.accelerator.instance_type or "")
 
 
 def _of_job(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, ...]:
@@ -78,10 +82,14 @@ def _legal(shape: BatchShape, asked: Sequence[int]) -> tuple[int, ...]:
     for nodes in asked:
         if not shape.is_legal(nodes):
             smaller = shape.floor(nodes)
+            batch = (
+                f" and a global batch of {shape.global_batch_size} in micro-batches of {shape.micro_batch_size}"
+                if shape.rule is SizeRule.EVEN
+                else ""
+            )
             raise UserError(
                 f"--sizes has {nodes}, but {nodes} x {shape.cores_per_node} ranks cannot share tensor {shape.tensor} x "
-                f"pipeline {shape.pipeline} and a global batch of {shape.global_batch_size} in micro-batches of "
-                f"{shape.micro_batch_size}: "
+                f"pipeline {shape.pipeline}{batch}: "
                 + (f"the next smaller legal size is {smaller}" if smaller else "no size below it is legal either")
             )
     return tuple(dict.fromkeys(asked))

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainium_contract.trainer_data import BosToken
+from trainium_trainer.data.bos import AS_IT_IS, Beginning
 from trainium_trainer.data.documents import Block
 from trainium_trainer.data.encoding import encode, held_back, install, list_blocks, token_type
 from trainium_trainer.data.prepared import FORMAT, Manifest, is_prepared, read_manifest
@@ -55,6 +57,7 @@ class Recipe:
     tokenizer: Path
     max_bad_lines: int
     held_back: HeldBack | None = None
+    beginning: Beginning = AS_IT_IS
 
     @property
     def name(self) -> str:
@@ -67,6 +70,8 @@ class Recipe:
         if self.held_back is not None:
             held = self.held_back
             parts.append([held.fraction, held.enough, held.first, Path(held.table).name])
+        if facts := self.beginning.facts():
+            parts.append({"bos": facts})
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -124,7 +129,7 @@ def _make(
     tokenizer = partial.path / TOKENIZER_FILE
     durable(tokenizer, recipe.tokenizer.read_text(encoding="utf-8"))
     vocabulary = vocabulary_of(tokenizer)
-    prepare = (install, (recipe.specs, str(tokenizer)))
+    prepare = (install, (recipe.specs, str(tokenizer), recipe.beginning))
     with Workers(1, prepare) as pool:
         end: int = pool.prepared
         blocks = _blocks(recipe, pool)
@@ -245,6 +250,7 @@ def _publish(partial: PartialFolder, recipe: Recipe, key: str, vocabulary: int, 
         end_of_document=end,
         tokenizer=digest_of(partial.path / TOKENIZER_FILE),
         shards=tuple(partial.shards),
+        beginning=recipe.beginning.tokens if recipe.beginning.rule is BosToken.ALWAYS else (),
     )
     partial.publish(manifest)
     return manifest

@@ -1,6 +1,6 @@
 """From a block of a source to tokens: what a tokenising process does.
 
-Invariants: the tokens of a block are a pure function of the block and the tokenizer; each document ends with the
+Invariants: the tokens of a block are a pure function of block, tokenizer and `data.bos`; each document ends with the
 end-of-document token, which stands nowhere else; a document without text leaves no trace; a block is read again from
 its beginning when the store failed on the way.
 """
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.documents import Piece, Skipped, open_source
+from trainium_trainer.data.bos import AS_IT_IS, Beginning
+from trainium_trainer.data.documents import Piece, Skipped
 from trainium_trainer.data.files import reading
+from trainium_trainer.data.sources import open_source
 from trainium_trainer.data.tokenizer import end_of_document, load_tokenizer, vocabulary_of
 from trainium_trainer.exits import UserError
 
@@ -61,14 +63,15 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 
 class Encoder:
-    """A tokenizer with its end-of-document token."""
+    """A tokenizer with its end-of-document token, and how a document begins."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, beginning: Beginning = AS_IT_IS) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
         self.vocabulary = vocabulary_of(file)
         self.dtype = token_type(self.vocabulary)
         self._tokenizer = load_tokenizer(file)
         self.end = end_of_document(self._tokenizer, file)
+        self._beginning = beginning
 
     def encode(self, source: Source, block: Block) -> list[TokenBlock]:
         """The tokens of a block. Raises UserError or StorageError."""
@@ -80,7 +83,7 @@ class Encoder:
         skipped: list[Skipped] = []
         gathered = 0
         document: int | None = None
-        opened = False  # whether the present document has had tokens
+        opened = begins = False  # whether the present document has had tokens, and is still to begin
 
         def finished() -> TokenBlock:
             lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
@@ -90,11 +93,13 @@ class Encoder:
         for pieces in _batches(items, skipped):
             for piece, ids in zip(pieces, self._ids(pieces, name), strict=True):
                 if document is None:
-                    document = _hash_of(piece)
+                    document, begins = _hash_of(piece), piece.begins_document
                 tokens = ids
+                if begins and len(ids):
+                    tokens, begins = self._begun(ids), False
                 opened = opened or len(ids) > 0
-                if piece.ends_document and opened and not (len(ids) and ids[-1] == self.end):
-                    tokens = np.append(ids, self.dtype.type(self.end))
+                if piece.ends_document and opened and not (len(tokens) and tokens[-1] == self.end):
+                    tokens = np.append(tokens, self.dtype.type(self.end))
                 if len(tokens):
                     rows.append(tokens)
                     hashes.append(document)
@@ -107,6 +112,11 @@ class Encoder:
                 skipped.clear()
         if rows or skipped:
             yield finished()
+
+    def _begun(self, ids: NDArray[Any]) -> NDArray[Any]:
+        if self._beginning == AS_IT_IS:
+            return ids
+        return np.array(self._beginning.begun(ids.tolist())[0], self.dtype)
 
     def _ids(self, pieces: list[Piece], name: str) -> list[NDArray[Any]]:
         texts = [piece.text for piece in pieces]
@@ -161,10 +171,10 @@ def held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool
 _installed: dict[str, Any] = {}
 
 
-def install(specs: tuple[SourceSpec, ...], tokenizer: str) -> int:
+def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: Beginning) -> int:
     """Prepare this process; returns the id of the end-of-document token."""
     _installed["sources"] = [spec.open() for spec in specs]
-    _installed["encoder"] = Encoder(Path(tokenizer))
+    _installed["encoder"] = Encoder(Path(tokenizer), beginning)
     return int(_installed["encoder"].end)
 
 

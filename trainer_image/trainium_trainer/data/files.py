@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 S3 = "s3://"
 _COMPRESSED = (".gz", ".zst")
-_PLAIN = (".txt", ".jsonl", ".json")
+_PLAIN = (".txt", ".jsonl", ".json", ".csv")
 _TABLES = (".arrow", ".parquet")
 SUFFIXES = (*_PLAIN, *(plain + packed for plain in _PLAIN for packed in _COMPRESSED), *_TABLES)
 _NOT_IN_FOLDERS = ".json"
-"""A lone .json in a folder of data is a library's note about it, not JSON lines."""
+"""A lone .json in a folder of data is a library's note about it, or `template.json`, not data."""
 
 _TRIES = 6
 _FIRST_PAUSE_SECONDS = 0.5

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trainium_trainer.data.bos import AS_IT_IS, Beginning
 from trainium_trainer.data.documents import Block
 from trainium_trainer.data.encoding import Encoder, SourceSpec, held_back
 from trainium_trainer.data.order import Mixture, Permutation, shuffled
-from trainium_trainer.data.prepared import Prepared
+from trainium_trainer.data.prepared import Prepared, watching
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LanePlan:
     seed: int
     held_back: float | None
     """Share of the documents that are held back by their hash."""
+    beginning: Beginning = AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class PreparedBlocks:
     """The record batches of prepared data."""
 
     def __init__(self, folder: str, blocks: int, held: float | None) -> None:
-        self._prepared = Prepared(Path(folder))
+        with watching(1, 1):  # the process that lists the blocks has looked at every file, or one beside it
+            self._prepared = Prepared(Path(folder))
         self._blocks = blocks
         self._held = held
 
@@ -284,7 +287,7 @@ _installed: dict[str, Any] = {}
 
 def install_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
     """Prepare this process for some lanes; `known` has blocks and their counts for each source."""
-    encoder = Encoder(Path(plan.tokenizer))
+    encoder = Encoder(Path(plan.tokenizer), plan.beginning)
     blocks: list[Blocks] = []
     for source, (numbers, counts) in zip(plan.sources, known, strict=True):
         if source.prepared is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.documents import Piece
 from trainium_trainer.data.files import reading
@@ -16,7 +16,7 @@ from trainium_trainer.data.workers import Workers
 from trainium_trainer.data.writer import locked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from trainium_trainer.data.documents import Block, Skipped, Source
@@ -29,6 +29,11 @@ _BLOCK_BYTES = 4 << 20
 def learned(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
     """The `tokenizer.json` of a tokenizer for these sources. Raises UserError, StorageError, WorkerError."""
     parts = [_FORMAT, vocab_size, [spec.open().identity(cache) for spec in specs]]
+    return once(parts, cache, _learn, tuple(specs), vocab_size)
+
+
+def once(parts: list[Any], cache: Path, learn: Callable[..., None], *arguments: Any) -> Path:
+    """The file that `learn(*arguments, file)` makes in a process of its own, unless the cache has one for `parts`."""
     folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
     file = folder / TOKENIZER_FILE
     if file.exists():
@@ -38,7 +43,7 @@ def learned(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
             folder.mkdir(exist_ok=True)
             temporary = folder / "unfinished.json"
             with Workers(1) as workers:
-                workers.call(_learn, tuple(specs), vocab_size, str(temporary))
+                workers.call(learn, *arguments, str(temporary))
             temporary.rename(file)
     return file
 

@@ -1,7 +1,8 @@
 """Batches for one rank, made ready ahead of the step.
 
-Invariants: a step takes the next `global_size` samples and each data-parallel rank a contiguous slice of them, so that
-the loss and the order of samples are the same at every size.
+Invariants: a step takes the next `global_size` samples and each data-parallel rank a contiguous slice of them
+(`share`), so that the loss and the order of samples are the same at every size; all micro-batches of a step have the
+same shape on every rank, whether or not they are full.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
-from trainium_trainer.data.samples import positions_of
 from trainium_trainer.models.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.data.samples import Rules, Sample, Samples, ValidationSet
+    from trainium_trainer.data.share import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,9 @@ class MicroBatch:
     labels: Tensor
     """[samples, sequence] int64, the next token of each input; IGNORED_LABEL where none is to be predicted."""
     valid_tokens: int
+    places: Tensor
+    """[samples] int64, the global position of each row's sample, which dropout follows from; 0 for a row that is only
+    measured or part of an empty pass."""
     positions: Tensor | None = None
     """[samples, sequence] int64, the place of each token in its document: a 0 begins a document, and tokens attend to
     their own document only. None: a sample is one stretch, with positions 0, 1, 2, ..."""
@@ -45,34 +50,37 @@ class RankBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     samples: tuple[int, ...]
-    """What names the samples, for the record."""
+    """What names the samples, for the record; what fills up an epoch has no name."""
 
 
-def micro_batch(samples: Sequence[Sample | None], rules: Rules) -> MicroBatch:
-    """Samples as tensors; a sample that is too short or None is filled up with what does not count."""
-    length, end = rules.sequence_length, rules.end_of_document
-    inputs = torch.zeros(len(samples), length, dtype=torch.int64)
+def micro_batch(samples: Sequence[Sample | None], rules: Rules, first: int | None = None) -> MicroBatch:
+    """Samples as tensors; a sample that is too short or None is filled up with what does not count.
+
+    `first` is the global position of the first one, the others follow it; None when they are only measured.
+    """
+    length = rules.sequence_length
+    inputs = torch.full((len(samples), length), rules.padding)
     labels = torch.full_like(inputs, IGNORED_LABEL)
-    positions = torch.arange(length).repeat(len(samples), 1) if end is not None else None
-    for row, sample in enumerate(samples):
+    positions = torch.arange(length).repeat(len(samples), 1) if rules.masked else None
+    for number, sample in enumerate(samples):
         if sample is None:
             continue
-        tokens = torch.from_numpy(sample.tokens.astype("int64"))
-        count = len(tokens) - 1
-        inputs[row, :count] = tokens[:-1]
-        labels[row, :count] = tokens[1:]
-        if positions is not None:
-            assert end is not None
-            labels[row][inputs[row] == end] = IGNORED_LABEL  # nothing foretells how the next document begins
-            labels[row, count:] = IGNORED_LABEL
-            positions[row, :count] = torch.from_numpy(positions_of(sample.tokens[:-1], end))
-    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), positions)
+        row = sample.row(rules)
+        count = len(row.inputs)
+        inputs[number, :count] = torch.from_numpy(row.inputs.astype("int64"))
+        labels[number, :count] = torch.from_numpy(np.where(row.learned, row.targets.astype("int64"), IGNORED_LABEL))
+        if positions is not None and row.positions is not None:
+            positions[number, :count] = torch.from_numpy(row.positions)
+    places = torch.arange(len(samples)) + first if first is not None else torch.zeros(len(samples), dtype=torch.int64)
+    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), places, positions)
 
 
-def divided(samples: Sequence[Sample | None], rules: Rules, micro_size: int) -> Iterator[MicroBatch]:
-    """Samples in micro-batches."""
+def divided(
+    samples: Sequence[Sample | None], rules: Rules, micro_size: int, first: int | None = None
+) -> Iterator[MicroBatch]:
+    """Samples in micro-batches; `first` as for `micro_batch`."""
     for start in range(0, len(samples), micro_size):
-        yield micro_batch(samples[start : start + micro_size], rules)
+        yield micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
 
 
 def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
@@ -92,24 +100,22 @@ class Maker(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One data-parallel rank's part of every step."""
+class Passes:
+    """Divides a rank's samples of a step into its passes."""
 
-    global_size: int
-    micro_size: int
-    dp_rank: int
-    dp_size: int
+    def __init__(self, rules: Rules, share: Share) -> None:
+        self._rules = rules
+        self._share = share
+        # The same tensors each time: a pass without a sample costs the host nothing.
+        self._empty = (
+            (micro_batch([None] * share.micro_size, rules),) * share.empty_passes if share.empty_passes else ()
+        )
 
-    @property
-    def size(self) -> int:
-        """Samples of one step."""
-        return self.global_size // self.dp_size
-
-    @property
-    def offset(self) -> int:
-        """The first of them within the global batch."""
-        return self.dp_rank * self.size
+    def of(self, samples: Sequence[Sample | None], first: int) -> tuple[MicroBatch, ...]:
+        """Micro-batches of one size; what the samples do not fill is empty. `first` is as for `micro_batch`."""
+        size = self._share.micro_size
+        rows = [*samples, *[None] * (-len(samples) % size)]
+        return (*divided(rows, self._rules, size, first), *self._empty)
 
 
 class SampleMaker:
@@ -118,12 +124,15 @@ class SampleMaker:
     def __init__(self, samples: Samples, share: Share) -> None:
         self._samples = samples
         self._share = share
+        self._passes = Passes(samples.rules, share)
 
     def make(self, position: int) -> RankBatch:
         """Read the samples. Raises UserError."""
-        samples = self._samples.at(position + self._share.offset, self._share.size)
-        micro_batches = tuple(divided(samples, self._samples.rules, self._share.micro_size))
-        return RankBatch(micro_batches, tuple(sample.number for sample in samples))
+        first = position + self._share.offset
+        samples = self._samples.at(first, self._share.size)
+        return RankBatch(
+            self._passes.of(samples, first), tuple(sample.number for sample in samples if sample is not None)
+        )
 
     def close(self) -> None:
         """Nothing to do."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.trainer_data import DataConfig
-    from trainium_trainer.data.origins import Origin
+    from trainium_trainer.data.origins import Origin, TextTokenizer
     from trainium_trainer.data.samples import Rules
 
 _WORTH_IT = 256 << 20
@@ -55,17 +55,27 @@ class Streams:
         """The sources, for sentences."""
         return ", ".join(source.spec.name for source in self.plan.sources)
 
+    @property
+    def epoch_samples(self) -> None:
+        """Unknown: nothing is counted ahead."""
+        return
+
     def numbers(self, position: int, count: int) -> list[int]:
         """What names the samples position .. position + count - 1: here their place in the run."""
         return list(range(position, position + count))
 
 
-def wants_streams(config: DataConfig, origins: Sequence[Origin]) -> bool:
+def wants_streams(config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False) -> bool:
     """Whether the data are tokenised while training. Raises UserError when they are to be and cannot."""
     texts = [origin.spec.open() for origin in origins if origin.prepared is None]
     if not texts or config.tokenization is Tokenization.AHEAD:
         return False
     if config.tokenization is Tokenization.ONLINE:
+        if epochs:
+            raise UserError(
+                "data.tokenization is Online, which does not know where an epoch ends: set it to Ahead, or set steps "
+                "in place of epochs"
+            )
         for origin, text in zip((one for one in origins if one.prepared is None), texts, strict=True):
             if not text.size and not text.divisible:  # of unknown length, and read from its beginning only
                 raise UserError(
@@ -73,11 +83,13 @@ def wants_streams(config: DataConfig, origins: Sequence[Origin]) -> bool:
                     "Ahead, or prepare the data"
                 )
         return True
+    if epochs:
+        return False
     return all(text.divisible for text in texts) and sum(text.size for text in texts) >= _WORTH_IT
 
 
 def open_streams(
-    config: DataConfig, origins: Sequence[Origin], tokenizer: Path, cache: Path, rules: Rules, global_size: int
+    config: DataConfig, origins: Sequence[Origin], tokenizer: TextTokenizer, cache: Path, rules: Rules, global_size: int
 ) -> tuple[Streams, list[Part], dict[str, Any]]:
     """The streams, what is held back of the sources, and the facts that the samples follow from.
 
@@ -105,13 +117,21 @@ def open_streams(
         sources.append(source)
     plan = LanePlan(
         sources=tuple(sources),
-        tokenizer=str(tokenizer),
+        tokenizer=str(tokenizer.file),
         lanes=global_size,
         sequence_length=config.sequence_length,
         seed=config.seed,
         held_back=fraction if by_hash else None,
+        beginning=tokenizer.beginning,
     )
-    known = {"blocks": facts, "heldBack": plan.held_back, "tokenizer": digest_of(tokenizer), "format": _FORMAT}
+    known: dict[str, Any] = {
+        "blocks": facts,
+        "heldBack": plan.held_back,
+        "tokenizer": digest_of(tokenizer.file),
+        "format": _FORMAT,
+    }
+    if begins := tokenizer.beginning.facts():
+        known["bos"] = begins
     identity = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     streams = Streams(plan, rules, config.workers or 1, config.max_bad_lines, identity)
     return streams, parts, {"online": known, "lanes": global_size}
@@ -157,7 +177,7 @@ def _held_back(
     kept: int,
     fraction: float | None,
     enough: int,
-    tokenizer: Path,
+    tokenizer: TextTokenizer,
     cache: Path,
 ) -> Part:
     """What is held back of a source, or the beginning of it."""

@@ -11,22 +11,34 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_data import ValidationSplit
+from trainium_contract.trainer_data import BosToken, ValidationSplit
+from trainium_contract.trainer_examples import DataFormat
 from trainium_trainer.data.cache import cache_directory, prepared_folder, usable
 from trainium_trainer.data.encoding import SourceSpec
+from trainium_trainer.data.examples.opening import open_examples
 from trainium_trainer.data.online import open_streams, wants_streams
 from trainium_trainer.data.order import Mixture
-from trainium_trainer.data.origins import Origin, origins_of, same_tokenizer, shared_tokenizer, tokens_of
+from trainium_trainer.data.origins import (
+    Origin,
+    TextTokenizer,
+    origins_of,
+    same_beginning,
+    same_tokenizer,
+    text_tokenizer,
+    tokens_of,
+)
 from trainium_trainer.data.prepared import Prepared, Selection, Stretch
-from trainium_trainer.data.samples import Part, Rules, Samples, ValidationSet
-from trainium_trainer.data.tokenizer import digest_of, end_of_document_of, vocabulary_of
+from trainium_trainer.data.samples import Part, Rules, Samples, ValidationSet, refuse_weights
+from trainium_trainer.data.tokenizer import digest_of, end_of_document_of, load_tokenizer, vocabulary_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainium_contract.trainer_data import DataConfig
+    from trainium_trainer.data.build import Progress
+    from trainium_trainer.data.examples.report import DataReport
     from trainium_trainer.data.online import Streams
 
 
@@ -40,6 +52,13 @@ class Data:
     """Digest of the stream of samples: equal on all ranks that read the same data."""
     tokenizer: Path
     """The `tokenizer.json` of these tokens."""
+    report: DataReport | None = None
+    """What became of the records; None for data.format Text, which has none."""
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples of one epoch, rounded up to the global batch; None where epochs are not counted."""
+        return self.training.epoch_samples
 
     @property
     def fingerprint(self) -> int:
@@ -47,30 +66,63 @@ class Data:
         return int(self.identity[:16], 16) >> 2
 
 
-def open_data(config: DataConfig, global_size: int) -> Data:
+def open_data(
+    config: DataConfig,
+    global_size: int,
+    *,
+    epochs: float = 0.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Data:
     """Open the data for batches of `global_size` samples; what is needed and not in the cache is tokenised first.
+
+    With `epochs` each epoch has every sample of all sources once, and ends with a full batch; their number does not
+    matter, only whether they are counted. `progress` is told of a long build in place of the log.
 
     Raises UserError for unusable data or a cache folder that can never be written, StorageError for a store that is
     full or fails.
     """
+    if config.format is not DataFormat.TEXT:
+        with usable(cache_directory(config)) as cache:
+            made = open_examples(config, cache, global_size, epochs=epochs, progress=progress)
+        return Data(made.training, made.validation, made.identity, made.tokenizer, made.report)
     with usable(cache_directory(config)) as cache:
         origins = origins_of(config, cache)
-        tokenizer = shared_tokenizer(config, origins, cache)
+        texts = text_tokenizer(config, origins, cache)
+        tokenizer = texts.file
         rules = Rules(
             sequence_length=config.sequence_length,
             vocabulary=vocabulary_of(tokenizer),
             end_of_document=end_of_document_of(tokenizer) if config.mask_documents else None,
         )
         training: Samples | Streams
-        if wants_streams(config, origins):
-            training, held, facts = open_streams(config, origins, tokenizer, cache, rules, global_size)
+        if wants_streams(config, origins, epochs=epochs > 0):
+            training, held, facts = open_streams(config, origins, texts, cache, rules, global_size)
         else:
-            whole = [tokens_of(config, origin, tokenizer, cache) for origin in origins]
+            whole = [tokens_of(config, origin, texts, cache, progress) for origin in origins]
             kept, held = _divided(config, origins, whole, cache)
-            training = _samples(config, kept, rules, [origin.weight for origin in origins])
+            batch = global_size if epochs else None
+            training = _samples(config, kept, rules, [origin.weight for origin in origins], batch)
             facts = {"tokens": [prepared.manifest.identity for prepared in whole]}
-        validation = _validation(config, origins, held, rules, tokenizer, cache)
+            if batch is not None:
+                facts["epochs"] = batch
+        validation = _validation(config, origins, held, rules, texts, cache)
     return Data(training, validation, _identity(config, facts, origins, tokenizer), tokenizer)
+
+
+def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tokens of texts that are to be continued, begun as documents are in training; format Text.
+
+    Empty ones with data.bos `Auto`, where the model's own tokenizer says how a text begins. Raises UserError or
+    StorageError.
+    """
+    if config.bos is BosToken.AUTO:
+        return [()] * len(texts)
+    with usable(cache_directory(config)) as cache:
+        known = text_tokenizer(config, origins_of(config, cache), cache)
+    tokenizer = load_tokenizer(known.file)
+    tokenizer.encode_special_tokens = False  # whoever writes a prompt may write them
+    encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [tuple(known.beginning.begun(one.ids)[0]) for one in encoded]
 
 
 def _identity(config: DataConfig, facts: dict[str, Any], origins: Sequence[Origin], tokenizer: Path) -> str:
@@ -112,18 +164,20 @@ def _divided(
     return [chosen(*pair, validation=False) for pair in pairs], [chosen(*pair, validation=True) for pair in pairs]
 
 
-def _samples(config: DataConfig, parts: list[Part], rules: Rules, weights: list[float]) -> Samples:
+def _samples(config: DataConfig, parts: list[Part], rules: Rules, weights: list[float], batch: int | None) -> Samples:
+    if batch is not None:
+        refuse_weights(weights)
     for part in parts:
         if part.run.tokens - 1 < config.sequence_length:
             raise UserError(
                 f"data.source {part.name}: holds {part.run.tokens} tokens to train on, fewer than one sequence of "
                 f"{config.sequence_length} and its next token: add text or lower data.sequenceLength"
             )
-    return Samples(parts, Mixture(weights, config.seed), seed=config.seed, rules=rules)
+    return Samples(parts, Mixture(weights, config.seed), seed=config.seed, rules=rules, epoch_batch=batch)
 
 
 def _validation(
-    config: DataConfig, origins: Sequence[Origin], parts: list[Part], rules: Rules, tokenizer: Path, cache: Path
+    config: DataConfig, origins: Sequence[Origin], parts: list[Part], rules: Rules, texts: TextTokenizer, cache: Path
 ) -> ValidationSet | None:
     """The samples of a measurement: the first ones of each source, as many of each as it has a share in."""
     held = config.validation
@@ -132,8 +186,9 @@ def _validation(
     weights = [origin.weight for origin in origins]
     if held.source is not None:
         origin = Origin(SourceSpec(held.source, config.text_field), 1.0, prepared_folder(held.source, cache))
-        same_tokenizer(tokenizer, [origin])
-        parts, weights = [Part(held.source, tokens_of(config, origin, tokenizer, cache))], [1.0]
+        same_tokenizer(texts.file, [origin])
+        same_beginning(config, [origin])
+        parts, weights = [Part(held.source, tokens_of(config, origin, texts, cache))], [1.0]
     for part in parts:
         if part.run.tokens < 2:
             raise UserError(

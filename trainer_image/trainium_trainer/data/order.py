@@ -6,8 +6,10 @@ library's random numbers, so they are the same with every version.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +52,26 @@ def shuffled(number: int, size: int, seed: int) -> int:
     """The item of an endless stream of epochs that is its `number`-th: each epoch has each of `size` items once."""
     epoch, index = divmod(number, size)
     return _permutation(size, seed, epoch)[index]
+
+
+class EpochOrder:
+    """Epochs of several sources together: each has every item once, in a fresh order, and ends with a full batch."""
+
+    def __init__(self, sizes: Sequence[int], batch: int, seed: int) -> None:
+        """`sizes` are the items of each source, `batch` those of a step."""
+        self._ends = list(itertools.accumulate(sizes))
+        self._seed = seed
+        self.positions = -(-self._ends[-1] // batch) * batch
+        """Positions of one epoch."""
+
+    def __getitem__(self, position: int) -> tuple[int, int] | None:
+        """Source and item at a position; None where the last batch of an epoch is filled up."""
+        epoch, index = divmod(position, self.positions)
+        if index >= self._ends[-1]:
+            return None
+        item = _permutation(self._ends[-1], self._seed, epoch)[index]
+        source = bisect.bisect_right(self._ends, item)
+        return source, item - (self._ends[source - 1] if source else 0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.trainer_data import BosToken
+from trainium_trainer.data.bos import AS_IT_IS, Beginning, beginning_of_documents
 from trainium_trainer.data.build import HeldBack, Progress, Recipe, build
 from trainium_trainer.data.cache import prepared_folder, sources_of
 from trainium_trainer.data.encoding import SourceSpec
@@ -16,7 +18,7 @@ from trainium_trainer.data.tokenizer import TOKENIZER_FILE, digest_of, tokenizer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainium_contract.trainer_data import DataConfig
@@ -35,12 +37,47 @@ class Origin:
     """Its folder when it is prepared already; None for text."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """How documents become tokens."""
+
+    file: Path
+    """The `tokenizer.json`."""
+    beginning: Beginning = AS_IT_IS
+
+
 def origins_of(config: DataConfig, cache: Path) -> list[Origin]:
     """What is trained on. Raises UserError or StorageError."""
     return [
         Origin(SourceSpec(name, field), weight, prepared_folder(name, cache))
         for name, field, weight in sources_of(config)
     ]
+
+
+def text_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> TextTokenizer:
+    """The tokenizer of all sources, and how it lets documents begin. Raises UserError or StorageError."""
+    file = shared_tokenizer(config, origins, cache)
+    marks = same_beginning(config, origins)
+    if config.bos is BosToken.ALWAYS and marks:  # the folder's tokenizer.json alone may not say which token it is
+        return TextTokenizer(file, Beginning(config.bos, marks[0]))
+    return TextTokenizer(file, beginning_of_documents(config.bos, file))
+
+
+def same_beginning(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[int, ...]]:
+    """The BOS tokens of the sources that are prepared already. Raises UserError where they are not what is asked."""
+    marks = []
+    for origin in origins:
+        if origin.prepared is None:
+            continue
+        mark = read_manifest(origin.prepared).beginning
+        if config.bos is not BosToken.AUTO and (config.bos is BosToken.ALWAYS) != bool(mark):
+            how = "with" if mark else "without"
+            raise UserError(
+                f"data.source {origin.spec.name}: was prepared {how} BOS tokens, but data.bos is {config.bos}: leave "
+                f"out data.bos, or prepare the data again with prepare-data --bos {config.bos}"
+            )
+        marks.append(mark)
+    return marks
 
 
 def shared_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> Path:
@@ -67,23 +104,33 @@ def same_tokenizer(file: Path, origins: Sequence[Origin]) -> None:
             )
 
 
-def tokens_of(config: DataConfig, origin: Origin, tokenizer: Path, cache: Path) -> Prepared:
+def tokens_of(
+    config: DataConfig,
+    origin: Origin,
+    tokenizer: TextTokenizer,
+    cache: Path,
+    progress: Callable[[Progress], None] | None = None,
+) -> Prepared:
     """All tokens of a source, made when they are not there yet. Raises UserError or StorageError."""
     if origin.prepared is not None:
         return Prepared(origin.prepared)
-    return built(config, Recipe((origin.spec,), tokenizer, config.max_bad_lines), cache)
+    recipe = Recipe((origin.spec,), tokenizer.file, config.max_bad_lines, beginning=tokenizer.beginning)
+    return built(config, recipe, cache, progress)
 
 
-def held_back_of(config: DataConfig, origin: Origin, tokenizer: Path, held: HeldBack, cache: Path) -> Prepared:
+def held_back_of(config: DataConfig, origin: Origin, tokenizer: TextTokenizer, held: HeldBack, cache: Path) -> Prepared:
     """Some of what is held back of a text. Raises UserError or StorageError."""
-    return built(config, Recipe((origin.spec,), tokenizer, config.max_bad_lines, held), cache)
+    recipe = Recipe((origin.spec,), tokenizer.file, config.max_bad_lines, held, tokenizer.beginning)
+    return built(config, recipe, cache)
 
 
-def built(config: DataConfig, recipe: Recipe, cache: Path) -> Prepared:
+def built(
+    config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[Progress], None] | None = None
+) -> Prepared:
     """The result of a recipe, from the cache if it is there."""
     key = recipe.key(cache)
     folder = cache / f"tokens-{key[:32]}"
-    manifest = build(folder, recipe, key, workers=config.workers, progress=_Lines(recipe.name))
+    manifest = build(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.name))
     if manifest.skipped:
         _log.warning(
             "data.source %s: skipped %d lines, the first: %s", recipe.name, manifest.skipped, manifest.examples[0]
@@ -91,7 +138,7 @@ def built(config: DataConfig, recipe: Recipe, cache: Path) -> Prepared:
     return Prepared(folder)
 
 
-class _Lines:
+class Lines:
     """Tells the log of a long build now and then."""
 
     def __init__(self, name: str) -> None:
@@ -99,6 +146,7 @@ class _Lines:
         self._last = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
+        """Tell how far it is, unless it was told just now."""
         now = time.monotonic()
         if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now

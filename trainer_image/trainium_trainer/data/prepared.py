@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +26,7 @@ from trainium_trainer.data.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -33,6 +36,10 @@ KIND = "trainium-trainer tokens"
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "index.arrow"
 _OPEN_BATCHES = 256
+
+
+_watched: ContextVar[tuple[int, int]] = ContextVar("watched", default=(0, 1))
+"""Number of this process among those that look at the files of a folder, and how many they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +83,15 @@ class Manifest:
     shards: tuple[Shard, ...]
     kind: str = KIND
     format: int = FORMAT
+    beginning: tuple[int, ...] = ()
+    """BOS tokens that every document begins with; omitted: none was put there."""
 
     def to_json(self) -> str:
         """The file's text."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        document = asdict(self)
+        if not self.beginning:  # as every version of this format can read it
+            del document["beginning"]
+        return json.dumps(document, indent=1) + "\n"
 
 
 def is_prepared(folder: Path) -> bool:
@@ -95,8 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
         if (document["kind"], document["format"]) != (KIND, FORMAT):
             _refuse_format(folder, document)
         shards = tuple(Shard(**(shard | {"examples": tuple(shard["examples"])})) for shard in document["shards"])
-        rest = {"sources": tuple(document["sources"]), "examples": tuple(document["examples"]), "shards": shards}
-        return Manifest(**(document | rest))
+        lists = {name: tuple(document.get(name, ())) for name in ("sources", "examples", "beginning")}
+        return Manifest(**(document | lists | {"shards": shards}))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"data.source {folder}: {MANIFEST_FILE} is not that of prepared data: copy it again") from error
 
@@ -110,21 +122,32 @@ def _refuse_format(folder: Path, document: dict[str, Any]) -> NoReturn:
     )
 
 
+@contextmanager
+def watching(number: int, processes: int) -> Iterator[None]:
+    """Folders that are opened within have every file looked at once by the `processes` of a node, this one's number.
+
+    Each looks at its share only: tens of thousands of files are otherwise asked for by every process of the fleet. A
+    file is looked at again when it is opened.
+    """
+    token = _watched.set((number, processes))
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+
+
 class Prepared:
     """An open prepared folder: one long run of tokens."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder and check the sizes of its files. Raises UserError, OSError."""
+        """Open the folder and check the sizes of this process's share of its files. Raises UserError, OSError."""
         import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
         self.folder = folder
         self.manifest = read_manifest(folder)
-        for shard in self.manifest.shards:
-            file = folder / shard.file
-            size = file.stat().st_size if file.exists() else None
-            if size != shard.bytes:
-                found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
-                raise UserError(f"data.source {file}: {found}: copy it again, or prepare the data again")
+        number, processes = _watched.get()
+        for shard in self.manifest.shards[number::processes]:
+            self._check(shard)
         try:
             with pa.memory_map(str(folder / INDEX_FILE)) as stream:
                 index = pa.ipc.open_file(stream).read_all()
@@ -154,9 +177,20 @@ class Prepared:
         """The tokenizer's file."""
         return self.folder / TOKENIZER_FILE
 
+    def _check(self, shard: Shard) -> None:
+        file = self.folder / shard.file
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            size = None
+        if size != shard.bytes:
+            found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
+            raise UserError(f"data.source {file}: {found}: copy it again, or prepare the data again")
+
     def _open_shard(self, number: int) -> Any:
         import pyarrow as pa  # noqa: PLC0415 - as above
 
+        self._check(self.manifest.shards[number])  # at the start another process of the node may have looked at it
         file = self.folder / self.manifest.shards[number].file
         try:
             return pa.ipc.open_file(pa.memory_map(str(file)))

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.documents import Block, Piece
+from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from trainium_trainer.data.documents import Record
 
 _FORMAT = 1
 _SKIPPED = frozenset(
@@ -44,6 +47,13 @@ class PythonDocs:
     def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - as above
         """The Python build: its files do not change without it."""
         return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
+
+    def records(self, block: Block) -> Iterator[Record]:  # noqa: ARG002 - as above
+        """None."""
+        raise UserError(
+            "data.source python-docs: is running text, which has no records: set data.format to Text, or data.source "
+            "to records"
+        )
 
     def read(self, block: Block) -> Iterator[Piece]:  # noqa: ARG002 - as above
         """Topics and docstrings."""

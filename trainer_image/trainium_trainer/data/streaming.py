@@ -11,10 +11,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.counts import BlockCounts
+from trainium_trainer.data.handing import Fellows, Giver, Receiver
 from trainium_trainer.data.lanes import Rows, install_lanes, rows_of
-from trainium_trainer.data.loader import Loader, Maker, RankBatch, SampleMaker, Share, divided
+from trainium_trainer.data.loader import Loader, Maker, Passes, RankBatch, SampleMaker
 from trainium_trainer.data.online import Streams
-from trainium_trainer.data.samples import Sample
+from trainium_trainer.data.samples import TextSample
 from trainium_trainer.data.workers import Workers
 from trainium_trainer.exits import UserError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.data.documents import Skipped
     from trainium_trainer.data.opening import Data
+    from trainium_trainer.data.share import Share
 
 _log = logging.getLogger("trainium.data")
 _CALLS_AHEAD = 2
@@ -35,6 +37,7 @@ class StreamMaker:
         assert share.global_size == streams.plan.lanes, "each row of the global batch is a lane"
         self._streams = streams
         self._share = share
+        self._passes = Passes(streams.rules, share)
         self._counts = counts
         self._workers: Workers | None = None
         self._asked = 0  # the step that the processes are asked for next
@@ -61,15 +64,14 @@ class StreamMaker:
         rows = [row for answer in answers for row in answer.rows]
         first = position + self._share.offset
         checked = self._streams.rules.checked
-        samples = [Sample(first + number, checked(row, self._streams.name)) for number, row in enumerate(rows)]
-        micro_batches = tuple(divided(samples, self._streams.rules, self._share.micro_size))
-        return RankBatch(micro_batches, tuple(sample.number for sample in samples))
+        samples = [TextSample(first + number, checked(row, self._streams.name)) for number, row in enumerate(rows)]
+        return RankBatch(self._passes.of(samples, first), tuple(sample.number for sample in samples))
 
     def _started(self) -> Workers:
         if self._workers is None:
             share, plan = self._share, self._streams.plan
             count = min(self._streams.workers, share.size)
-            marks = [share.offset + number * share.size // count for number in range(count + 1)]
+            marks = [share.offset + number * share.size // max(1, count) for number in range(count + 1)]
             known = self._counts.known(len(plan.sources))
             self._workers = Workers(count)
             for number, (first, last) in enumerate(itertools.pairwise(marks)):
@@ -96,16 +98,29 @@ class StreamMaker:
         self._counts.close()
 
 
-def open_loader(data: Data, share: Share, *, ahead: int = 1, notes: Path | None = None, writes: bool = True) -> Loader:
+def open_loader(
+    data: Data,
+    share: Share,
+    *,
+    ahead: int = 1,
+    notes: Path | None = None,
+    writes: bool = True,
+    fellows: Fellows | None = None,
+) -> Loader:
     """A loader of one rank's batches.
 
-    What it learns of streams is remembered in the folder `notes`; of ranks with the same samples one `writes`.
+    What it learns of streams is remembered in the folder `notes`; of ranks with the same samples one `writes`. Of the
+    `fellows`, who train on the same samples, one makes the batches of streams and hands them to the others.
     """
     training = data.training
     maker: Maker
-    if isinstance(training, Streams):
+    if not isinstance(training, Streams):
+        maker = SampleMaker(training, share)
+    elif fellows is not None and fellows.follows:
+        maker = Receiver(fellows)
+    else:
         counts = BlockCounts(notes, training.identity, share.dp_rank if writes else None)
         maker = StreamMaker(training, share, counts)
-    else:
-        maker = SampleMaker(training, share)
+        if fellows is not None and fellows.others:
+            maker = Giver(maker, fellows)
     return Loader(maker, global_size=share.global_size, ahead=ahead)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from tokenizers import Tokenizer
 
@@ -88,14 +88,25 @@ def end_of_document(tokenizer: Tokenizer, file: Path) -> int:
 
 def end_of_document_of(file: Path) -> int:
     """As `end_of_document`, by the file's JSON alone. Raises UserError."""
-    document = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = document["model"]["vocab"]
+    ids = {text: number for number, text in vocabulary_in(file.read_bytes()).items()}
+    name = known_end(ids)
+    if name is None:
+        raise _endless(file)
+    return ids[name]
+
+
+def known_end(vocabulary: Container[str]) -> str | None:
+    """The text of the token that ends a document; None when the vocabulary has none that we know."""
+    return next((name for name in _END_NAMES if name in vocabulary), None)
+
+
+def vocabulary_in(file: bytes) -> dict[int, str]:
+    """The entries of a `tokenizer.json` by their numbers."""
+    document = json.loads(file)
+    vocabulary = document["model"].get("vocab") or {}
     ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: number for number, piece in enumerate(vocabulary)}
-    ids = ids | {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
-    for name in _END_NAMES:
-        if name in ids:
-            return int(ids[name])
-    raise _endless(file)
+    found = {int(number): str(text) for text, number in ids.items()}
+    return found | {int(token["id"]): str(token["content"]) for token in document.get("added_tokens") or ()}
 
 
 def _endless(file: Path) -> UserError:

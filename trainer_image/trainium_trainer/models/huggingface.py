@@ -81,14 +81,22 @@ def read_shape(path: Path) -> ModelShape:
         ) from error
     except ValueError as error:
         raise UserError(f"model.path {file}: not valid JSON ({error}): replace the file") from error
+    return shape_of_document(document, f"model.path {file}")
+
+
+def shape_of_document(document: Any, where: str) -> ModelShape:
+    """The shape that the contents of a `config.json` describe; `where` begins the sentence of a refusal.
+
+    Raises UserError.
+    """
     if not isinstance(document, dict):
-        raise UserError(f"model.path {file}: holds a {type(document).__name__}, not fields: replace the file")
-    _refuse_other_architectures(file, document)
+        raise UserError(f"{where}: holds a {type(document).__name__}, not fields: replace the file")
+    _refuse_other_architectures(where, document)
     try:
         config = _Config.model_validate(document)
     except ValidationError as error:
-        raise UserError(f"model.path {file}: {explain(error, _Config)}") from error
-    _refuse_other_arithmetic(file, config)
+        raise UserError(f"{where}: {explain(error, _Config)}") from error
+    _refuse_other_arithmetic(where, config)
     return ModelShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -96,9 +104,9 @@ def read_shape(path: Path) -> ModelShape:
         num_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or _head_dim(file, config),
+        head_dim=config.head_dim or _head_dim(where, config),
         rope_theta=(config.rope_parameters and config.rope_parameters.rope_theta) or config.rope_theta or 10_000.0,
-        rope_stretch=_stretch(file, config),
+        rope_stretch=_stretch(where, config),
         max_positions=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         tie_embeddings=config.tie_word_embeddings,
@@ -106,17 +114,17 @@ def read_shape(path: Path) -> ModelShape:
     )
 
 
-def _refuse_other_architectures(file: Path, document: dict[str, Any]) -> None:
+def _refuse_other_architectures(where: str, document: dict[str, Any]) -> None:
     names, kind = document.get("architectures") or [], document.get("model_type")
     if (names and _ARCHITECTURE not in names) or (kind is not None and kind != _MODEL_TYPE) or not (names or kind):
         found = ", ".join(map(str, names)) or (f"model_type {kind!r}" if kind else "no architecture")
         raise UserError(
-            f"model.path {file}: describes {found}, but only {_ARCHITECTURE} can be trained: use the configuration of "
+            f"{where}: describes {found}, but only {_ARCHITECTURE} can be trained: use the configuration of "
             "a Llama model"
         )
 
 
-def _refuse_other_arithmetic(file: Path, config: _Config) -> None:
+def _refuse_other_arithmetic(where: str, config: _Config) -> None:
     for field, value, wanted in (
         ("hidden_act", config.hidden_act, "silu"),
         ("attention_bias", config.attention_bias, False),
@@ -126,21 +134,20 @@ def _refuse_other_arithmetic(file: Path, config: _Config) -> None:
     ):
         if value != wanted:
             raise UserError(
-                f"model.path {file}: {field} is {value!r}, but this trainer has only {wanted!r}: change it or use "
-                "another model"
+                f"{where}: {field} is {value!r}, but this trainer has only {wanted!r}: change it or use another model"
             )
 
 
-def _head_dim(file: Path, config: _Config) -> int:
+def _head_dim(where: str, config: _Config) -> int:
     if config.hidden_size % config.num_attention_heads:
         raise UserError(
-            f"model.path {file}: hidden_size {config.hidden_size} is not divisible by num_attention_heads "
+            f"{where}: hidden_size {config.hidden_size} is not divisible by num_attention_heads "
             f"{config.num_attention_heads} and there is no head_dim: correct the file"
         )
     return config.hidden_size // config.num_attention_heads
 
 
-def _stretch(file: Path, config: _Config) -> RopeStretch | None:
+def _stretch(where: str, config: _Config) -> RopeStretch | None:
     rope = config.rope_parameters or config.rope_scaling
     kind = (rope.rope_type or rope.type) if rope else None
     if rope is None or kind in (None, "default"):
@@ -148,7 +155,7 @@ def _stretch(file: Path, config: _Config) -> RopeStretch | None:
     field = "rope_parameters" if config.rope_parameters else "rope_scaling"
     if kind not in ("linear", "llama3"):
         raise UserError(
-            f"model.path {file}: {field} has the type {kind!r}, but this trainer has only 'default', 'linear' and "
+            f"{where}: {field} has the type {kind!r}, but this trainer has only 'default', 'linear' and "
             "'llama3': use another model, or replace it by model.ropeScaling after removing it from the file"
         )
     needed = {"factor": rope.factor}
@@ -160,12 +167,10 @@ def _stretch(file: Path, config: _Config) -> RopeStretch | None:
         }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise UserError(f"model.path {file}: {field} of type {kind!r} lacks {', '.join(missing)}: correct the file")
+        raise UserError(f"{where}: {field} of type {kind!r} lacks {', '.join(missing)}: correct the file")
     low, high = rope.low_freq_factor or 0.0, rope.high_freq_factor or 0.0
     if kind == "llama3" and low >= high:
-        raise UserError(
-            f"model.path {file}: {field}.low_freq_factor {low} must be less than high_freq_factor {high}: correct it"
-        )
+        raise UserError(f"{where}: {field}.low_freq_factor {low} must be less than high_freq_factor {high}: correct it")
     assert rope.factor is not None
     if kind == "linear":
         return RopeStretch(kind=RopeScalingKind.LINEAR, factor=rope.factor)

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
+from trainium_trainer.models.products import product
 from trainium_trainer.models.rope import at_positions, rotary, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.models.rope import Rotary
+    from trainium_trainer.models.rope import Context
     from trainium_trainer.models.shapes import ModelShape
 
-_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
 class _Weighted(nn.Module):
@@ -50,9 +51,9 @@ class Linear(_Weighted, nn.Linear):
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__(width, outputs, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] to [..., outputs]."""
-        return F.linear(x, self.own_weight())
+    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
+        """[..., width] to [..., outputs]; the context is for projections with more than a weight."""
+        return product(x, self.own_weight())
 
 
 class Embedding(_Weighted, nn.Embedding):
@@ -91,24 +92,24 @@ class Attention(nn.Module):
         self.v_proj = Linear(shape.hidden_size, key_value)
         self.o_proj = Linear(query, shape.hidden_size)
 
-    def forward(self, x: Tensor, table: Rotary) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to the same."""
         batch, length, _ = x.shape
         query, key, value = (
-            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            projection(x, context).view(batch, length, -1, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, table), rotate(key, table)
+        query, key = rotate(query, context), rotate(key, context)
         # Torch chooses the device's kernel: flash attention on CPU and CUDA, the vendor's on Neuron.
         mixed = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=table.mask,
-            is_causal=table.mask is None,
+            attn_mask=context.mask,
+            is_causal=context.mask is None,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1), context)
         return out
 
 
@@ -121,9 +122,10 @@ class MLP(nn.Module):
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to the same."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        inner = F.silu(self.gate_proj(x, context)) * self.up_proj(x, context)
+        out: Tensor = self.down_proj(inner, context)
         return out
 
 
@@ -137,10 +139,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, table: Rotary) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to the same."""
-        x = x + self.self_attn(self.input_layernorm(x), table)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn(self.input_layernorm(x), context)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), context)
         return out
 
 
@@ -153,11 +155,11 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, tokens: Tensor, table: Rotary) -> Tensor:
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """[batch, sequence] token ids to [batch, sequence, hidden]."""
         x = self.embed_tokens(tokens)
         for layer in self.layers:
-            x = layer(x, table)
+            x = layer(x, context)
         out: Tensor = self.norm(x)
         return out
 
@@ -171,41 +173,53 @@ class Llama(nn.Module):
         self.model = Trunk(shape)
         self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         self.tie()
-        self._table: Rotary | None = None
+        self._table: Context | None = None
 
     def tie(self) -> None:
         """Let the output projection share the embedding where the shape says so."""
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def rotary_table(self, length: int, device: torch.device) -> Rotary:
+    def rotary_table(self, length: int, device: torch.device) -> Context:
         """The rotary embedding of `length` positions, computed when it is first asked for."""
         if self._table is None or self._table[0].shape[0] != length:
             self._table = rotary(self.shape, length, device)
         return self._table
 
-    def forward(self, tokens: Tensor, *, length: int | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        length: int | None = None,
+        positions: Tensor | None = None,
+        samples: Tensor | None = None,
+    ) -> Tensor:
         """[batch, sequence] token ids to [batch, sequence, vocabulary] logits.
 
         `length` is that of the sequence where the input is a part of it. `positions` [batch, sequence] mask documents
-        from each other, see `rope.at_positions`.
+        from each other, see `rope.at_positions`. `samples` [batch] int32 name the samples for dropout; None: nothing
+        is dropped.
         """
-        table = self.rotary_table(length or tokens.shape[1], tokens.device)
+        context = self.rotary_table(length or tokens.shape[1], tokens.device)
         if positions is not None:
-            table = at_positions(table, positions)
-        logits: Tensor = self.lm_head(self.model(tokens, table))
+            context = at_positions(context, positions)
+        if samples is not None:
+            context = context._replace(samples=samples)
+        hidden = self.model(tokens, context)
+        # Other libraries' projections, which may stand in its place, take nothing else.
+        logits: Tensor = self.lm_head(hidden, context) if isinstance(self.lm_head, Linear) else self.lm_head(hidden)
         return logits
 
 
 def initial_weight(name: str, size: torch.Size, *, seed: int, num_layers: int, std: float = 0.02) -> Tensor:
-    """The full initial value of one parameter: normal(0, std), residual outputs scaled by 1/sqrt(2 layers), norms 1.
+    """Version 1 of a parameter's initial value (version 2 is `models.initial`): what older runs began with.
 
-    That is HLAT's initialisation (arXiv 2404.10630, section 3), without which its training diverged. Each parameter has
-    a generator of its own, so that a rank may make only those that it needs, in any order.
+    Its whole: normal(0, std), residual outputs scaled by 1/sqrt(2 layers), norms 1. Each parameter is one stream of a
+    generator of its own.
     """
     if len(size) == 1:
         return torch.ones(size)
-    if name.endswith(_RESIDUAL_OUTPUTS):
+    if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * num_layers)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

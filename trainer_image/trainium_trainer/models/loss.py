@@ -19,16 +19,20 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 
-def loss_sum(logits: Tensor, labels: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+def loss_sum(
+    logits: Tensor, labels: Tensor, *, group: ProcessGroup | None = None, vocabulary: int | None = None
+) -> Tensor:
     """Sum of the token losses of a micro-batch, a float32 scalar; ignored labels add nothing.
 
     `logits` are [batch, sequence, vocabulary] in any type, `labels` [batch, sequence] int64. With a `group`, rank r of
-    n holds the r-th of n equal parts of the vocabulary. Collective over the group.
+    n holds the r-th of n equal parts of the vocabulary. Columns from `vocabulary` on are of no token and do not count.
+    Collective over the group.
     """
     flat, wanted = logits.flatten(0, 1), labels.flatten()
     if group is None:
+        flat = flat if vocabulary is None else flat[:, :vocabulary]
         return F.cross_entropy(flat.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
-    loss: Tensor = _DividedVocabulary.apply(flat, wanted, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _DividedVocabulary.apply(flat, wanted, group, vocabulary)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -36,17 +40,21 @@ class _DividedVocabulary(torch.autograd.Function):
     """Cross-entropy whose gradient needs no further communication: softmax minus one at the label."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup, vocabulary: int | None) -> Tensor:
         """[tokens, part of the vocabulary] and [tokens] to a scalar."""
         width = logits.shape[-1]
         wide = logits.float()
+        known = width if vocabulary is None else vocabulary - get_rank(group) * width
+        if known < width:
+            wide = wide.clone() if wide is logits else wide
+            wide[:, max(0, known) :] = -torch.inf
         top = wide.amax(-1)
         all_reduce(top, ReduceOp.MAX, group)
         shifted = wide - top[:, None] if wide is logits else wide.sub_(top[:, None])
         here = labels - get_rank(group) * width
         own = (here >= 0) & (here < width)  # an ignored label is far below zero
         column = torch.where(own, here, 0)[:, None]
-        at_label = shifted.gather(-1, column).squeeze(-1) * own
+        at_label = torch.where(own, shifted.gather(-1, column).squeeze(-1), 0.0)
         exponentials = shifted.exp_()
         sums = torch.stack((exponentials.sum(-1), at_label))
         all_reduce(sums, group=group)
@@ -56,10 +64,10 @@ class _DividedVocabulary(torch.autograd.Function):
         return ((sums[0].log() - sums[1]) * valid).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of the logits, in their type; the saved exponentials become it."""
         exponentials, sums, column, own, valid = ctx.saved_tensors
         (gradient,) = gradients
         softmax = exponentials.mul_((gradient * valid / sums)[:, None])
         softmax.scatter_add_(-1, column, (-gradient * own)[:, None])
-        return softmax.to(ctx.dtype), None, None
+        return softmax.to(ctx.dtype), None, None, None

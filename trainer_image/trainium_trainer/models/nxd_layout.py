@@ -13,11 +13,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
     from trainium_trainer.models.shapes import ModelShape
+
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-LAST_NORM = "model.norm.weight"
 
 
 class KeyValueOrder(StrEnum):
@@ -51,6 +55,16 @@ class Piece:
         """One past the last row in the local parameter."""
         return self.start + self.sizes[0]
 
+    def of(self, whole: Tensor) -> Tensor:
+        """The box, of the whole tensor."""
+        for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dimension, offset, size)
+        return whole
+
+    def nothing(self) -> Piece:
+        """The piece without rows."""
+        return replace(self, start=0, offsets=(0,) * len(self.whole), sizes=(0, *self.sizes[1:]))
+
     def within(self, start: int, end: int) -> Piece | None:
         """What of the piece lies in local rows [start, end), counted from `start`; None for nothing."""
         first, last = max(self.start, start), min(self.end, end)
@@ -62,6 +76,36 @@ class Piece:
             offsets=(self.offsets[0] + first - self.start, *self.offsets[1:]),
             sizes=(last - first, *self.sizes[1:]),
         )
+
+
+def norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, int], ...]:
+    """How a sum of squares goes over what a rank holds of a parameter: first row, end and by what it is divided.
+
+    What several tensor-parallel ranks hold counts for its share on each; rows None: all of them.
+    """
+    copies = {piece.replicas for piece in pieces}
+    if len(copies) <= 1:
+        return ((None, None, next(iter(copies), 1)),)
+    return tuple((piece.start, piece.end, piece.replicas) for piece in pieces)
+
+
+def shared_rows(pieces: Sequence[Piece], size: int) -> tuple[tuple[int, int, bool], ...]:
+    """First row, end, and whether all of a tensor-parallel group of `size` hold them, of rows that several hold."""
+    return tuple((piece.start, piece.end, piece.replicas >= size) for piece in pieces if piece.replicas > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which run of a projection's outputs or inputs is on a rank."""
+
+    whole: tuple[int, int]
+    """Outputs and inputs of the whole projection."""
+    dimension: int
+    """0 where the outputs are divided, 1 where the inputs are."""
+    offset: int
+    length: int
+    replicas: int = 1
+    """Tensor-parallel ranks that hold this run, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,52 +136,68 @@ class TensorRank:
         """Which of the equal runs of key/value heads is here; there are size / copies of them."""
         return self.query_chunk // self.key_value_copies
 
-    def pieces(self, parameter: str) -> tuple[Piece, ...]:
-        """What a module's parameter consists of; KeyError for a name that the model does not have."""
+    def cut(self, projection: str) -> Cut:
+        """How a projection is divided, by Hugging Face's name of the module. KeyError for one that no model has."""
         shape, hidden = self.shape, self.shape.hidden_size
-        if parameter in (EMBEDDING, LM_HEAD):
-            return self._stacked({parameter: shape.vocab_size})
+        query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        match projection.rpartition(".")[2]:
+            case "q_proj":
+                return self._cut((query, hidden), 0, self.query_chunk)
+            case "k_proj" | "v_proj":
+                return self._cut((key_value, hidden), 0, self.key_value_chunk, self.key_value_copies)
+            case "gate_proj" | "up_proj":
+                return self._cut((shape.intermediate_size, hidden), 0, self.rank)
+            case "lm_head" | "embed_tokens":
+                return self._cut((shape.vocab_size, hidden), 0, self.rank)
+            case "o_proj":
+                return self._cut((hidden, query), 1, self.query_chunk)
+            case "down_proj":
+                return self._cut((hidden, shape.intermediate_size), 1, self.rank)
+        raise KeyError(projection)
+
+    def _cut(self, whole: tuple[int, int], dimension: int, chunk: int, copies: int = 1) -> Cut:
+        length = whole[dimension] * copies // self.size
+        return Cut(whole, dimension, chunk * length, length, copies)
+
+    def pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
+        """What a module's parameter consists of; KeyError for a name that the model does not have.
+
+        `adapter_rank` is the width of the adapters, if there are any.
+        """
         owner, _, leaf = parameter.rpartition(".")
         prefix, _, module = owner.rpartition(".")
         match module, leaf:
             case (("norm" | "input_layernorm" | "post_attention_layernorm"), "weight"):
-                return (Piece(parameter, (hidden,), 0, (0,), (hidden,), self.size),)
+                size = (self.shape.hidden_size,)
+                return (Piece(parameter, size, 0, (0,), size, self.size),)
             case "qkv_proj", "weight_qkv":
-                return self._query_key_value(prefix)
+                return self._stacked(prefix, "q_proj", "k_proj", "v_proj")
             case "gate_up_proj", "weight":
-                width = shape.intermediate_size
-                return self._stacked({f"{prefix}.gate_proj.weight": width, f"{prefix}.up_proj.weight": width})
-            case "o_proj", "weight":
-                return self._columns(parameter, shape.num_attention_heads * shape.head_dim, self.query_chunk)
-            case "down_proj", "weight":
-                return self._columns(parameter, shape.intermediate_size, self.rank)
+                return self._stacked(prefix, "gate_proj", "up_proj")
+            case (("lora_A" | "lora_B"), "weight"):
+                return (self._adapter(parameter, self.cut(prefix), module == "lora_A", adapter_rank),)
+            case _, "weight":
+                return (_piece(parameter, self.cut(owner)),)
         raise KeyError(parameter)
 
-    def _stacked(self, rows: dict[str, int]) -> tuple[Piece, ...]:
-        """Equal shares of the rows of several tensors, one below the other."""
+    def _stacked(self, prefix: str, *projections: str) -> tuple[Piece, ...]:
+        """The rows of several projections, one below the other."""
         found: list[Piece] = []
-        start = 0
-        for name, total in rows.items():
-            share = total // self.size
-            found.append(self._rows(name, total, start, self.rank * share, share))
-            start += share
+        for name in projections:
+            start = found[-1].end if found else 0
+            found.append(replace(_piece(f"{prefix}.{name}.weight", self.cut(name)), start=start))
         return tuple(found)
 
-    def _query_key_value(self, attention: str) -> tuple[Piece, ...]:
-        shape, copies = self.shape, self.key_value_copies
-        query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        own, share = query // self.size, key_value * copies // self.size
-        first = self.key_value_chunk * share
-        return (
-            self._rows(f"{attention}.q_proj.weight", query, 0, self.query_chunk * own, own),
-            self._rows(f"{attention}.k_proj.weight", key_value, own, first, share, copies),
-            self._rows(f"{attention}.v_proj.weight", key_value, own + share, first, share, copies),
-        )
+    def _adapter(self, parameter: str, cut: Cut, first: bool, rank: int) -> Piece:
+        """Of A, [rank, inputs], and B, [outputs, rank], one is divided as the projection is, the other is whole."""
+        side = 1 if first else 0
+        whole = (rank, cut.whole[1]) if first else (cut.whole[0], rank)
+        if cut.dimension == side:
+            return _piece(parameter, replace(cut, whole=whole))
+        return Piece(parameter, whole, 0, (0, 0), whole, self.size)
 
-    def _rows(self, name: str, total: int, start: int, offset: int, rows: int, replicas: int = 1) -> Piece:
-        width = self.shape.hidden_size
-        return Piece(name, (total, width), start, (offset, 0), (rows, width), replicas)
 
-    def _columns(self, name: str, total: int, chunk: int) -> tuple[Piece, ...]:
-        share, rows = total // self.size, self.shape.hidden_size
-        return (Piece(name, (rows, total), 0, (0, chunk * share), (rows, share)),)
+def _piece(parameter: str, cut: Cut) -> Piece:
+    offsets, sizes = [0, 0], list(cut.whole)
+    offsets[cut.dimension], sizes[cut.dimension] = cut.offset, cut.length
+    return Piece(parameter, cut.whole, 0, tuple(offsets), tuple(sizes), cut.replicas)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
 from trainium_trainer.models.llama import Embedding, Linear, RMSNorm
+from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.models.regions import Region
 from trainium_trainer.models.stages import present_layers
 
@@ -40,7 +41,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> 
     if isinstance(model.model.norm, RMSNorm):
         _repeat(model.model.norm, mesh, partial=sequence)
     if isinstance(model.lm_head, Linear):
-        _place(model.lm_head, mesh, _COLUMNS)
+        _divide_columns(model.lm_head, mesh)
         model.lm_head.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
     model.tie()
 
@@ -48,9 +49,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> 
 def _divide_layer(layer: Block, mesh: DeviceMesh, region: Region) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     for projection in (attention.q_proj, mlp.gate_proj, mlp.up_proj):
-        _place(projection, mesh, _COLUMNS)
+        _divide_columns(projection, mesh)
     for projection in (attention.o_proj, mlp.down_proj):
-        _place(projection, mesh, _ROWS)
+        _divide_rows(projection, mesh)
     _divide_key_value(attention, mesh)
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         _repeat(norm, mesh, partial=region.sequence)
@@ -63,11 +64,39 @@ def _divide_key_value(attention: Attention, mesh: DeviceMesh) -> None:
     for projection in (attention.k_proj, attention.v_proj):
         heads = projection.out_features // attention.head_dim
         if heads % mesh.size() == 0:
-            _place(projection, mesh, _COLUMNS)
+            _divide_columns(projection, mesh)
             continue
         head = mesh.get_local_rank() * heads // mesh.size()
         rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
         _repeat(projection, mesh, partial=True, rows=rows)
+        if isinstance(projection, AdaptedLinear):
+            _repeat(projection.lora_A, mesh, partial=True)
+            _repeat(projection.lora_B, mesh, partial=True, rows=rows)
+
+
+def _divide_columns(projection: Linear, mesh: DeviceMesh) -> None:
+    """Divide the outputs.
+
+    Of an adapter B is divided likewise; A is whole, and each rank has a summand of its gradient: what flows back
+    through that rank's part of B.
+    """
+    _place(projection, mesh, _COLUMNS)
+    if isinstance(projection, AdaptedLinear):
+        _repeat(projection.lora_A, mesh, partial=True)
+        _place(projection.lora_B, mesh, _COLUMNS)
+
+
+def _divide_rows(projection: Linear, mesh: DeviceMesh) -> None:
+    """Divide the inputs.
+
+    Of an adapter A is divided likewise; B is whole, and since the ranks' outputs are summed, each has a summand of its
+    gradient: that of its own part of A's output.
+    """
+    _place(projection, mesh, _ROWS)
+    if isinstance(projection, AdaptedLinear):
+        projection.first_feature = mesh.get_local_rank() * (projection.in_features // mesh.size())
+        _place(projection.lora_A, mesh, _ROWS)
+        _repeat(projection.lora_B, mesh, partial=True)
 
 
 def _place(module: Linear | Embedding | RMSNorm, mesh: DeviceMesh, placement: Placement) -> None:
@@ -78,7 +107,7 @@ def _place(module: Linear | Embedding | RMSNorm, mesh: DeviceMesh, placement: Pl
         size[placement.dim] //= mesh.size()
     local = torch.empty(size, dtype=whole.dtype, device=whole.device)
     divided = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
-    module.weight = nn.Parameter(divided)
+    module.weight = nn.Parameter(divided, requires_grad=whole.requires_grad)
     module.part = _part
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape
 
 
-class Rotary(NamedTuple):
-    """What attention knows of positions."""
+class Context(NamedTuple):
+    """What the layers know of the samples beside their hidden states."""
 
     cos: Tensor
     """[sequence, head width], or [batch, 1, sequence, head width] where positions differ by sample; float32."""
@@ -26,17 +26,19 @@ class Rotary(NamedTuple):
     """As `cos`."""
     mask: Tensor | None = None
     """[batch, 1, sequence, sequence], whether a position (next to last) sees another (last); None: all earlier ones."""
+    samples: Tensor | None = None
+    """[batch] int32, a key that names each sample, for dropout; None where nothing is dropped."""
 
 
-def rotary(shape: ModelShape, length: int, device: torch.device) -> Rotary:
+def rotary(shape: ModelShape, length: int, device: torch.device) -> Context:
     """The rotary table of `length` positions: the two halves of a head rotate against each other."""
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(shape, device))
     angles = torch.cat((angles, angles), dim=-1)
-    return Rotary(angles.cos(), angles.sin())
+    return Context(angles.cos(), angles.sin())
 
 
-def at_positions(table: Rotary, positions: Tensor) -> Rotary:
+def at_positions(table: Context, positions: Tensor) -> Context:
     """The table for samples of several documents; `positions` [batch, sequence] int64, a 0 begins a document.
 
     A token sees the earlier tokens of its own document: at place i and position p those from place i - p on.
@@ -44,7 +46,9 @@ def at_positions(table: Rotary, positions: Tensor) -> Rotary:
     places = torch.arange(positions.shape[1], device=positions.device)
     begins = (places - positions).unsqueeze(-1)
     mask = (places <= places.unsqueeze(-1)) & (places >= begins)
-    return Rotary(table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1), mask.unsqueeze(1))
+    return table._replace(
+        cos=table.cos[positions].unsqueeze(1), sin=table.sin[positions].unsqueeze(1), mask=mask.unsqueeze(1)
+    )
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
@@ -67,9 +71,9 @@ def inverse_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     return (1.0 - kept) * slow + kept * plain
 
 
-def rotate(x: Tensor, table: Rotary) -> Tensor:
+def rotate(x: Tensor, table: Context) -> Tensor:
     """Apply the rotary embedding to [batch, heads, sequence, head width]."""
-    cos, sin, _ = table
+    cos, sin, *_ = table
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x.float() * cos + turned * sin).to(x.dtype)

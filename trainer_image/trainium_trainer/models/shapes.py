@@ -6,16 +6,17 @@ sentence, before a device or a process group is touched.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_model import ModelPreset, RopeScalingKind
+from trainium_contract.trainer_model import ModelConfig, ModelPreset, RopeScalingKind
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_model import ModelConfig, RopeScaling
+    from trainium_contract.trainer_model import RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,10 @@ class RopeStretch:
     low_frequency_factor: float = 0.0
     high_frequency_factor: float = 0.0
     original_max_positions: int = 0
+
+
+INITIAL_VERSION = 2
+"""How a fresh start draws its weights: `models.initial`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,8 @@ class ModelShape:
     norm_eps: float
     tie_embeddings: bool
     initial_std: float = 0.02
+    vocab_padding: int = 0
+    """Rows at the end of the vocabulary that no token has, so that tensor-parallel ranks hold equal parts."""
 
     @property
     def num_parameters(self) -> int:
@@ -59,7 +66,10 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for digests, logs and checkpoints."""
-        return asdict(self)
+        values = asdict(self)
+        if not self.vocab_padding:
+            del values["vocab_padding"]  # digests of older checkpoints know nothing of it
+        return values
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ModelShape:
@@ -155,12 +165,14 @@ PRESETS: dict[ModelPreset, ModelShape] = {
 """Published shapes (the models' own `config.json`); a vocabulary of 0 stands for the tokenizer's."""
 
 
-def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int) -> ModelShape:
-    """The preset or the Hugging Face configuration with the overrides.
+def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1) -> ModelShape:
+    """The preset or the Hugging Face configuration with the overrides, for `tensor` tensor-parallel ranks.
 
     Raises UserError when the file cannot be used, when the vocabulary is smaller than the tokenizer's, or when a width
     cannot be divided into heads.
     """
+    if model.weights is not None:
+        return _shape_of_weights(model, model.weights, tokenizer_vocabulary, tensor)
     if model.path is None:
         base = PRESETS[model.preset]
     else:
@@ -193,7 +205,36 @@ def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int) -> ModelShape:
     return shape
 
 
-_NOT_SHAPE = ("preset", "path", "rope_scaling")
+_NOT_SHAPE = ("preset", "path", "weights", "rope_scaling")
+_CHANGEABLE = ("max_positions", "rope_theta", "norm_eps", "initial_std")
+"""What may differ from the model that a run begins with: no weight has its size from it."""
+_PADDED_TO = 128
+
+
+def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
+    """The shape of the model to begin with, its vocabulary grown to the tokenizer's and padded for the ranks.
+
+    It is padded only where the ranks cannot share it as it is, and then to a multiple of 128 too, so that it is the
+    same at every usual degree.
+    """
+    from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
+
+    base = shape_of(location)
+    given = {name: value for name, value in model if name not in _NOT_SHAPE and value is not None}
+    for name, value in given.items():
+        if name not in _CHANGEABLE and getattr(base, name) != value:
+            field = ModelConfig.model_fields[name].alias
+            raise UserError(
+                f"model.{field} is {value}, but the model at {location} has {getattr(base, name)}: leave model.{field} "
+                "out"
+            )
+    stretch = base.rope_stretch if model.rope_scaling is None else stretch_of(model.rope_scaling)
+    known = max(base.vocab_size, tokenizer_vocabulary)
+    padded = known
+    if known % tensor:
+        unit = math.lcm(_PADDED_TO, tensor)
+        padded = -(-known // unit) * unit
+    return replace(base, **given, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
 
 
 def stretch_of(scaling: RopeScaling) -> RopeStretch | None:
@@ -251,12 +292,10 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
     group = tensor * config.parallelism.pipeline
     by = "parallelism.tensor" if group == tensor else "parallelism.tensor x pipeline"
     _divides("the number of ranks", world_size, by, group)
-    dp_size = world_size // group
-    if config.batch.global_size % (dp_size * config.batch.micro_size):
+    if config.batch.micro_size > config.batch.global_size:
         raise UserError(
-            f"batch.globalSize {config.batch.global_size} cannot be divided over {dp_size} data-parallel ranks x "
-            f"batch.microSize {config.batch.micro_size}: use a multiple of {dp_size * config.batch.micro_size}, "
-            "or another number of workers"
+            f"batch.microSize is {config.batch.micro_size} but batch.globalSize is {config.batch.global_size}: every "
+            "pass of every rank would be partly empty; lower batch.microSize or raise batch.globalSize"
         )
 
 

@@ -67,10 +67,21 @@ class LlamaStage(Llama):
         if not isinstance(self.model.embed_tokens, Absent) and not isinstance(self.lm_head, Absent):
             super().tie()
 
-    def forward(self, x: Tensor, *, length: int | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        length: int | None = None,
+        positions: Tensor | None = None,
+        samples: Tensor | None = None,
+    ) -> Tensor:
         """[batch, sequence] ids, or [batch, part of the sequence, hidden], to the same or to logits."""
-        out = super().forward(x, length=length or self._length, positions=positions)
-        return out if self.is_last else out.to(self._between)
+        out = super().forward(x, length=length or self._length, positions=positions, samples=samples)
+        if self.is_last:
+            return out
+        out = out.to(self._between)
+        # A first stage that trains nothing: the schedule asks every stage for a backward pass.
+        return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
 
 
 def present_layers(model: Llama) -> Iterator[Block]:

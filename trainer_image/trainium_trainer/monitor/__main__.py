@@ -29,7 +29,8 @@ def main() -> None:
     for generation, local_rank, path in sorted(named):
         record = read_progress(path)
         if generation == newest and record is not None:
-            shown = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
+            named_ones = {"phase": record.phase.name, "stage": record.stage.value}
+            shown = {"localRank": local_rank, **asdict(record), **named_ones}
             shown = {key: None if value != value else value for key, value in shown.items()}  # noqa: PLR0124 - NaN
             sys.stdout.write(json.dumps(shown) + "\n")
 

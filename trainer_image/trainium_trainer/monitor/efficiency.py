@@ -4,7 +4,8 @@
 
 N: parameters that multiply (all but an embedding that is only looked up), 2 FLOPs forward and 4 backward each. L layers
 of H heads of width D at sequence length S: the two products of attention, in full although half of them is masked.
-This is the definition of PaLM (arXiv 2204.02311, appendix B); recomputation is not counted as work.
+This is the definition of PaLM (arXiv 2204.02311, appendix B); recomputation is not counted as work. Where weights are
+frozen, the 2 FLOPs of their own gradient are left out: 4 N + 2 T, with T the parameters that are trained.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
+
 if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape
 
-_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
-_LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
 _CORES_PER_LOGICAL_CORE = 2
 """The default on trn2 and trn3."""
 _TERA = 1e12
@@ -31,12 +32,16 @@ NEURON_PEAKS = {"trn1": 190 / 2, "trn2": 667 / 8, "trn3": 671 / 8}
 (architecture of Trainium, Trainium2, Trainium3) over its 2, 8 and 8 cores."""
 
 
-def flops_per_token(shape: ModelShape, sequence_length: int) -> float:
-    """Forward and backward floating-point operations of one token, as the module says."""
+def flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | None = None) -> float:
+    """Forward and backward floating-point operations of one token, as the module says.
+
+    `trained` is how many numbers are trained where not all are.
+    """
     looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
     products = shape.num_parameters - looked_up
+    own = products if trained is None else trained
     attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
-    return 6.0 * products + 12.0 * attention
+    return 4.0 * products + 2.0 * own + 12.0 * attention
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -45,10 +50,10 @@ def peak_flops(device: torch.device) -> float | None:
         return cuda_peak(torch.cuda.get_device_name(device))
     if device.type in ("neuron", "xla"):
         try:
-            instance = _PRODUCT_NAME.read_text()
+            instance = PRODUCT_NAME.read_text()
         except OSError:
             return None
-        return neuron_peak(instance, os.environ.get(_LOGICAL_CORE, ""))
+        return neuron_peak(instance, os.environ.get(LOGICAL_CORE, ""))
     return None
 
 

@@ -64,7 +64,7 @@ class StepFigures:
             "seconds": None if self.seconds is None else round(self.seconds, 6),
             "time": round(time.time(), 6),
             "productiveSeconds": round(self.productive_seconds, 3),
-            "lowestLoss": _finite(stability.lowest_loss),
+            "lowestGradNorm": _finite(stability.lowest_norm),
             "spikes": stability.spikes,
             "spikeSteps": stability.spike_steps,
             "alarm": stability.alarm,

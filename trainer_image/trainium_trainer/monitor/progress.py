@@ -4,11 +4,13 @@ The process's pulse (`monitor.pulse`) lies behind the record in the same file.
 
 Invariants: one writer, any number of readers, no system call per write; a reader gets a whole record or None (a
 sequence count that is odd while a write is under way, and a checksum); the layout is fixed and versioned, so the two
-sides may be different builds; importing this module imports nothing heavy.
+sides may be different builds: a reader of another layout sees none; importing this module imports nothing heavy.
+What is longer than a number lies in files beside the record: the notice, the alerts, the results.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -19,20 +21,23 @@ import zlib
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainium_contract.results import RunResults, RunStage
 from trainium_trainer.monitor.pulse import PULSE_BYTES, Pulse, PulseReading, unpack_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainium_contract.results import ArtifactReport, EvaluationFigure
     from trainium_trainer.monitor.figures import StepFigures
 
 _MAGIC = 0x544E5250
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
+_STAGES = tuple(RunStage)
 
 
 class ProgressPhase(IntEnum):
@@ -63,6 +68,10 @@ class ProgressRecord:
     durable_step: int = -1
     spikes: int = 0
     """Spikes of the gradient norm in the whole run."""
+    total_steps: int = 0
+    """Steps of the whole run; 0 until they are known."""
+    stage_number: int = 0
+    """Place of the stage in `RunStage`."""
     loss: float = math.nan
     grad_norm: float = math.nan
     learning_rate: float = math.nan
@@ -84,9 +93,18 @@ class ProgressRecord:
     """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
     goodput: float = math.nan
     """Share of the time since the first step that went into steps of the history, 0 to 1; known to rank 0."""
+    stage_done: float = 0.0
+    """Share of the stage that is over, 0 to 1; 0 in `Train`, whose steps tell."""
+    stage_since: float = 0.0
+    """Unix seconds when this process came into the stage; 0 in `Train`."""
+
+    @property
+    def stage(self) -> RunStage:
+        """What the run does: steps, or what follows the last one."""
+        return _STAGES[self.stage_number]
 
 
-_PAYLOAD = struct.Struct("<11q12d")
+_PAYLOAD = struct.Struct("<13q14d")
 _RECORD = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
 _PULSE_AT = (_RECORD + 7) // 8 * 8
 _SIZE = _PULSE_AT + PULSE_BYTES
@@ -102,7 +120,11 @@ class ProgressWriter:
         self._map = _map(path) if path else mmap.mmap(-1, _SIZE)
         self._notice = notice_path(path) if path else None
         self._alerts = alerts_path(path) if path else None
+        self._results = results_path(path) if path else None
         self._told: dict[str, dict[str, object]] = {}
+        self._found = RunResults()
+        if path and self._previous is not None and self._previous.generation == generation:
+            self._found = read_results(path)
         self._sequence = 0
         self.pulse = Pulse(memoryview(self._map)[_PULSE_AT:])
         self.record = ProgressRecord(pid=os.getpid(), generation=generation, attempt=attempt)
@@ -144,6 +166,9 @@ class ProgressWriter:
             monotonic=time.monotonic(),
             step_seconds=seconds,
             productive_seconds=record.productive_seconds + seconds,
+            stage_number=RunStage.TRAIN.number,
+            stage_done=0.0,
+            stage_since=0.0,
             validation_loss=_or_nan(figures.validation_loss, record.validation_loss),
             parameter_norm=_or_nan(figures.parameter_norm, record.parameter_norm),
             utilisation=_or_nan(figures.utilisation),
@@ -161,17 +186,44 @@ class ProgressWriter:
     def notice(self, sentence: str) -> None:
         """Leave a sentence for a person beside the record; the newest counts."""
         if self._notice is not None:
-            draft = self._notice.with_suffix(".draft")
-            draft.write_text(sentence)
-            draft.replace(self._notice)
+            _leave(self._notice, sentence)
 
     def alert(self, kind: str, step: int, sentence: str) -> None:
         """Leave an alert beside the record; of each kind the newest counts."""
         if self._alerts is not None:
             self._told[kind] = {"step": step, "message": sentence}
-            draft = self._alerts.with_suffix(".draft")
-            draft.write_text(json.dumps(self._told))
-            draft.replace(self._alerts)
+            _leave(self._alerts, json.dumps(self._told))
+
+    def total_steps(self, steps: int) -> None:
+        """Record how many steps the whole run has, once that is known."""
+        if steps != self.record.total_steps:
+            self.record = replace(self.record, total_steps=steps)
+            self._write()
+
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:
+        """Record the stage that the run is in, and the share of it that is over (0 to 1); a sign of life too.
+
+        To be called often in `Export` and `Evaluate`: a process that gives no sign for as long as a save may take is
+        called hung. A step brings the run back to `Train` by itself.
+        """
+        record = self.record
+        trains = stage is RunStage.TRAIN
+        self.record = replace(
+            record,
+            stage_number=stage.number,
+            stage_done=0.0 if trains or not done > 0 else min(done, 1.0),
+            stage_since=0.0 if trains else record.stage_since if record.stage is stage else time.time(),
+        )
+        self._write()
+        self.pulse.stage(trains=trains)
+
+    def artifact(self, report: ArtifactReport) -> None:
+        """Leave word of a complete artifact beside the record. Raises OSError."""
+        self._leave(self._found.with_artifact(report))
+
+    def evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
+        """Leave the figures of an evaluation beside the record. Raises OSError."""
+        self._leave(self._found.with_evaluation(figures))
 
     def phase(self, phase: ProgressPhase) -> None:
         """Record what the process does now."""
@@ -183,12 +235,27 @@ class ProgressWriter:
         self.pulse.close()
         self._map.close()
 
+    def _leave(self, results: RunResults) -> None:
+        self._found = results
+        if self._results is not None:
+            draft = self._results.with_suffix(".draft")
+            draft.write_text(json.dumps(results.to_wire()))
+            draft.replace(self._results)
+
     def _write(self) -> None:
         payload = _PAYLOAD.pack(*_values(self.record))
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence + 1)
         self._map[_HEADER.size : _RECORD] = payload + _CHECKSUM.pack(zlib.crc32(payload))
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence)
+
+
+def _leave(path: Path, text: str) -> None:
+    """Replace a file for people; where there is no room for it, training goes on without."""
+    with contextlib.suppress(OSError):
+        draft = path.with_suffix(".draft")
+        draft.write_text(text)
+        draft.replace(path)
 
 
 def notice_path(path: Path) -> Path:
@@ -199,6 +266,36 @@ def notice_path(path: Path) -> Path:
 def alerts_path(path: Path) -> Path:
     """Where the alerts belonging to a record are: a JSON object, kind -> step and message."""
     return path.with_name(f"{path.name}.alerts")
+
+
+def read_notice(path: Path) -> str:
+    """The newest sentence beside the record at `path`; empty for none."""
+    try:
+        return notice_path(path).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def read_alerts(path: Path) -> dict[str, dict[str, Any]]:
+    """The alerts beside the record at `path`: kind -> step and message."""
+    try:
+        told: dict[str, dict[str, Any]] = json.loads(alerts_path(path).read_text())
+    except FileNotFoundError:
+        return {}
+    return told
+
+
+def results_path(path: Path) -> Path:
+    """Where artifacts and evaluation belonging to a record are: a `RunResults` in JSON."""
+    return path.with_name(f"{path.name}.results")
+
+
+def read_results(path: Path) -> RunResults:
+    """What lies beside the record at `path`; nothing where it cannot be read."""
+    try:
+        return RunResults.model_validate_json(results_path(path).read_bytes())
+    except (OSError, ValueError):
+        return RunResults()
 
 
 def _or_nan(value: float | None, otherwise: float = math.nan) -> float:
@@ -247,4 +344,4 @@ def _unpack(payload: bytes) -> ProgressRecord | None:
         values["phase"] = ProgressPhase(values["phase"])
     except ValueError:
         return None
-    return ProgressRecord(**values)
+    return ProgressRecord(**values) if 0 <= values["stage_number"] < len(_STAGES) else None

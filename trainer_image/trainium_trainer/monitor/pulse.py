@@ -37,7 +37,7 @@ class Activity(IntEnum):
     """The first step after a start."""
     STEP = 4
     SAVE = 5
-    """A place of the loop that waits for storage or for the memory tier."""
+    """A place of the loop that waits for storage or for the memory tier, and what follows the last step."""
 
 
 class Waiting(IntEnum):
@@ -99,6 +99,11 @@ class Pulse:
         self._activity = int(activity)
         self.beat()
 
+    def stage(self, *, trains: bool) -> None:
+        """What follows the last step goes on, with collectives inside; or steps do (`trains`)."""
+        self._waiting = int(Waiting.NO if trains else Waiting.MAYBE)
+        self.enter(Activity.STEP if trains else Activity.SAVE)
+
     def begin_steps(self) -> None:
         """The loop begins; its first step compiles."""
         self._first = True
@@ -117,6 +122,7 @@ class Pulse:
             self._numbers[place + 1] = max(0.0, seconds - self._waited)
             self._words[1] = seen + 1
         self._waited = 0.0
+        self._waiting = int(Waiting.NO)
         self.enter(Activity.STEP)
 
     def read(self) -> PulseReading | None:

@@ -6,6 +6,7 @@ nothing had happened, whichever process reads them.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.messages import AlertKind
 from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilisation
 from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.lines import first_line, kept_aside, newest_lines
 from trainium_trainer.monitor.stability import Judgement, Rules, Stability, judge
 from trainium_trainer.monitor.throughput import Throughput
-from trainium_trainer.monitor.writers import METRICS_NAME, first_line, newest_lines
+from trainium_trainer.monitor.writers import METRICS_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,24 +71,27 @@ def rules_of(config: MonitorConfig) -> Rules:
     )
 
 
-def read_past(root: Path, window: int) -> Past:
+def read_past(root: Path, window: int, aside: Path | None = None, *, last: int | None = None) -> Past:
     """The state after the last line of the history below `root`; lines of earlier versions tell less.
 
-    Raises StorageError.
+    `aside`: see `lines.LineWriter`, as of the step `last`. Raises StorageError.
     """
     lines = newest_lines(root / METRICS_NAME, 2 * window)  # skipped steps have no norm
+    lines += [json.loads(line) for line in kept_aside(root / METRICS_NAME, aside, last=last)]
     first = first_line(root / METRICS_NAME)
     if not lines or first is None:
         return Past()
-    last = lines[-1]
+    newest = lines[-1]
+    norms = tuple(line["gradNorm"] for line in lines if line["gradNorm"] is not None)
     stability = Stability(
-        norms=tuple(line["gradNorm"] for line in lines if line["gradNorm"] is not None)[-window:],
-        spikes=last.get("spikes", 0),
-        spike_steps=last.get("spikeSteps", 0),
-        lowest_loss=_or(last.get("lowestLoss"), math.inf),
-        alarm=last.get("alarm", False),
+        losses=tuple(line["loss"] for line in lines if line["gradNorm"] is not None)[-window:],
+        norms=norms[-window:],
+        spikes=newest.get("spikes", 0),
+        spike_steps=newest.get("spikeSteps", 0),
+        lowest_norm=_or(newest.get("lowestGradNorm"), min((norm for norm in norms if norm > 0.0), default=math.inf)),
+        alarm=newest.get("alarm", False),
     )
-    return Past(stability, last.get("productiveSeconds", 0.0), first["time"] - _or(first["seconds"], 0.0))
+    return Past(stability, newest.get("productiveSeconds", 0.0), first["time"] - _or(first["seconds"], 0.0))
 
 
 class Watch:
@@ -175,9 +180,9 @@ def _alerts(rules: Rules, judgement: Judgement, *, step: int, loss: float, norm:
         found.append(
             Alert(
                 AlertKind.LOSS_ALARM,
-                f"Step {step}: the loss, {loss:.4g}, is above {rules.alarm_ratio:g} times its lowest, "
-                f"{judgement.after.lowest_loss:.4g}: the run has diverged unless this passes; look at metrics.jsonl, "
-                "then lower optimizer.learningRate or go back to an earlier checkpoint.",
+                f"Step {step}: the gradient norm, {norm:.4g}, is above {rules.alarm_ratio:g} times its lowest, "
+                f"{judgement.after.lowest_norm:.4g} (the loss is {loss:.4g}): the run diverges unless this passes; "
+                "look at metrics.jsonl, then lower optimizer.learningRate or go back to an earlier checkpoint.",
             )
         )
     return found

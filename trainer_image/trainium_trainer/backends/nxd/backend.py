@@ -8,6 +8,7 @@ model's weights follow the master weights from before the first micro-batch on, 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import TYPE_CHECKING
@@ -16,26 +17,40 @@ import torch
 from torch import distributed as dist
 
 from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_contract.trainer_tuning import TuningMethod
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.nxd.adamw import Controls
 from trainium_trainer.backends.nxd.device import Device
 from trainium_trainer.backends.nxd.groups import join
 from trainium_trainer.backends.nxd.llama import apply_recompute, divided_llama, loss_sum
+from trainium_trainer.backends.nxd.regions import Region
 from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.backends.nxd.state import NxdState
 from trainium_trainer.backends.nxd.stores import Named, ReplicatedStore, Store, Zero1Store, square_sum
-from trainium_trainer.models.llama import initial_weight
+from trainium_trainer.backends.nxd.summands import Summands
+from trainium_trainer.backends.nxd.tuned import tuned_llama
+from trainium_trainer.checkpoint.dividing.nxd import divisions
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.dropout import dropped, sample_keys
+from trainium_trainer.models.initial import initial_box
 from trainium_trainer.monitor.pulse import Pulse
+from trainium_trainer.tuning.apply import initial_adapter
+from trainium_trainer.tuning.choice import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from trainium_trainer.config import Settings
     from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.models.llama import Llama
+    from trainium_trainer.models.nxd_layout import Piece
+    from trainium_trainer.weights.adapter import AdapterWeights
+    from trainium_trainer.weights.base import BaseWeights
 
-_NORMS = "norm.weight"
+_PROBE = (2, 16, 64)
+"""Samples, positions, features on which a device's mask of dropout is compared with the host's."""
 
 
 class NxdBackend:
@@ -46,46 +61,103 @@ class NxdBackend:
         # NxD calls an older name of autocast in every layer.
         warnings.filterwarnings("ignore", message=".*torch.cuda.amp.autocast.*", category=FutureWarning)
         self._pulse = pulse or Pulse()
-        self._config, self._shape = settings.config, settings.shape
+        self._config, self._shape, self._choice = settings.config, settings.shape, settings.choice
+        self._alone = settings.launch.alone
         self._device = Device()
         with self._pulse.peers:
             self._groups = join(settings, self._device.device)
         self.mesh = self._groups.mesh
         self._sequence = settings.config.parallelism.sequence and self.mesh.tp_size > 1
+        self._columns = self._known_columns()
         self._tokens = 0
         self._noted: list[float] = []
         self._derived = False
+
+    def _known_columns(self) -> int | None:
+        """How many of this rank's rows of the vocabulary have a token; None for all."""
+        share = self._shape.vocab_size // self.mesh.tp_size
+        known = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * share
+        return None if known >= share else max(0, known)
 
     def build(self) -> None:
         """Create the divided model without values, and allocate this rank's state. Collective."""
         precision = self._config.precision
         dtype = torch.float32 if precision is Precision.FLOAT32 else torch.bfloat16
         kept = torch.bfloat16 if precision.keeps_half else torch.float32
-        rank = self._groups.tensor_rank
-        self._model = divided_llama(rank, sequence=self._sequence, flash=self._device.is_neuron, dtype=dtype)
+        self._model = self._make_model(dtype)
         self._model.to_empty(device=self._device.device)
         self._model.tie()
         # Now, or the first micro-batch would be a graph of its own.
         self._model.rotary_table(self._config.data.sequence_length, self._device.device)
-        named = [Named(name, parameter, rank.pieces(name)) for name, parameter in self._model.named_parameters()]
+        parts = [self._named(name, parameter) for name, parameter in self._model.named_parameters()]
+        named = [entry for entry in parts if entry.parameter.requires_grad]
+        self._frozen = [entry for entry in parts if not entry.parameter.requires_grad]
         apply_recompute(self._model, self._config.recompute)
         layout = ReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
         self._store: Store = layout(named, self._config.optimizer, kept)
         if precision.keeps_half:
             self._store.inner.after_update = Sharing(self._store.held, self._groups.tensor).agree
-        self._norms = [number for number, entry in enumerate(named) if entry.name.endswith(_NORMS)]
+        self._summands = Summands(
+            named, self._groups.tensor, sequence=self._sequence, own_regions=self._config.tuning.freezes
+        )
         self._loss = torch.zeros((), device=self._device.device)
         self.state = NxdState(self._store.held, self._device)
         self._device.sync()
+        if self._drops and self._device.is_lazy and not self._alone:
+            self._refuse_other_masks()
 
-    def initialize(self, seed: int) -> None:
-        """Make each parameter's full value on the host, keep this rank's part, drop the rest."""
-        layers, std = self._shape.num_layers, self._shape.initial_std
+    @property
+    def _drops(self) -> bool:
+        tuning = self._config.tuning
+        return tuning.method is TuningMethod.LORA and tuning.lora.dropout > 0
 
-        def whole(name: str, size: torch.Size) -> Tensor:
-            return initial_weight(name, size, seed=seed, num_layers=layers, std=std)
+    def _refuse_other_masks(self) -> None:
+        """Raise UserError where this device hides other numbers than a CPU does."""
+        keys = sample_keys(torch.arange(_PROBE[0]), self._config.seed)
+        mask = functools.partial(dropped, module=-1, share=0.5, first=1 << 16)
+        (found,) = self._device.fetch([mask(torch.ones(_PROBE).to(self._device.device), keys.to(self._device.device))])
+        if not torch.equal(found, mask(torch.ones(_PROBE), keys)):
+            raise UserError(
+                f"tuning.lora.dropout is {self._config.tuning.lora.dropout:g}, but this device computes with integers "
+                "otherwise than a CPU, so a resumed run would not be the same everywhere: set tuning.lora.dropout to 0"
+            )
 
-        self.state.fill(whole)
+    def _make_model(self, dtype: torch.dtype) -> Llama:
+        """The divided model, of NxD's layers unless something is frozen."""
+        rank, tuning, flash = self._groups.tensor_rank, self._config.tuning, self._device.is_neuron
+        if not tuning.freezes:
+            return divided_llama(rank, sequence=self._sequence, flash=flash, dtype=dtype)
+        region = Region(self._groups.tensor, sequence=self._sequence)
+        return tuned_llama(rank, region, self._choice, tuning.lora, flash=flash, dtype=dtype)
+
+    def _named(self, name: str, parameter: nn.Parameter) -> Named:
+        rank, width = self._groups.tensor_rank, self._config.tuning.lora.rank
+        return Named(name, parameter, rank.pieces(name, adapter_rank=width), divisions(rank, name, adapter_rank=width))
+
+    @torch.no_grad()
+    def load_frozen(self, base: BaseWeights) -> None:
+        """See `Backend.load_frozen`; one parameter at a time is on the host."""
+        for entry in self._frozen:
+            made = torch.empty(entry.parameter.shape, dtype=entry.parameter.dtype)
+            for piece in entry.pieces:
+                base.fill(piece.name, piece.offsets, made[piece.start : piece.end])
+            entry.parameter.data = made.to(self._device.device)
+
+    def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
+        """See `Backend.initialize`; of a value from the seed the host draws this rank's box."""
+
+        def write(piece: Piece, target: Tensor) -> None:
+            name, size = piece.name, torch.Size(piece.whole)
+            if adapter is not None and adapter.has(name):
+                adapter.fill(name, piece.offsets, target)
+            elif is_adapter(name):
+                target.copy_(piece.of(initial_adapter(name, size, seed)))
+            elif base is not None:
+                base.fill(name, piece.offsets, target)
+            else:
+                target.copy_(initial_box(name, piece.offsets, piece.sizes, seed=seed, shape=self._shape))
+
+        self.state.fill(write)
 
     def agree(self, value: int) -> bool:
         """Compare by the greatest value and the greatest negative value."""
@@ -98,7 +170,7 @@ class NxdBackend:
         """Record forward and backward of the summed loss; launch them unless the update joins them."""
         self._derive()
         with self._pulse.work_with_collectives:
-            loss = self._forward(batch)
+            loss = self._forward(batch, samples=self._keys(batch))
             loss.backward()  # type: ignore[no-untyped-call]
             self._loss += loss.detach()
             if not last:
@@ -113,9 +185,20 @@ class NxdBackend:
             self._device.sync()
             self._derived = True
 
-    def _forward(self, batch: MicroBatch) -> Tensor:
+    def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None) -> Tensor:
         device = self._device.device
-        return loss_sum(self._model, batch.inputs.to(device), batch.labels.to(device), sequence=self._sequence)
+        return loss_sum(
+            self._model,
+            batch.inputs.to(device),
+            batch.labels.to(device),
+            sequence=self._sequence,
+            columns=self._columns,
+            samples=samples,
+        )
+
+    def _keys(self, batch: MicroBatch) -> Tensor | None:
+        """What names the samples for dropout; None where nothing is dropped."""
+        return sample_keys(batch.places, self._config.seed).to(self._device.device) if self._drops else None
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
         """One small sum on the host; tokens of a data-parallel share are counted by one of its ranks."""
@@ -130,10 +213,7 @@ class NxdBackend:
     def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`."""
         with self._pulse.work_with_collectives:
-            if self._sequence:
-                gradients = self._store.gradients()
-                for number in self._norms:  # each rank has seen its part of the sequence only
-                    dist.all_reduce(gradients[number], group=self._groups.tensor)
+            self._summands.add_up(self._store.gradients())
             number, betas = int(self.state.step) + 1, self._config.optimizer
             numbers = torch.tensor(
                 [

@@ -18,6 +18,7 @@ from torch_neuronx.utils import get_platform_target
 
 from trainium_trainer.backends.base import Mesh
 from trainium_trainer.backends.device import meet
+from trainium_trainer.backends.mesh import refuse_another_mesh
 from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def join(settings: Settings, device: torch.device) -> Groups:
     """Meet the other ranks and let NxD divide them. Collective."""
     launch, tensor = settings.launch, settings.config.parallelism.tensor
     host = _meet(settings.launch)
+    refuse_another_mesh(settings, host)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
     data_group: ProcessGroup = parallel_state.get_data_parallel_group()
     tensor_group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()

@@ -29,7 +29,7 @@ from trainium_trainer.models.rope import rotate
 
 if TYPE_CHECKING:
     from trainium_trainer.models.nxd_layout import TensorRank
-    from trainium_trainer.models.rope import Rotary
+    from trainium_trainer.models.rope import Context
     from trainium_trainer.models.shapes import ModelShape
 
 _FLASH_LENGTH = 2048
@@ -88,7 +88,7 @@ class NxdAttention(nn.Module):
         self.core = CoreAttention(flash=flash)
         self.o_proj = _row(query, shape.hidden_size, sequence=sequence, dtype=dtype)
 
-    def forward(self, x: Tensor, table: Rotary) -> Tensor:
+    def forward(self, x: Tensor, table: Context) -> Tensor:
         """[batch, sequence, hidden], or [sequence part, batch, hidden], to the same."""
         query, key, value = (self._heads(projected) for projected in self.qkv_proj(x))
         mixed = self.core(rotate(query, table), rotate(key, table), value)
@@ -112,7 +112,7 @@ class NxdMLP(nn.Module):
         self.gate_up_proj = _column(shape.hidden_size, 2 * width, sequence=sequence, dtype=dtype, stride=2)
         self.down_proj = _row(width, shape.hidden_size, sequence=sequence, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, _: Context) -> Tensor:
         """Of the size of `x`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
@@ -178,14 +178,42 @@ def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch
 
 def apply_recompute(model: Llama, mode: Recompute) -> None:
     """Let the backward pass compute again what `mode` says; names of parameters change, so collect them before."""
-    if mode is not Recompute.NONE:
-        again = CoreAttention if mode is Recompute.SELECTIVE else Block
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, again))
+    if mode is Recompute.NONE:
+        return
+    layers = model.model.layers
+    trained = [number for number, block in enumerate(layers) if any(one.requires_grad for one in block.parameters())]
+    again = CoreAttention if mode is Recompute.SELECTIVE else Block
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, again))
+    if mode is Recompute.FULL and trained:
+        # NxD's recompute gives gradients only where an input has one, which is not so behind a frozen embedding.
+        layers[trained[0]].register_forward_pre_hook(_with_gradient)
 
 
-def loss_sum(model: Llama, tokens: Tensor, labels: Tensor, *, sequence: bool) -> Tensor:
-    """Sum of the token losses of a micro-batch, [batch, sequence] each, in float32; the same on all tensor ranks."""
-    logits = _ContiguousGradient.apply(model(tokens)).float()  # type: ignore[no-untyped-call]
+def _with_gradient(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments of a block, of which the first gets a gradient where it has none."""
+    if not torch.is_grad_enabled() or args[0].requires_grad:
+        return None
+    return (args[0].detach().requires_grad_(), *args[1:])
+
+
+def loss_sum(
+    model: Llama,
+    tokens: Tensor,
+    labels: Tensor,
+    *,
+    sequence: bool,
+    columns: int | None = None,
+    samples: Tensor | None = None,
+) -> Tensor:
+    """Sum of the token losses of a micro-batch, [batch, sequence] each, in float32; the same on all tensor ranks.
+
+    Of this rank's part of the vocabulary only the first `columns` are tokens, if that is given; `samples` as `Llama`
+    takes them.
+    """
+    logits = _ContiguousGradient.apply(model(tokens, samples=samples)).float()  # type: ignore[no-untyped-call]
+    if columns is not None:
+        known = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device) < columns
+        logits = torch.where(known, logits, torch.finfo(logits.dtype).min)
     if sequence:
         labels = labels.transpose(0, 1).contiguous()
     valid = labels != IGNORED_LABEL

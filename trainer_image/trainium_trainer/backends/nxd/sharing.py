@@ -13,6 +13,8 @@ import torch
 from neuronx_distributed.parallel_layers import parallel_state
 from torch import distributed as dist
 
+from trainium_trainer.models.nxd_layout import shared_rows
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -29,10 +31,8 @@ class Sharing:
         everywhere: list[Tensor] = []
         repeated: list[Tensor] = []
         for entry in held:
-            for piece in entry.pieces:
-                if piece.replicas > 1:
-                    rows = repeated if piece.replicas < tensor.size() else everywhere
-                    rows.append(entry.master.detach()[piece.start : piece.end])
+            for start, end, all_hold in shared_rows(entry.pieces, tensor.size()):
+                (everywhere if all_hold else repeated).append(entry.master.detach()[start:end])
         self._groups = [(tensor, everywhere)]
         if repeated:
             self._groups.append((parallel_state.get_kv_shared_group(), repeated))

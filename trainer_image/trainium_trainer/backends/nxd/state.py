@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.nxd.device import Device
     from trainium_trainer.backends.nxd.stores import Held
+    from trainium_trainer.checkpoint.dividing.nxd import Stored
     from trainium_trainer.models.nxd_layout import Piece
 
 
@@ -30,9 +31,9 @@ class NxdState:
     def __init__(self, held: Sequence[Held], device: Device) -> None:
         self._device = device
         self._tensors: dict[tuple[Part, str], Tensor] = {}
-        self._pieces: dict[str, tuple[Piece, ...]] = {}
+        self._stored: dict[str, tuple[Stored, ...]] = {}
         for entry in held:
-            self._pieces[entry.name] = entry.pieces
+            self._stored[entry.name] = entry.stored
             self._tensors[Part.WEIGHT, entry.name] = entry.master
             self._tensors[Part.EXP_AVG, entry.name] = entry.exp_avg
             self._tensors[Part.EXP_AVG_SQ, entry.name] = entry.exp_avg_sq
@@ -40,11 +41,11 @@ class NxdState:
         self._lent: list[Tensor] = []
         self._settled = False
 
-    def _boxes(self) -> Iterator[tuple[str, tuple[Part, str], Piece]]:
-        """Checkpoint name, key of the tensor, and rows of every box that this rank holds."""
+    def _boxes(self) -> Iterator[tuple[str, tuple[Part, str], Stored]]:
+        """Checkpoint name, key of the tensor, and rows of every box, also of those that are empty on this rank."""
         for key in self._tensors:
-            for piece in self._pieces[key[1]]:
-                yield state_name(key[0], piece.name), key, piece
+            for stored in self._stored[key[1]]:
+                yield state_name(key[0], stored.piece.name), key, stored
 
     def state_dict(self) -> dict[str, Any]:
         """See `TrainState.state_dict`; the values are fetched when the first of them is used."""
@@ -57,13 +58,15 @@ class NxdState:
             return lambda: host()[key][piece.start : piece.end]
 
         found: dict[str, Any] = {OPTIMIZER_STEP: self.step}
-        for name, key, piece in self._boxes():
+        for name, key, stored in self._boxes():
+            piece = stored.piece
             found[name] = Box(
                 rows(key, piece),
                 whole=piece.whole,
                 offsets=piece.offsets,
                 sizes=piece.sizes,
                 dtype=self._tensors[key].dtype,
+                division=stored.division,
             )
         return found
 
@@ -74,30 +77,29 @@ class NxdState:
             raise KeyError(sorted(expected ^ state.keys()))
         if state[OPTIMIZER_STEP] is not self.step:
             self.step.copy_(state[OPTIMIZER_STEP])
-        self._replace(lambda part, piece: state[state_name(part, piece.name)].local)
 
-    def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
-        """Set the weights to this rank's boxes of whole tensors (by name and size), and the moments to zero."""
+        def box(part: Part, piece: Piece, target: Tensor) -> None:
+            target.copy_(state[state_name(part, piece.name)].local)
 
-        def box(part: Part, piece: Piece) -> Tensor | None:
-            if part is not Part.WEIGHT:
-                return None
-            values = value(piece.name, torch.Size(piece.whole))
-            for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-                values = values.narrow(dimension, offset, size)
-            return values
+        self._replace(box)
+
+    def fill(self, write: Callable[[Piece, Tensor], None]) -> None:
+        """Have `write` put this rank's boxes of the weights into tensors of their sizes; set the moments to zero."""
+
+        def box(part: Part, piece: Piece, target: Tensor) -> None:
+            if part is Part.WEIGHT:
+                write(piece, target)
 
         self._replace(box)
 
     @torch.no_grad()
-    def _replace(self, values: Callable[[Part, Piece], Tensor | None]) -> None:
-        """Make every tensor anew on the host, zero where there is no value, and send it to the device."""
+    def _replace(self, write: Callable[[Part, Piece, Tensor], None]) -> None:
+        """Make every tensor anew on the host, zero where nothing is written, and send it to the device."""
         for (part, name), tensor in self._tensors.items():
             made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            for piece in self._pieces[name]:
-                box = values(part, piece)
-                if box is not None:
-                    made[piece.start : piece.end] = box
+            for stored in self._stored[name]:
+                if (piece := stored.piece).sizes[0]:
+                    write(part, piece, made[piece.start : piece.end])
             tensor.copy_(made.to(tensor.device))
         self._lent = []
         self._device.sync()

@@ -17,12 +17,16 @@ from neuronx_distributed.parallel_layers import grads, parallel_state
 from torch import Tensor, nn
 
 from trainium_trainer.backends.nxd.adamw import GraphAdamW, adamw_settings
+from trainium_trainer.checkpoint.dividing.nxd import replicated, zero1
+from trainium_trainer.models.nxd_layout import norm_terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer_optimizer import OptimizerConfig
     from trainium_trainer.backends.nxd.adamw import Controls
+    from trainium_trainer.checkpoint.dividing.cuts import Division
+    from trainium_trainer.checkpoint.dividing.nxd import Stored
     from trainium_trainer.models.nxd_layout import Piece
 
     Decide = Callable[[Tensor], Controls]
@@ -40,6 +44,8 @@ class Named:
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
     """What its rows are."""
+    divisions: tuple[Division, ...]
+    """How the ranks of the job divide the whole tensor of each piece, before ZeRO-1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class Held:
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    stored: tuple[Stored, ...]
+    """All tensors that the parameter is stacked of, also those of which this rank has no rows."""
 
 
 class Store(Protocol):
@@ -100,7 +108,14 @@ class ReplicatedStore:
             entry.parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
         states = [self.inner.state[master] for master in self._masters]
         self.held = [
-            Held(entry.name, entry.pieces, master, state["exp_avg"], state["exp_avg_sq"])
+            Held(
+                entry.name,
+                entry.pieces,
+                master,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                replicated(entry.pieces, entry.divisions),
+            )
             for entry, master, state in zip(named, self._masters, states, strict=True)
         ]
 
@@ -169,7 +184,8 @@ class Zero1Store:
             rows, state = shard.shape[0], self.inner.state[shard]
             own = [piece.within(rank * rows, (rank + 1) * rows) for piece in entry.pieces]
             pieces = tuple(piece for piece in own if piece is not None)
-            self.held.append(Held(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"]))
+            stored = zero1(entry.pieces, entry.divisions, rank, rows)
+            self.held.append(Held(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"], stored))
             # The library would make them in the first backward pass, which would then be a graph of its own.
             gradient = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
             shard.main_grad = entry.parameter.main_grad = gradient  # type: ignore[attr-defined]
@@ -218,11 +234,7 @@ def square_sum(tensors: Sequence[Tensor], pieces: Sequence[tuple[Piece, ...]]) -
     """Sum of squares, float32; what several tensor-parallel ranks hold counts for its share on each."""
     terms = []
     for tensor, parts in zip(tensors, pieces, strict=True):
-        copies = {piece.replicas for piece in parts}
-        if len(copies) <= 1:
-            terms.append(_squares(tensor) / next(iter(copies), 1))
-        else:
-            terms += [_squares(tensor[piece.start : piece.end]) / piece.replicas for piece in parts]
+        terms += [_squares(tensor[start:end]) / replicas for start, end, replicas in norm_terms(parts)]
     return torch.stack(terms).sum()
 
 

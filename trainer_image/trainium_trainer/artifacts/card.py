@@ -1,0 +1,168 @@
+"""The model card (`README.md`) of an artifact: what it was made from, how, and how it went.
+
+Invariant: nothing here fails because something is not known; what is not known is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.trainer_tuning import TuningMethod
+from trainium_trainer.artifacts.manifest import CARD_NAME
+from trainium_trainer.artifacts.store import kept
+from trainium_trainer.checkpoint.storage import Retry, open_storage, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from trainium_contract.trainer_tuning import TuningConfig
+
+_BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
+_MOST_ROWS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a card says."""
+
+    kind: ArtifactKind
+    step: int
+    tokens: int
+    """Valid tokens that were trained on."""
+    settings: Mapping[str, Any]
+    """Those that the checkpoint names as fixed."""
+    tuning: TuningConfig
+    base: str | None
+    """Where the base is."""
+    precision: str
+    history: tuple[dict[str, Any], ...] = ()
+    """Lines of metrics.jsonl."""
+    grown: int = 0
+    """Rows of the vocabulary that the base does not have."""
+
+    def to_markdown(self) -> str:
+        """The text, with the header that model hubs read."""
+        lora = self.tuning.method is TuningMethod.LORA
+        head: dict[str, Any] = {"library_name": "peft" if self.kind is ArtifactKind.ADAPTER else "transformers"}
+        if self.base:
+            head["base_model"] = self.base
+        head |= {"pipeline_tag": "text-generation"}
+        what = "LoRA adapter" if self.kind is ArtifactKind.ADAPTER else "Model"
+        made = f"tuned from `{self.base}`" if self.base else "trained"
+        merged = ", the adapter merged in float32" if lora and self.kind is ArtifactKind.MODEL else ""
+        lines = [
+            "---",
+            *(f"{name}: {json.dumps(value)}" for name, value in head.items()),
+            "---",
+            "",
+            f"# {what} of step {self.step}",
+            "",
+            f"{made[0].upper()}{made[1:]} by trainium-trainer{merged}.",
+            "",
+            *_table(("setting", "value"), self._settings()),
+            *self._losses(),
+            *self._use(),
+            _BEGIN,
+            _END,
+            "",
+        ]
+        return "\n".join(lines)
+
+    def _settings(self) -> list[tuple[str, str]]:
+        lora = self.tuning.lora
+        rows = [("steps", f"{self.step:,}"), ("tokens trained on", f"{self.tokens:,}"), ("weights", self.precision)]
+        if self.tuning.method is TuningMethod.LORA:
+            rows += [
+                (
+                    "LoRA",
+                    f"rank {lora.rank}, alpha {lora.alpha:g}{', rank-stabilised' if lora.rank_stabilized else ''}",
+                ),
+                ("LoRA targets", ", ".join(lora.targets)),
+                ("LoRA dropout", f"{lora.dropout:g}"),
+            ]
+        if self.tuning.trainable is not None:
+            rows.append(("trained weights", ", ".join(self.tuning.trainable)))
+        names = {
+            "globalBatch": "samples of a step",
+            "sequenceLength": "tokens of a sample",
+            "seed": "seed",
+            "data": "digest of the data",
+            "weights": "digest of the base",
+        }
+        return rows + [(text, str(self.settings[name])) for name, text in names.items() if name in self.settings]
+
+    def _losses(self) -> list[str]:
+        """Some steps from the first to the last, the goodput, and what was held back."""
+        measured = [line for line in self.history if line.get("loss") is not None and line["step"] <= self.step]
+        if not measured:
+            return []
+        places = sorted({round(at * (len(measured) - 1) / (_MOST_ROWS - 1)) for at in range(_MOST_ROWS)})
+        rows = [(f"{measured[place]['step']:,}", f"{measured[place]['loss']:.4f}") for place in places]
+        lines = ["## Losses", "", *_table(("step", "loss"), rows)]
+        validation = [line for line in measured if line.get("validationLoss") is not None]
+        if validation:
+            newest = validation[-1]
+            lines += [f"Loss on held-back data after step {newest['step']:,}: {newest['validationLoss']:.4f}.", ""]
+        if (goodput := measured[-1].get("goodput")) is not None:
+            lines += [f"Goodput (time in steps of this history over all time): {100 * goodput:.1f} %.", ""]
+        return lines
+
+    def _use(self) -> list[str]:
+        if self.kind is ArtifactKind.ADAPTER:
+            base = self.base or "BASE"
+            resize = f"\nbase.resize_token_embeddings(base.config.vocab_size + {self.grown})" if self.grown else ""
+            code = (
+                "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+                f"base = AutoModelForCausalLM.from_pretrained({base!r}){resize}\n"
+                'model = PeftModel.from_pretrained(base, "this folder")'
+            )
+        else:
+            code = (
+                "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+                'model = AutoModelForCausalLM.from_pretrained("this folder")\n'
+                'tokenizer = AutoTokenizer.from_pretrained("this folder")'
+            )
+        return ["## Use", "", "```python", code, "```", ""]
+
+
+def read_lines(file: Path) -> tuple[dict[str, Any], ...]:
+    """The whole lines of a metrics.jsonl; none where there is no such file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ()
+    found = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return tuple(found)
+
+
+def add_evaluation(location: str, markdown: str, retry: Retry | None = None) -> None:
+    """Put the result of an evaluation into the card of the artifact at `location`, in place of an earlier one.
+
+    Nothing happens where there is no card, or none of ours. Raises StorageError.
+    """
+    storage, retry = open_storage(location), retry or Retry()
+    data = kept(lambda: read_small(storage, CARD_NAME), location, retry)
+    text = "" if data is None else data.decode(errors="replace")
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        return
+    new = f"{before}{_BEGIN}\n\n## Evaluation\n\n{markdown.strip()}\n\n{_END}{after}"
+    if new != text:
+        kept(lambda: storage.write(CARD_NAME, new.encode()), location, retry)
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    return [*lines, *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows), ""]

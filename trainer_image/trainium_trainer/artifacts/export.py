@@ -1,0 +1,153 @@
+"""By hand: a durable checkpoint as a Hugging Face folder or as a peft adapter, and an adapter merged into its base.
+
+What model a checkpoint is of, the checkpoint itself says.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer_data import TokenizerConfig
+from trainium_contract.trainer_tuning import TuningConfig
+from trainium_trainer.artifacts.card import read_lines
+from trainium_trainer.artifacts.companions import TOKENIZER_NAMES, check_tokenizer
+from trainium_trainer.artifacts.making import Making, of_adapter
+from trainium_trainer.artifacts.result import CheckpointWeights
+from trainium_trainer.artifacts.stage import source_of
+from trainium_trainer.artifacts.writer import Alone, write_artifact
+from trainium_trainer.checkpoint.chosen import choose, damage_is_a_sentence, shape_of
+from trainium_trainer.checkpoint.contents import Contents
+from trainium_trainer.checkpoint.storage import S3_SCHEME, Retry, open_storage
+from trainium_trainer.data.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.exits import UserError
+from trainium_trainer.monitor.writers import METRICS_NAME
+from trainium_trainer.weights.adapter import AdapterWeights
+from trainium_trainer.weights.base import BaseWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainium_trainer.checkpoint.survey import Committed
+
+
+def export(
+    root: str,
+    folder: Path | str,
+    *,
+    step: int | None = None,
+    precision: ArtifactPrecision = ArtifactPrecision.BFLOAT16,
+    tokenizer: Path | None = None,
+    base: str | None = None,
+    kind: ArtifactKind = ArtifactKind.MODEL,
+    largest: int | None = None,
+    beat: Callable[[float], None] = lambda _: None,
+) -> int:
+    """Write the checkpoint of `step` (the newest for None) below `root` to `folder`; returns its step.
+
+    Both may be s3://bucket/prefix. `base` is the model that the run began with, needed where it trained a part of it
+    only. A killed export is continued by the next with the same arguments. Raises UserError when there is no such
+    checkpoint, when it is damaged or not of a Llama of ours, when the base is missing or another one, or when the
+    folder is not empty; StorageError when a store fails.
+    """
+    file = tokenizer_file(TokenizerConfig(path=str(tokenizer))) if tokenizer is not None else None
+    storage, retry = open_storage(root), Retry()
+    checkpoint = choose(storage, root, step, milestones=True)
+    shape, tuning = shape_of(checkpoint), _tuning_of(checkpoint)
+    if file is not None:
+        check_tokenizer(file, shape.vocab_size - shape.vocab_padding)
+    with damage_is_a_sentence(root):
+        trained = CheckpointWeights(Contents(storage, checkpoint, retry))
+        if not trained.names:
+            raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
+        if kind is ArtifactKind.ADAPTER and "tuning" not in checkpoint.manifest.settings:
+            raise UserError(f"{root}: the run trained no adapter: leave out --adapter to export the model")
+        making = Making(
+            shape=shape,
+            tuning=tuning,
+            trained=trained,
+            names=trained.names,
+            source=source_of(checkpoint),
+            base=_base_of(checkpoint, root, base),
+            seed=int(checkpoint.manifest.settings.get("seed", 0)),
+            step=checkpoint.step,
+            tokens=checkpoint.manifest.tokens,
+            settings=dict(checkpoint.manifest.settings),
+            tokenizer=file,
+            history=() if root.startswith(S3_SCHEME) else read_lines(Path(root) / METRICS_NAME),
+        )
+        blueprint = making.blueprint(kind, precision, largest)
+        write_artifact(blueprint, open_storage(str(folder)), Alone(), retry=retry, beat=beat)
+    return checkpoint.step
+
+
+def merge(
+    base: str,
+    adapter: str,
+    folder: Path | str,
+    *,
+    precision: ArtifactPrecision = ArtifactPrecision.BFLOAT16,
+    largest: int | None = None,
+    beat: Callable[[float], None] = lambda _: None,
+) -> None:
+    """Write the model at `base` with the peft adapter at `adapter` merged into it; all may be s3://bucket/prefix.
+
+    Raises UserError when one of them cannot be used, when they do not belong together, or when the folder is not empty;
+    StorageError when a store fails.
+    """
+    weights = BaseWeights.open(base, field="--base")
+    tuned = AdapterWeights.open(adapter, field="--adapter")
+    tuned.check_base(weights.shape, weights.digest)
+    with _tokenizer_of(tuned) as tokenizer:
+        if tokenizer is not None and vocabulary_of(tokenizer) > weights.shape.vocab_size:
+            raise UserError(
+                f"--adapter {adapter}: its tokenizer has {vocabulary_of(tokenizer)} entries, but the model at --base "
+                f"has {weights.shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
+                f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
+            )
+        blueprint = of_adapter(tuned, weights, tokenizer).blueprint(ArtifactKind.MODEL, precision, largest)
+        write_artifact(blueprint, open_storage(str(folder)), Alone(), retry=Retry(), beat=beat)
+
+
+@contextmanager
+def _tokenizer_of(adapter: AdapterWeights) -> Iterator[Path | None]:
+    """A copy of the tokenizer beside an adapter, which may have tokens and a template that the base's has not."""
+    sizes = adapter.source.sizes()
+    if TOKENIZER_FILE not in sizes:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        for name in TOKENIZER_NAMES:
+            if name in sizes:
+                (Path(copy) / name).write_bytes(adapter.source.read(name))
+        yield Path(copy) / TOKENIZER_FILE
+
+
+def _tuning_of(checkpoint: Committed) -> TuningConfig:
+    try:
+        return TuningConfig.model_validate(checkpoint.manifest.settings.get("tuning", {}))
+    except ValidationError as error:
+        raise UserError(
+            f"{checkpoint.folder} does not say how it was tuned: take it with the version that wrote it"
+        ) from error
+
+
+def _base_of(checkpoint: Committed, root: str, base: str | None) -> BaseWeights | None:
+    """The model that the run began with. UserError when it is needed and not given, or not the one that is given."""
+    recorded = checkpoint.manifest.settings.get("weights")
+    if base is None:
+        if recorded is not None and _tuning_of(checkpoint).freezes:
+            raise UserError(
+                f"{root}: the checkpoints hold only what was trained: name the model that the run began with "
+                "(model.weights) by --base"
+            )
+        return None
+    weights = BaseWeights.open(base, field="--base")
+    if weights.digest != recorded:
+        raise UserError(f"--base {base}: is not the model that the run in {root} began with: name that one")
+    return weights

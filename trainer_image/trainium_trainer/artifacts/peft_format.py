@@ -1,0 +1,81 @@
+"""An adapter as peft's library saves it: names, configuration, and what peft needs to know of our extras.
+
+Invariant: `PeftModel.from_pretrained(base, folder)` computes what the run computed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.tuning.choice import LORA_A, is_adapter
+from trainium_trainer.weights.adapter import BASE_DIGEST, PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from trainium_contract.trainer_tuning import LoraConfig
+
+_NOTHING: dict[str, Any] = {
+    "alpha_pattern": {},
+    "auto_mapping": None,
+    "bias": "none",
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "lora_bias": False,
+    "peft_type": "LORA",
+    "rank_pattern": {},
+    "revision": None,
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+}
+"""Fields that say that something is not used."""
+
+
+def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[str], base: str | None) -> bytes:
+    """The contents of `adapter_config.json`.
+
+    `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is where the base is.
+    """
+    modules = [name.removesuffix(f".{LORA_A}.weight") for name in names if name.endswith(f".{LORA_A}.weight")]
+    whole = [name.removesuffix(".weight") for name in names if not is_adapter(name)]
+    config = _NOTHING | {
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rank_stabilized,
+        "target_modules": short_names(modules, linears),
+        "modules_to_save": whole or None,
+    }
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def short_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
+    """The last parts of the modules' names where those mean no other module; else the whole names."""
+    chosen = set(modules)
+    leaves = {name.rpartition(".")[2] for name in chosen}
+    meant = {name for name in linears if name.rpartition(".")[2] in leaves}
+    return sorted(leaves if meant == chosen else chosen)
+
+
+def tensor_names(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The sizes by the names that peft gives the tensors."""
+    return {f"{PREFIX}{name}": size for name, size in sorted(sizes.items())}
+
+
+def parameter_name(tensor: str) -> str:
+    """Our name of one of peft's tensors."""
+    return tensor.removeprefix(PREFIX)
+
+
+def file_metadata(base_digest: str) -> dict[str, str]:
+    """What the tensor file says beside tensors, so that the adapter is not put beside another base."""
+    return {BASE_DIGEST: base_digest} if base_digest else {}

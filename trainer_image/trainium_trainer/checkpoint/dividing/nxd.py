@@ -1,0 +1,59 @@
+"""How the ranks of the nxd backend divide whole tensors, in the words of checkpoints.
+
+Invariant: follows from the boxes of all ranks of the group, so it cannot differ from where the values are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_trainer.checkpoint.dividing.cuts import Division
+    from trainium_trainer.models.nxd_layout import Piece, TensorRank
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the checkpoint in a parameter's state."""
+
+    piece: Piece
+    """This rank's rows of it, perhaps none."""
+    division: Division
+    """How all ranks divide it."""
+
+
+def divisions(rank: TensorRank, parameter: str, *, adapter_rank: int = 0) -> tuple[Division, ...]:
+    """The division of each piece of a parameter over the tensor-parallel group; KeyError like `TensorRank.pieces`."""
+    group = [replace(rank, rank=each).pieces(parameter, adapter_rank=adapter_rank) for each in range(rank.size)]
+    return tuple(_division([pieces[number] for pieces in group]) for number in range(len(group[0])))
+
+
+def _division(boxes: list[Piece]) -> Division:
+    """Of one piece, from its boxes on all ranks of the group, which are of equal size."""
+    first = boxes[0]
+    for dimension, (size, whole) in enumerate(zip(first.sizes, first.whole, strict=True)):
+        if size != whole:
+            order = tuple(box.offsets[dimension] // size for box in boxes)
+            return (Cut(dimension, Axis.TENSOR, size, order=order),)
+    return ()
+
+
+def replicated(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[Stored, ...]:
+    """What a parameter is stacked of where every data-parallel rank holds its state."""
+    return tuple(Stored(piece, division) for piece, division in zip(pieces, divided, strict=True))
+
+
+def zero1(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[Stored, ...]:
+    """The same where data-parallel rank number `rank` holds the state of the `rank`-th run of `rows` rows."""
+    return tuple(
+        Stored(
+            piece.within(rank * rows, (rank + 1) * rows) or piece.nothing(),
+            (*division, Cut(0, Axis.DATA, rows, piece.start)),
+        )
+        for piece, division in zip(pieces, divided, strict=True)
+    )

@@ -1,0 +1,55 @@
+"""Which data-parallel ranks have graphs of their own on backend Nxd: those whose rows of the state are counted apart.
+
+With ZeRO-1 a data-parallel rank holds a run of rows of every parameter. Where some of a parameter's rows are on several
+tensor-parallel ranks (key and value heads with more ranks than heads, an adapter's whole matrix), the sum of squares
+divides by how many, and that number and its rows are constants of the graph. Invariant: it is decided by the functions
+that the store itself cuts with (`norm_terms`, `shared_rows`), so a rank whose graphs differ cannot be missed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_trainer.checkpoint.nxd_layout import Projections, parameters_of
+from trainium_trainer.models.nxd_layout import TensorRank, norm_terms, shared_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainium_trainer.config import Settings
+    from trainium_trainer.models.nxd_layout import Piece
+
+
+def data_ranks(settings: Settings) -> tuple[int, ...]:
+    """The first data-parallel rank of each kind on backend Nxd, 0 always the first of them."""
+    config, size = settings.config, settings.dp_size
+    if size == 1 or config.data_parallel is DataParallelMode.REPLICATED:
+        return (0,)
+    rank, width = TensorRank(settings.shape, 0, config.parallelism.tensor), config.tuning.lora.rank
+    names: Iterable[str] = settings.choice.sizes
+    if not config.tuning.freezes:
+        names = parameters_of(settings.shape, Projections.FUSED)
+    # Layers are alike, so a set is small.
+    parameters = {rank.pieces(name, adapter_rank=width) for name in {_of_one_layer(name) for name in names}}
+    ordered = sorted(parameters, key=lambda pieces: pieces[0].name)
+    kinds: dict[object, int] = {}
+    for number in range(size):
+        held = [_run(pieces, number, size) for pieces in ordered]
+        sums = tuple(norm_terms(pieces) for pieces in held)
+        shared = tuple(shared_rows(pieces, rank.size) for pieces in held) if config.precision.keeps_half else ()
+        kinds.setdefault((sums, shared), number)
+    return tuple(kinds.values())
+
+
+def _run(pieces: tuple[Piece, ...], number: int, size: int) -> tuple[Piece, ...]:
+    """What one of `size` data-parallel ranks holds of a parameter: equal runs of rows, the last ones padded."""
+    rows = -(-sum(piece.sizes[0] for piece in pieces) // size)
+    found = (piece.within(number * rows, (number + 1) * rows) for piece in pieces)
+    return tuple(piece for piece in found if piece is not None)
+
+
+def _of_one_layer(name: str) -> str:
+    """The same parameter of the first layer."""
+    parts = name.split(".")
+    return ".".join([*parts[:2], "0", *parts[3:]]) if parts[1] == "layers" else name

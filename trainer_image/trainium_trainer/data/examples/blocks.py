@@ -1,0 +1,193 @@
+"""From a block of records to tokens: what a worker process does.
+
+Invariant: the result is a pure function of the block and the recipe; a block is read again from its beginning when the
+store failed on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainium_trainer.data.documents import Skipped
+from trainium_trainer.data.examples.encode import TextEncoder
+from trainium_trainer.data.examples.forms.example import BadRecordError
+from trainium_trainer.data.examples.forms.filter import Filter
+from trainium_trainer.data.examples.too_long import fitted
+from trainium_trainer.data.files import reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from trainium_trainer.data.documents import Block, Record, Source
+    from trainium_trainer.data.examples.forms.example import Example
+    from trainium_trainer.data.examples.forms.making import Maker
+    from trainium_trainer.data.examples.recipe import Recipe
+    from trainium_trainer.data.examples.too_long import Encoded
+
+_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An example that is left, with the hash of its record."""
+
+    example: Example
+    encoded: Encoded
+    record: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of records."""
+
+    records: int = 0
+    filtered: int = 0
+    """By data.examples.where."""
+    left_out: int = 0
+    """By the user's function."""
+    cut: int = 0
+    dropped: int = 0
+    shortest_dropped: int = 0
+    """Tokens of the shortest example that was dropped."""
+    found: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Some values of the fields that data.examples.where asks for."""
+
+    def add(self, other: Counts) -> None:
+        """Take another's numbers too."""
+        for name in ("records", "filtered", "left_out", "cut", "dropped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        known = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
+        self.shortest_dropped = min(known, default=0)
+        for name, values in other.found.items():
+            seen = self.found.setdefault(name, {})
+            seen |= dict.fromkeys(list(values)[: 8 - len(seen)])
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleBlock:
+    """The examples of a block."""
+
+    ids: Any
+    """Tokens of all of them, uint16 or uint32."""
+    trained: Any
+    """Whether each is learned, bool."""
+    lengths: Any
+    """Tokens of each example, int64."""
+    answers: Any
+    """Where the last answer of each begins, int64."""
+    records: Any
+    """Hash of each one's record, uint64: it decides what is held back for validation."""
+    before: Any
+    """Tokens of every example before it was cut or dropped, int64."""
+    skipped: tuple[Skipped, ...]
+    counts: Counts
+
+
+class Encoder:
+    """Makes and encodes the examples of one source."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Load tokenizer, templates and function. Raises UserError."""
+        assert recipe.tokenizer is not None
+        self._recipe = recipe
+        self.texts = TextEncoder(Path(recipe.tokenizer), recipe.special, recipe.bos)
+        self.maker: Maker = recipe.maker(self.texts.specials)
+
+    def encode(
+        self, items: Iterable[Record | Skipped], counts: Counts, skipped: list[Skipped], before: list[int]
+    ) -> Iterator[Made]:
+        """The examples that are left; what became of the others goes into the other arguments. Raises UserError."""
+        config = self._recipe.config
+        for batch in _batches(self._examples(items, counts, skipped)):
+            encoded = self.texts.encode([example for example, _ in batch], self.maker.guard, config.loss)
+            for (example, record), one in zip(batch, encoded, strict=True):
+                before.append(len(one.ids))
+                kept = fitted(one, self._recipe.most, config.too_long)
+                if kept is None:
+                    counts.dropped += 1
+                    counts.shortest_dropped = min(counts.shortest_dropped or len(one.ids), len(one.ids))
+                    continue
+                counts.cut += len(kept.ids) < len(one.ids)
+                yield Made(example, kept, record)
+
+    def block(self, items: Iterable[Record | Skipped]) -> ExampleBlock:
+        """The same as arrays."""
+        counts, skipped, before = Counts(), list[Skipped](), list[int]()
+        made = list(self.encode(items, counts, skipped, before))
+        dtype = np.uint16 if self.texts.vocabulary <= 2**16 else np.uint32
+        rows = [one.encoded for one in made]
+        return ExampleBlock(
+            ids=np.concatenate([row.ids for row in rows]).astype(dtype) if rows else np.empty(0, dtype),
+            trained=np.concatenate([row.trained for row in rows]) if rows else np.empty(0, bool),
+            lengths=np.array([len(row.ids) for row in rows], np.int64),
+            answers=np.array([row.answer for row in rows], np.int64),
+            records=np.array([one.record for one in made], np.uint64),
+            before=np.array(before, np.int64),
+            skipped=tuple(skipped),
+            counts=counts,
+        )
+
+    def _examples(
+        self, items: Iterable[Record | Skipped], counts: Counts, skipped: list[Skipped]
+    ) -> Iterator[tuple[Example, int]]:
+        chosen = Filter(self._recipe.config.where)
+        counts.found = chosen.found
+        for item in items:
+            if isinstance(item, Skipped):
+                skipped.append(item)
+                continue
+            counts.records += 1
+            if not chosen(item.fields):
+                counts.filtered += 1
+                continue
+            try:
+                example = self.maker.example(item)
+            except BadRecordError as error:
+                skipped.append(item.skipped(str(error)))
+                continue
+            if example is None:
+                counts.left_out += 1
+                continue
+            yield example, hash_of(item.fields)
+
+
+def hash_of(fields: Mapping[str, Any]) -> int:
+    """64 bits that name a record, whatever the order of its fields."""
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _batches(examples: Iterator[tuple[Example, int]]) -> Iterator[list[tuple[Example, int]]]:
+    batch: list[tuple[Example, int]] = []
+    for one in examples:
+        batch.append(one)
+        if len(batch) == _AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+# ---- what is called in a worker process, by reference ---------------------------------------------------------------
+
+_installed: dict[str, Any] = {}
+
+
+def install(recipe: Recipe) -> tuple[int, int]:
+    """Prepare this process; returns the vocabulary's size and the token that fills up."""
+    _installed["encoder"] = Encoder(recipe)
+    _installed["source"] = recipe.spec.open()
+    return _installed["encoder"].texts.vocabulary, _installed["encoder"].texts.padding
+
+
+def encode_block(block: Block) -> ExampleBlock:
+    """The examples of a block of the installed source."""
+    source: Source = _installed["source"]
+    encoder: Encoder = _installed["encoder"]
+    return reading(source.named(block), lambda: encoder.block(source.records(block)))

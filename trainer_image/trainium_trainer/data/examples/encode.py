@@ -1,0 +1,130 @@
+"""From the text of an example to tokens, and which of them are learned.
+
+Invariants: the tokens of a prompt in training are those that it has when an answer is generated to it; a text begins
+as `data.bos` says; an answer that no chat template ends
+ends with the tokenizer's EOS, which is learned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from trainium_contract.trainer_examples import LossOn
+from trainium_trainer.data.bos import beginning_of
+from trainium_trainer.data.examples.too_long import Encoded
+from trainium_trainer.data.tokenizer import end_of_document, load_tokenizer, vocabulary_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+    from trainium_contract.trainer_data import BosToken
+    from trainium_trainer.data.examples.forms.example import Example
+    from trainium_trainer.data.examples.forms.fields import Guard
+    from trainium_trainer.data.special_tokens import Special
+
+Places: TypeAlias = "NDArray[np.int64]"
+
+
+class TextEncoder:
+    """A tokenizer for examples: special tokens in a text are such, unless the guard marks them."""
+
+    def __init__(self, file: Path, special: Special, bos: BosToken) -> None:
+        """Load a `tokenizer.json`. Raises UserError."""
+        self.vocabulary = vocabulary_of(file)
+        self._tokenizer = load_tokenizer(file)
+        self._tokenizer.encode_special_tokens = False
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(number for number, token in added if token.special)
+        self.specials = tuple(sorted(token.content for _, token in added if token.special))
+        eos = special.token("eos_token")
+        end = self._tokenizer.token_to_id(eos) if eos is not None else None
+        self.end: int = end if end is not None else end_of_document(self._tokenizer, file)
+        self.padding = padding_of(self._tokenizer, special, self.end)
+        self._beginning = beginning_of(self._tokenizer, file, special, bos)
+
+    def encode(self, examples: Sequence[Example], guard: Guard, loss: LossOn) -> list[Encoded]:
+        """The tokens of examples."""
+        pairs = [number for number, example in enumerate(examples) if not example.framed]
+        prompts = self._ids([examples[number].prompt for number in pairs], guard)
+        wholes = self._ids([examples[number].text for number in pairs], guard)
+        found: dict[int, Encoded] = {}
+        for number, prompt, whole in zip(pairs, prompts, wholes, strict=True):
+            found[number] = self._pair(examples[number], prompt, whole, guard)
+        for number, example in enumerate(examples):
+            if example.framed:
+                found[number] = self._conversation(example, guard)
+        results = [found[number] for number in range(len(examples))]
+        if loss is LossOn.ALL:
+            for result in results:
+                result.trained[:] = True
+        return results
+
+    def prompt_ids(self, prompt: str, guard: Guard, *, framed: bool) -> list[int]:
+        """The tokens of a prompt that is to be answered."""
+        (ids,) = self._ids([prompt], guard)
+        return self._beginning.begun(ids, framed=framed)[0]
+
+    def end_of(self, answer: str) -> int:
+        """Where an answer ends that a chat template wrote: before the special token that ends the turn."""
+        ending = next((name for name in self.specials if answer.endswith(name)), "")
+        return len(answer) - len(ending)
+
+    def _pair(self, example: Example, prompt: list[int], whole: list[int], guard: Guard) -> Encoded:
+        if whole[: len(prompt)] != prompt:  # a token reaches over the boundary, or depends on what follows it
+            whole = prompt + self._ids([example.answer], guard)[0]
+        ids, frame = self._beginning.begun(whole)
+        answer = max(0, len(prompt) + len(ids) - len(whole))
+        if not ids or ids[-1] != self.end:
+            ids = [*ids, self.end]
+        trained = np.arange(len(ids)) >= answer
+        return Encoded(np.array(ids, np.int64), trained, answer, frame)
+
+    def _conversation(self, example: Example, guard: Guard) -> Encoded:
+        written, starts, ends = self._with_places(example.text, guard)
+        begun, frame = self._beginning.begun(written.tolist(), framed=True)
+        ids = np.array(begun, np.int64)
+        starts, ends = (_moved(places, len(ids) - len(written)) for places in (starts, ends))
+        trained = np.zeros(len(ids), bool)
+        for start, end in example.answers:
+            trained |= (starts >= start) & (ends <= end) & (ends > starts)
+        answer = int(np.searchsorted(starts, example.answers[-1][0]))
+        return Encoded(ids, trained, answer, frame)
+
+    def _ids(self, texts: Sequence[str], guard: Guard) -> list[list[int]]:
+        if not any(map(guard.marked, texts)):
+            return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [self._with_places(text, guard)[0].tolist() for text in texts]
+
+    def _with_places(self, text: str, guard: Guard) -> tuple[Places, Places, Places]:
+        """Tokens, and where each begins and ends in the text."""
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for piece, plain in guard.pieces(text):
+            self._tokenizer.encode_special_tokens = plain
+            encoding = self._tokenizer.encode(piece, add_special_tokens=False)
+            self._tokenizer.encode_special_tokens = False
+            ids += encoding.ids
+            # What stands for one character is one place, whatever it says.
+            places += [(at, at + 1)] * len(encoding.ids) if plain else [(at + a, at + b) for a, b in encoding.offsets]
+            at += 1 if plain else len(piece)
+        table = np.array(places, np.int64).reshape(-1, 2)
+        return np.array(ids, np.int64), table[:, 0], table[:, 1]
+
+
+def padding_of(tokenizer: Tokenizer, special: Special, end: int) -> int:
+    """The token that fills up a sequence: the tokenizer's, else the one that ends a text."""
+    name = special.token("pad_token")
+    number = tokenizer.token_to_id(name) if name is not None else None
+    return end if number is None else int(number)
+
+
+def _moved(places: Places, by: int) -> Places:
+    """The places of the tokens after `by` were put before them, which stand nowhere in the text, or taken away."""
+    return np.concatenate([np.full(by, -1, np.int64), places]) if by >= 0 else places[-by:]

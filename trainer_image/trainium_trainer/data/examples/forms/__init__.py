@@ -1,0 +1,1 @@
+"""From a record to the text of an example, by format."""

@@ -1,0 +1,168 @@
+"""The examples that are held back, as text: what a model is asked in an evaluation.
+
+Invariants: always the same examples, in the order of their records, and never one that is trained on; a prompt has the
+tokens that it has in training.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.trainer_examples import DataFormat, LossOn
+from trainium_trainer.data.cache import cache_directory, sources_of, usable
+from trainium_trainer.data.examples.blocks import Counts, Encoder
+from trainium_trainer.data.examples.forms.example import BadRecordError, answered
+from trainium_trainer.data.examples.opening import tokenizer_of, validation_sources
+from trainium_trainer.data.examples.recipe import recipe_of
+from trainium_trainer.data.files import reading
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trainium_contract.trainer_data import DataConfig
+    from trainium_trainer.data.documents import Block, Record, Skipped
+    from trainium_trainer.data.documents import Source as Records
+    from trainium_trainer.data.examples.blocks import Made
+    from trainium_trainer.data.examples.encode import TextEncoder
+    from trainium_trainer.data.examples.forms.fields import Guard
+    from trainium_trainer.data.examples.opening import Source
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutExample:
+    """One example that is not trained on."""
+
+    prompt_text: str
+    """With whatever a template writes around it."""
+    prompt_ids: tuple[int, ...]
+    """Its tokens as in training, the beginning of a text among them; cut where the example was."""
+    answer_text: str
+    """The answer of the record, without the token that ends it."""
+    answer_ids: tuple[int, ...]
+    """Its tokens as in training, the one that ends it among them."""
+    label: str | None
+    """The word of the class."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What a model is asked, and what it should say."""
+
+    examples: tuple[HeldOutExample, ...]
+    labels: tuple[str, ...]
+    """The words of all classes; none where the format is not Classification."""
+    label_ids: tuple[tuple[int, ...], ...]
+    """The tokens of those words as answers, without the one that ends them."""
+    end: int
+    """The token that ends an answer: that of a turn in a chat, else the tokenizer's EOS."""
+
+
+def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
+    """The examples that data.validation holds back, at most `most` of them, source by source in their order.
+
+    Raises UserError for data.format Text, for data without data.validation, and for unusable data; StorageError.
+    """
+    _refuse_text(config)
+    if config.validation is None:
+        raise UserError("data.validation is not given, so no example is held back: give it a fraction or a source")
+    with usable(cache_directory(config)) as cache:
+        sources = validation_sources(config, tokenizer_of(config, cache), cache)
+    encoders = [Encoder(source.recipe) for source in sources]
+    found = itertools.chain.from_iterable(
+        _of_source(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
+    )
+    labels = config.examples.classification.labels if config.format is DataFormat.CLASSIFICATION else ()
+    examples = tuple(itertools.islice(found, most))
+    texts = encoders[0].texts
+    ends = {one.answer_ids[-1] for one in examples if one.answer_ids[-1] in texts.special_ids} if examples else set()
+    end = ends.pop() if len(ends) == 1 else texts.end
+    return HeldOut(examples, labels, _label_ids(encoders[0], examples, labels), end)
+
+
+def _label_ids(
+    encoder: Encoder, examples: Sequence[HeldOutExample], labels: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each label after a prompt."""
+    if not labels or not examples:
+        return ()
+    first = examples[0]
+    assert first.label is not None
+    space = first.answer_text.removesuffix(first.label)
+    made = [answered(first.prompt_text, f"{space}{label}") for label in labels]
+    encoded = encoder.texts.encode(made, encoder.maker.guard, LossOn.ANSWER)
+    return tuple(tuple(one.ids[one.answer : -1].tolist()) for one in encoded)
+
+
+def prompt_of(config: DataConfig, given: dict[str, Any] | str) -> str:
+    """The prompt for a record without an answer, or for a text where the format asks for one field only.
+
+    Raises UserError.
+    """
+    return prompts_of(config, [given])[0][0]
+
+
+def prompt_ids_of(config: DataConfig, given: dict[str, Any] | str) -> tuple[int, ...]:
+    """The tokens of that prompt, as in training. Raises UserError."""
+    return prompts_of(config, [given])[0][1]
+
+
+def prompts_of(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Text and tokens of several prompts, see `prompt_of`. Raises UserError."""
+    _refuse_text(config)
+    with usable(cache_directory(config)) as cache:
+        tokenizer = tokenizer_of(config, cache)
+    encoder = Encoder(recipe_of(config, sources_of(config)[0][0], tokenizer))
+    return [_prompt(encoder, one) for one in given]
+
+
+def _prompt(encoder: Encoder, given: dict[str, Any] | str) -> tuple[str, tuple[int, ...]]:
+    fields = encoder.maker.prompt_of_text(given) if isinstance(given, str) else given
+    try:
+        text, framed = encoder.maker.prompt(fields)
+    except BadRecordError as error:
+        raise UserError(f"the prompt: {error}") from error
+    guard = encoder.maker.guard
+    return guard.show(text), tuple(encoder.texts.prompt_ids(text, guard, framed=framed))
+
+
+def _refuse_text(config: DataConfig) -> None:
+    if config.format is DataFormat.TEXT:
+        raise UserError("data.format is Text, which has no prompts and answers: set another data.format")
+
+
+def _of_source(source: Source, encoder: Encoder) -> Iterator[HeldOutExample]:
+    """The examples of a source that are held back: its records are read again, and counted as when they were stored."""
+    guard = encoder.maker.guard
+    made = encoder.encode(_records(source), Counts(), [], [])
+    for one, held in zip(made, source.held, strict=False):
+        if held and one.encoded.answer < len(one.encoded.ids):
+            yield _shown(one, guard, encoder.texts)
+
+
+def _shown(one: Made, guard: Guard, texts: TextEncoder) -> HeldOutExample:
+    example = one.example
+    answer_text = example.answer
+    if example.framed:  # ends as a turn does
+        answer_text = answer_text[: texts.end_of(answer_text)]
+    ids, answer = one.encoded.ids, one.encoded.answer
+    end = int(one.encoded.trained.nonzero()[0][-1]) + 1  # what a chat template writes after the answer is not learned
+    return HeldOutExample(
+        prompt_text=guard.show(example.prompt),
+        prompt_ids=tuple(ids[:answer].tolist()),
+        answer_text=guard.show(answer_text),
+        answer_ids=tuple(ids[answer:end].tolist()),
+        label=example.label,
+    )
+
+
+def _records(source: Source) -> Iterator[Record | Skipped]:
+    opened = source.recipe.spec.open()
+    for block in opened.blocks(1 << 20):
+        yield from _read(opened, block)
+
+
+def _read(opened: Records, block: Block) -> list[Record | Skipped]:
+    return reading(opened.named(block), lambda: list(opened.records(block)))

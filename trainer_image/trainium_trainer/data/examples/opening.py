@@ -1,0 +1,235 @@
+"""From a data configuration to examples that can be trained on.
+
+Invariants: every rank that reads the same records under the same configuration gets the same samples and identity; what
+is held back is never trained on, and is on its side whatever is added to the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainium_contract.trainer_data import Tokenization, ValidationSplit
+from trainium_trainer.data.cache import prepared_folder, sources_of
+from trainium_trainer.data.encoding import held_back
+from trainium_trainer.data.examples.build import build_examples
+from trainium_trainer.data.examples.learning import learned_on_examples
+from trainium_trainer.data.examples.part import ExamplePart
+from trainium_trainer.data.examples.recipe import FORMAT, recipe_of
+from trainium_trainer.data.examples.report import DataReport
+from trainium_trainer.data.examples.store import Stored
+from trainium_trainer.data.order import Mixture
+from trainium_trainer.data.origins import Lines
+from trainium_trainer.data.samples import Rules, Samples, ValidationSet, refuse_weights
+from trainium_trainer.data.tokenizer import digest_of, tokenizer_file, vocabulary_of
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from trainium_contract.trainer_data import DataConfig
+    from trainium_trainer.data.build import Progress
+    from trainium_trainer.data.examples.recipe import Recipe
+
+_log = logging.getLogger("trainium.data")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source with its examples."""
+
+    recipe: Recipe
+    weight: float
+    stored: Stored
+    held: NDArray[np.bool_]
+    """Which examples are held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenExamples:
+    """Open examples."""
+
+    training: Samples
+    validation: ValidationSet | None
+    identity: str
+    tokenizer: Path
+    report: DataReport
+    sources: tuple[Source, ...]
+
+
+def open_examples(
+    config: DataConfig,
+    cache: Path,
+    global_size: int,
+    *,
+    epochs: float = 0.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> OpenExamples:
+    """Open the examples for batches of `global_size` samples; what is not in the cache is encoded first.
+
+    Raises UserError or StorageError.
+    """
+    _refuse(config, cache)
+    tokenizer = tokenizer_of(config, cache)
+    sources = open_sources(config, tokenizer, cache, progress)
+    weights = [source.weight for source in sources]
+    batch = global_size if epochs else None
+    if batch is not None:
+        refuse_weights(weights)
+    examples = config.examples
+    rules = Rules(
+        sequence_length=config.sequence_length,
+        vocabulary=vocabulary_of(tokenizer),
+        packed=examples.packing,
+        padding=sources[0].stored.manifest.padding,
+    )
+
+    def part(source: Source, chosen: NDArray[np.bool_]) -> ExamplePart:
+        return ExamplePart(
+            source.recipe.source, source.stored, chosen, config.sequence_length, packing=examples.packing
+        )
+
+    parts = [part(source, ~source.held) for source in sources]
+    for one in parts:
+        if not one.sequences:
+            raise UserError(
+                f"data.source {one.name}: all of its examples are held back: lower data.validation.fraction"
+            )
+    training = Samples(parts, Mixture(weights, config.seed), seed=config.seed, rules=rules, epoch_batch=batch)
+    validation = None
+    if config.validation is not None:
+        if config.validation.source is not None:
+            held, weights = [_validation_source(config, sources[0], cache)], [1.0]
+        else:
+            held = list(sources)
+        measured = Samples(
+            [part(source, source.held) for source in held], Mixture(weights, config.seed), seed=config.seed, rules=rules
+        )
+        validation = ValidationSet(measured, config.validation.samples)
+    identity = _identity(config, sources, tokenizer, batch)
+    return OpenExamples(training, validation, identity, tokenizer, _report(config, sources, parts), tuple(sources))
+
+
+def _refuse(config: DataConfig, cache: Path) -> None:
+    """Refuse what examples cannot be had with. Raises UserError."""
+    if config.tokenization is Tokenization.ONLINE:
+        raise UserError(
+            f"data.tokenization is Online, but data.format {config.format} is always encoded before the first step: "
+            "leave data.tokenization out"
+        )
+    for name, _, _ in sources_of(config):
+        if prepared_folder(name, cache) is not None:
+            raise UserError(
+                f"data.source {name}: is prepared text, which has no records: set data.format to Text, or give the "
+                "records"
+            )
+
+
+def tokenizer_of(config: DataConfig, cache: Path) -> Path:
+    """The tokenizer's file, trained on the examples when none is given. Raises UserError or StorageError."""
+    if config.tokenizer.path is not None:
+        file = tokenizer_file(config.tokenizer)
+        vocabulary_of(file)
+        return file
+    recipes = [recipe_of(config, name, None) for name, _, _ in sources_of(config)]
+    return learned_on_examples(recipes, config.tokenizer.vocab_size, cache)
+
+
+def open_sources(
+    config: DataConfig, tokenizer: Path, cache: Path, progress: Callable[[Progress], None] | None = None
+) -> list[Source]:
+    """Each source, encoded. Raises UserError or StorageError."""
+    sources = []
+    for name, _, weight in sources_of(config):
+        recipe = recipe_of(config, name, tokenizer)
+        stored = _stored(config, recipe, cache, progress)
+        sources.append(Source(recipe, weight, stored, _held(config, stored)))
+    fraction = config.validation.fraction if config.validation is not None else None
+    for source in sources if fraction is not None else ():
+        if not source.held.any():
+            raise UserError(
+                f"data.validation: {source.recipe.source} has no example to hold back: raise data.validation.fraction, "
+                "set data.validation.split to Tail, or give data.validation.source"
+            )
+    return sources
+
+
+def validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[Source]:
+    """The sources that examples are held back of. Raises UserError or StorageError."""
+    sources = open_sources(config, tokenizer, cache)
+    if config.validation is not None and config.validation.source is not None:
+        return [_validation_source(config, sources[0], cache)]
+    return sources
+
+
+def _validation_source(config: DataConfig, first: Source, cache: Path) -> Source:
+    """`data.validation.source`, all of it, made as the first source is."""
+    assert config.validation is not None
+    assert config.validation.source is not None
+    recipe = replace(first.recipe, source=config.validation.source)
+    stored = _stored(config, recipe, cache, None)
+    return Source(recipe, 1.0, stored, np.ones(len(stored.rows), np.bool_))
+
+
+def _stored(config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[Progress], None] | None) -> Stored:
+    key = recipe.key(cache)
+    folder = cache / f"examples-{key[:32]}"
+    manifest = build_examples(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.source))
+    if manifest.skipped:
+        first = manifest.sentences[0]
+        _log.warning("data.source %s: skipped %d records, the first: %s", recipe.source, manifest.skipped, first)
+    return Stored(folder)
+
+
+def _held(config: DataConfig, stored: Stored) -> NDArray[np.bool_]:
+    held, number = config.validation, len(stored.rows)
+    if held is None or held.fraction is None:
+        return np.zeros(number, np.bool_)
+    if held.split is ValidationSplit.TAIL:
+        return np.arange(number) >= int(number * (1 - held.fraction))
+    return held_back(stored.rows["record"], held.fraction)
+
+
+def _identity(config: DataConfig, sources: Sequence[Source], tokenizer: Path, batch: int | None) -> str:
+    """A digest of all that the stream of samples depends on.
+
+    What examples are made from (records, templates, filter, loss, function) is in the digests of what was made.
+    """
+    held = config.validation
+    fraction = held.fraction if held is not None else None
+    facts = {
+        "format": FORMAT,
+        "examples": [source.stored.manifest.identity for source in sources],
+        "tokenizer": digest_of(tokenizer),
+        "weights": [source.weight for source in sources],
+        "validation": [fraction, held.split] if held is not None and fraction is not None else None,
+        "packing": config.examples.packing,
+        "epochs": batch,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _report(config: DataConfig, sources: Sequence[Source], parts: Sequence[ExamplePart]) -> DataReport:
+    made = [source.stored.manifest for source in sources]
+    return DataReport(
+        records=sum(one.counts.records for one in made),
+        examples=sum(one.examples for one in made),
+        held_back=sum(int(source.held.sum()) for source in sources),
+        filtered=sum(one.counts.filtered for one in made),
+        left_out=sum(one.counts.left_out for one in made),
+        skipped=sum(one.skipped for one in made),
+        cut=sum(one.counts.cut for one in made),
+        dropped=sum(one.counts.dropped for one in made),
+        sequences=sum(part.sequences for part in parts),
+        tokens=sum(int(part.used.sum()) for part in parts),
+        sequence_length=config.sequence_length,
+        lengths=np.concatenate([source.stored.before for source in sources]),
+    )

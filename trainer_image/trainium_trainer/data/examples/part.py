@@ -1,0 +1,86 @@
+"""Stored examples as samples: one in each sequence, or several packed into one.
+
+Invariants: a sample is a pure function of its number; to the model an example is alone, with positions from 0, whatever
+shares its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainium_trainer.data.examples.packing import packed
+from trainium_trainer.data.samples import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from trainium_trainer.data.examples.store import Stored
+    from trainium_trainer.data.samples import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSample:
+    """The examples of one sequence."""
+
+    number: int
+    examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]
+    """Tokens of each, and which of them are learned."""
+
+    def row(self, rules: Rules) -> Row:
+        """See `Sample.row`; the last token of an example is only predicted."""
+        inputs = np.concatenate([ids[:-1] for ids, _ in self.examples])
+        targets = np.concatenate([ids[1:] for ids, _ in self.examples])
+        learned = np.concatenate([trained[1:] for _, trained in self.examples])
+        if not rules.packed:
+            return Row(inputs, targets, learned, None)
+        left = rules.sequence_length - len(inputs)  # sees nothing either
+        positions = np.concatenate([*(np.arange(len(ids) - 1) for ids, _ in self.examples), np.arange(left)])
+        padding = np.full(left, rules.padding)
+        return Row(
+            np.concatenate([inputs, padding]),
+            np.concatenate([targets, padding]),
+            np.concatenate([learned, np.zeros(left, np.bool_)]),
+            positions,
+        )
+
+
+class ExamplePart:
+    """Examples of one source."""
+
+    def __init__(self, name: str, stored: Stored, chosen: NDArray[np.bool_], capacity: int, *, packing: bool) -> None:
+        """The examples that are `chosen`, in sequences of `capacity` tokens."""
+        self.name = name
+        self._stored = stored
+        rows = np.flatnonzero(chosen)
+        self.used = stored.lengths[rows] - 1
+        """Positions that each example takes."""
+        self._members, self._starts = rows, np.arange(len(rows) + 1)
+        if packing:
+            order, self._starts = packed(self.used, capacity)
+            self._members = rows[order]
+
+    @property
+    def sequences(self) -> int:
+        """Samples of one epoch."""
+        return len(self._starts) - 1
+
+    def size(self, rules: Rules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+        """Samples of one epoch."""
+        return self.sequences
+
+    def members(self, index: int) -> list[int]:
+        """The examples of sequence number `index`, as the store numbers them."""
+        start, end = self._starts[index : index + 2]
+        return [int(number) for number in self._members[start:end]]
+
+    def sample(self, rules: Rules, number: int, index: int) -> ExampleSample:
+        """See `SamplePart.sample`."""
+        examples = [self._stored.example(member) for member in self.members(index)]
+        for ids, _ in examples:
+            rules.checked(ids, self.name)
+        return ExampleSample(number, examples)

@@ -1,0 +1,189 @@
+"""Encoded examples of one source in a folder of the cache.
+
+    manifest.json    written last: a folder that has it is whole
+    ids.bin          tokens of all examples, one after another
+    trained.bin      for each token whether it is learned, one byte
+    rows.bin         for each example where its tokens end, where its last answer begins, and the hash of its record
+    before.bin       tokens of every example before it was cut or dropped, int64
+
+Invariants: a folder appears by one rename; what a killed build left beside it is continued from its last note, and what
+it wrote after that is cut off; a file of another size than the manifest says is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainium_trainer.data.examples.blocks import Counts
+from trainium_trainer.data.writer import durable
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from trainium_trainer.data.examples.blocks import ExampleBlock
+
+ROW = np.dtype([("end", "<i8"), ("answer", "<i8"), ("record", "<u8")])
+_FILES = ("ids.bin", "trained.bin", "rows.bin", "before.bin")
+_MANIFEST, _NOTE = "manifest.json", "note.json"
+_SENTENCES = 5
+_BETWEEN_NOTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What a folder holds."""
+
+    key: str
+    vocabulary: int
+    padding: int
+    """The token that fills up a sequence."""
+    blocks: int = 0
+    examples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    sentences: list[str] = field(default_factory=list)
+    """About the first records that were skipped."""
+    counts: Counts = field(default_factory=Counts)
+    sizes: list[int] = field(default_factory=lambda: [0] * len(_FILES))
+    identity: str = ""
+    """Digest of the examples."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens."""
+        return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
+
+
+def _read(file: Path) -> Manifest | None:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        return Manifest(**(document | {"counts": Counts(**document["counts"])}))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a whole folder; None when there is none."""
+    return _read(folder / _MANIFEST)
+
+
+class Writer:
+    """A folder in the making."""
+
+    def __init__(self, folder: Path, empty: Manifest) -> None:
+        """Go on where a killed predecessor left a note, when it made the same; else begin anew."""
+        self._folder = folder
+        self._path = folder.with_name(folder.name + ".partial")
+        left = _read(self._path / _NOTE)
+        if left is None or left.key != empty.key:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path.mkdir(parents=True)
+        self.manifest = left if left is not None and left.key == empty.key else empty
+        self.resumed_tokens = self.manifest.tokens
+        self._streams = [(self._path / name).open("ab") for name in _FILES]
+        for stream, size in zip(self._streams, self.manifest.sizes, strict=True):
+            stream.truncate(size)
+            stream.seek(0, os.SEEK_END)
+        self._noted = sum(self.manifest.sizes)
+
+    def add(self, block: ExampleBlock) -> None:
+        """Append the examples of the next block."""
+        manifest = self.manifest
+        rows = np.zeros(len(block.lengths), ROW)
+        rows["end"] = manifest.tokens + np.cumsum(block.lengths)
+        rows["answer"], rows["record"] = block.answers, block.records
+        for number, values in enumerate((block.ids, block.trained.astype(np.uint8), rows, block.before)):
+            data = values.tobytes()
+            self._streams[number].write(data)
+            manifest.sizes[number] += len(data)
+        manifest.blocks += 1
+        manifest.examples += len(rows)
+        manifest.tokens += len(block.ids)
+        manifest.skipped += len(block.skipped)
+        room = _SENTENCES - len(manifest.sentences)
+        manifest.sentences += [one.sentence() for one in block.skipped[:room]]
+        manifest.counts.add(block.counts)
+        if sum(manifest.sizes) - self._noted >= _BETWEEN_NOTES:
+            self.note()
+
+    def note(self) -> None:
+        """Make what is written so far a place to go on from."""
+        self._flush()
+        durable(self._path / _NOTE, json.dumps(asdict(self.manifest)))
+        self._noted = sum(self.manifest.sizes)
+
+    def _flush(self) -> None:
+        for stream in self._streams:
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def publish(self) -> Manifest:
+        """Give the folder its name."""
+        self._flush()
+        self.close()
+        total = hashlib.sha256()
+        for name in _FILES[:3]:
+            with (self._path / name).open("rb") as stream:
+                total.update(hashlib.file_digest(stream, "sha256").digest())
+        self.manifest.identity = total.hexdigest()
+        durable(self._path / _MANIFEST, json.dumps(asdict(self.manifest), indent=1) + "\n")
+        self._path.rename(self._folder)
+        (self._folder / _NOTE).unlink(missing_ok=True)
+        return self.manifest
+
+    def close(self) -> None:
+        """Let go of the files; what was written after the last note is lost."""
+        for stream in self._streams:
+            stream.close()
+
+    def discard(self) -> None:
+        """Remove what was written: it is good for nothing."""
+        self.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class Stored:
+    """An open folder; its files are mapped into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open it and check the sizes of its files. Raises UserError, OSError."""
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise UserError(f"{folder / _MANIFEST}: cannot be read: remove the folder, it will be made again")
+        self.folder = folder
+        self.manifest = manifest
+        for name, size in zip(_FILES, manifest.sizes, strict=True):
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise UserError(
+                    f"{file}: does not have the {size} bytes that it should: remove {folder}, it will be made again"
+                )
+        self.ids: NDArray[Any] = _mapped(folder / _FILES[0], manifest.dtype)
+        self.trained: NDArray[np.bool_] = _mapped(folder / _FILES[1], np.dtype(np.bool_))
+        self.rows: NDArray[Any] = _mapped(folder / _FILES[2], ROW)
+        self.before: NDArray[np.int64] = _mapped(folder / _FILES[3], np.dtype(np.int64))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example."""
+        return np.diff(self.rows["end"], prepend=0)
+
+    def example(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Tokens of an example, and which are learned."""
+        start = int(self.rows["end"][number - 1]) if number else 0
+        end = int(self.rows["end"][number])
+        return self.ids[start:end], self.trained[start:end]
+
+
+def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.memmap(file, dtype, "r") if file.stat().st_size else np.empty(0, dtype)

@@ -1,0 +1,145 @@
+"""Models in memory, by `transformers`; adapters beside them, by `peft`.
+
+Invariants: nothing is taken from a network; a folder that lacks a weight is refused, where the library would draw it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS
+from trainium_trainer.exits import UserError
+from trainium_trainer.weights import BaseWeights
+from trainium_trainer.weights.adapter import BASE_DIGEST
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.evaluate.answering.folder import Candidate
+
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+
+
+class ComputeType(StrEnum):
+    """Number format in which a model computes."""
+
+    AUTO = "auto"
+    """float32 on a CPU, the folder's own on a GPU."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class ComputeDevice(StrEnum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    """A GPU if there is one."""
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that answers."""
+
+    folder: Candidate
+    network: Any
+    """The library's model, whose type is its own affair."""
+    device: torch.device
+
+
+def device_of(choice: ComputeDevice) -> torch.device:
+    """The device to compute on. Raises UserError when it is not there."""
+    there = torch.cuda.is_available()
+    if choice is ComputeDevice.CUDA and not there:
+        raise UserError("--device cuda: torch finds no GPU on this machine: leave the option out, or use cpu")
+    return torch.device("cuda" if choice is not ComputeDevice.CPU and there else "cpu")
+
+
+def load(
+    folder: Candidate, *, device: ComputeDevice = ComputeDevice.AUTO, precision: ComputeType = ComputeType.AUTO
+) -> LoadedModel:
+    """Load a model, and its adapter beside it. Raises UserError."""
+    from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415 - seconds
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    place = device_of(device)
+    dtype: torch.dtype | str = "auto"
+    if precision is not ComputeType.AUTO or place.type == "cpu":
+        dtype = torch.float32 if precision is ComputeType.AUTO else getattr(torch, precision.value)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder.path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder.path}: transformers cannot load the model ({said}): replace the folder") from error
+    network, report = loaded
+    absent = sorted(map(str, report["missing_keys"])) + sorted(str(each[0]) for each in report["mismatched_keys"])
+    if absent:
+        raise UserError(
+            f"{folder.path}: {len(absent)} weights are missing or of another size, the first {absent[0]}: write or "
+            "fetch the folder again"
+        )
+    if folder.adapter is not None:
+        network = _with_adapter(network, folder.path, folder.adapter)
+    network.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # what a folder recommends is not what was asked for
+    return LoadedModel(folder, network.to(place).eval(), place)
+
+
+def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
+    """The model with an adapter applied, not merged."""
+    _check_sizes(network, base, adapter)
+    try:
+        from peft import PeftModel  # noqa: PLC0415 - needed for adapters alone
+    except ImportError as error:
+        raise UserError(
+            "an adapter is applied by peft, which is not installed: run pip install peft, or merge the adapter by "
+            "trainium-trainer merge"
+        ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # what the two libraries say to each other
+            return PeftModel.from_pretrained(network, str(adapter))
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise UserError(f"{adapter}: peft cannot apply the adapter ({said}): give the model it was made for") from error
+
+
+def _check_sizes(network: Any, base: Path, adapter: Path) -> None:
+    """Refuse an adapter whose targets are not in the model, or of other widths: it is of another base."""
+    widths = {
+        name: (module.in_features, module.out_features)
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    try:
+        with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
+            sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dictionary
+            made_for = (file.metadata() or {}).get(BASE_DIGEST)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{adapter / ADAPTER_WEIGHTS}: cannot be read ({error}): write the adapter again") from error
+    for name, size in sizes.items():
+        matrix = _MATRIX.fullmatch(name)
+        if matrix is None:
+            continue
+        module, inner = matrix["module"], matrix["matrix"] == "A"
+        if module not in widths:
+            raise UserError(f"{adapter}: has weights for {module}, which {base} does not have: it is of another base")
+        wanted, found = widths[module][0 if inner else 1], size[1 if inner else 0]
+        if wanted != found:
+            raise UserError(
+                f"{adapter}: is for a {module} of width {found}, but in {base} it has {wanted}: it is of another base, "
+                "give that with --base"
+            )
+    if made_for is not None and made_for != BaseWeights.open(str(base)).digest:
+        raise UserError(f"{adapter}: was made for another base than {base}: give that with --base")

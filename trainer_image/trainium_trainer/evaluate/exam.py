@@ -1,0 +1,160 @@
+"""An examination: questions with known answers, and what one model makes of them.
+
+Invariants: what comes out of a batch of questions depends on that batch alone, so the figures are the same however many
+readers share the batches; questions that are put in two batches are asked alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_trainer.evaluate import metrics
+from trainium_trainer.evaluate.answering.batching import batches, draw_seeds
+from trainium_trainer.evaluate.answering.generation import generate
+from trainium_trainer.evaluate.answering.scoring import likelihoods
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_trainer.evaluate.answering.generation import Answer
+    from trainium_trainer.evaluate.answering.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt and what should follow it."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+    answer_ids: tuple[int, ...]
+    """With the token that ends it, where it is trained."""
+    label: int | None = None
+    """Place of the right one among the labels; None where there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
+    """Questions, in an order that never changes."""
+
+    questions: tuple[Question, ...]
+    labels: tuple[str, ...] = ()
+    label_ids: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each label as an answer."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer in training, beside those that a model's folder names."""
+    generates: bool = True
+    """Whether answers are to be generated: not for running text, which has none."""
+
+    @property
+    def largest_token(self) -> int:
+        """The largest id in any prompt or answer."""
+        return max(max(each.prompt_ids + each.answer_ids) for each in self.questions)
+
+    def batches(self, size: int) -> list[list[int]]:
+        """Numbers of the questions in batches of `size`."""
+        return batches([len(question.prompt_ids) for question in self.questions], size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a model made of one question."""
+
+    number: int
+    log_likelihood: float
+    """Of the true answer, natural logarithm."""
+    tokens: int
+    """Tokens of the true answer."""
+    answer: str | None = None
+    """What the model answered."""
+    exact: bool | None = None
+    rouge: float | None = None
+    chosen: bool | None = None
+    """Whether the right label was the likeliest of all."""
+    named: bool | None = None
+    """Whether the answer begins with the right label."""
+
+
+def take(
+    model: LoadedModel,
+    exam: Exam,
+    mine: Sequence[list[int]],
+    generation: GenerationConfig,
+    *,
+    beat: Callable[[float], None] = lambda _: None,
+) -> list[Outcome]:
+    """Put the questions of some batches to a model; `beat` is told the share that is done, often. Raises UserError."""
+    seeds = draw_seeds([question.prompt_ids for question in exam.questions], generation.seed)
+    outcomes: list[Outcome] = []
+    for done, batch in enumerate(mine):
+
+        def alive(done: int = done) -> None:
+            beat(done / len(mine))
+
+        outcomes += _batch(model, exam, batch, [seeds[number] for number in batch], generation, alive)
+    return outcomes
+
+
+def _batch(
+    model: LoadedModel,
+    exam: Exam,
+    batch: list[int],
+    seeds: list[int],
+    generation: GenerationConfig,
+    alive: Callable[[], None],
+) -> list[Outcome]:
+    questions = [exam.questions[number] for number in batch]
+    truth = likelihoods(
+        model, [(each.prompt_ids, each.answer_ids) for each in questions], batch_size=len(batch), beat=alive
+    )
+    answers: list[Answer | None] = [None] * len(batch)
+    if exam.generates:
+        prompts = [question.prompt_ids for question in questions]
+        answers = list(generate(model, prompts, generation, seeds=seeds, ends=exam.ends, beat=alive))
+    chosen = _choices(model, exam, questions, alive) if exam.labels else [None] * len(batch)
+    outcomes = []
+    for number, question, known, answer, choice in zip(batch, questions, truth, answers, chosen, strict=True):
+        text = answer.text if answer is not None else None
+        outcomes.append(
+            Outcome(
+                number=number,
+                log_likelihood=known.log,
+                tokens=known.tokens,
+                answer=text,
+                exact=None if text is None else metrics.exact_match(text, question.answer),
+                rouge=None if text is None or exam.labels else metrics.rouge_l(text, question.answer),
+                chosen=None if choice is None else choice == question.label,
+                named=None
+                if text is None or not exam.labels
+                else metrics.label_in(text, exam.labels) == question.label,
+            )
+        )
+    return outcomes
+
+
+def _choices(model: LoadedModel, exam: Exam, questions: Sequence[Question], alive: Callable[[], None]) -> list[int]:
+    """The likeliest label of each question."""
+    pairs = [(question.prompt_ids, ids) for question in questions for ids in exam.label_ids]
+    found = likelihoods(model, pairs, batch_size=len(questions), beat=alive)
+    count = len(exam.labels)
+    return [
+        metrics.likeliest([each.log for each in found[place * count : (place + 1) * count]])
+        for place in range(len(questions))
+    ]
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The figures by name, over outcomes in any order; those that could not be taken are left out."""
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    total = math.fsum(outcome.log_likelihood for outcome in outcomes)
+    found = {
+        "perplexity": metrics.perplexity(total, tokens) if tokens else None,
+        "accuracy": metrics.mean(outcome.chosen for outcome in outcomes),
+        "generatedAccuracy": metrics.mean(outcome.named for outcome in outcomes),
+        "exactMatch": metrics.mean(outcome.exact for outcome in outcomes),
+        "rougeL": metrics.mean(outcome.rouge for outcome in outcomes),
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,33 @@
+"""How many processes of a machine can hold a model at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+_ROOM = 1.3
+"""A model's own size, and what it needs while it is loaded and answers."""
+
+
+def available_bytes(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
+    """Memory that this machine's processes can still take, the container's limit counted; None where nobody says."""
+    found = [int(line.split()[1]) * 1024 for line in _lines(meminfo) if line.startswith("MemAvailable:")]
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and used and limit[0].isdecimal():
+        found.append(max(0, int(limit[0]) - int(used[0])))
+    return min(found, default=None)
+
+
+def readers_that_fit(model_bytes: int, available: int | None) -> int:
+    """Processes that can load a model of that size; one in any case."""
+    if available is None:
+        return 1
+    return max(1, int(available // max(1, model_bytes * _ROOM)))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,110 @@
+"""The result of an evaluation: figures before and after, the answers behind them, as JSON and as a Markdown table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import MessageModel
+from trainium_contract.results import EvaluationFigure
+from trainium_contract.trainer_evaluate import GenerationConfig
+from trainium_trainer.evaluate.exam import figures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_trainer.evaluate.exam import Exam, Outcome
+
+JSON_NAME = "evaluation.json"
+MARKDOWN_NAME = "evaluation.md"
+ANSWERS_KEPT = 100
+"""Answers that a result holds, of the first questions."""
+_MEANING = {
+    "perplexity": "perplexity of the answers",
+    "accuracy": "accuracy (likeliest label)",
+    "generatedAccuracy": "accuracy (label as generated)",
+    "exactMatch": "exact match",
+    "rougeL": "ROUGE-L",
+}
+_ANSWERS_SHOWN = 3
+_SHOWN_CHARACTERS = 400
+
+
+class AnswerRecord(MessageModel):
+    """One question and what was answered."""
+
+    prompt: str
+    expected: str
+    before: str | None = None
+    after: str | None = None
+
+
+class EvaluationResult(MessageModel):
+    """What an evaluation found."""
+
+    identity: str = ""
+    """Digest of the models, the data and the settings; empty when the evaluation is not part of a run."""
+    model: str
+    base: str | None = None
+    """The model of the column `before`."""
+    examples: Annotated[int, Field(ge=0)]
+    answer_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens that the perplexity is over."""
+    computed: str = ""
+    """Number format and device."""
+    generation: GenerationConfig = GenerationConfig()
+    figures: tuple[EvaluationFigure, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences for a person."""
+    answers: tuple[AnswerRecord, ...] = ()
+    """Of the first questions."""
+
+    def to_json(self) -> str:
+        """As a file holds it."""
+        return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
+
+    def to_markdown(self) -> str:
+        """A table, and the first answers below it."""
+        before = self.base is not None
+        lines = [f"| figure |{' before |' if before else ''} after |", f"|---|{'---:|' if before else ''}---:|"]
+        for figure in self.figures:
+            cells = [_MEANING.get(figure.name, figure.name), *([_cell(figure.before)] if before else [])]
+            lines.append(f"| {' | '.join([*cells, _cell(figure.after)])} |")
+        count = f"{self.examples} held-out examples, {self.answer_tokens:,} tokens of answers"
+        lines += ["", f"{count}; {self.computed}." if self.computed else f"{count}.", *self.notes]
+        for answer in self.answers[:_ANSWERS_SHOWN]:
+            lines += [*_shown("Prompt", answer.prompt), *_shown("Expected", answer.expected)]
+            lines += _shown("Before", answer.before) if answer.before is not None else []
+            lines += _shown("After", answer.after) if answer.after is not None else []
+        return "\n".join(lines) + "\n"
+
+
+def table(before: Sequence[Outcome], after: Sequence[Outcome]) -> tuple[EvaluationFigure, ...]:
+    """The figures of two models side by side; the first may not have been asked."""
+    old, new = figures(before), figures(after)
+    return tuple(EvaluationFigure(name=name, before=old.get(name), after=new.get(name)) for name in old | new)
+
+
+def answers_of(exam: Exam, before: Sequence[Outcome], after: Sequence[Outcome]) -> tuple[AnswerRecord, ...]:
+    """The first questions with what the models answered."""
+    if not exam.generates:
+        return ()
+    old, new = ({outcome.number: outcome.answer for outcome in outcomes} for outcomes in (before, after))
+    return tuple(
+        AnswerRecord(prompt=each.prompt, expected=each.answer, before=old.get(number), after=new.get(number))
+        for number, each in enumerate(exam.questions[:ANSWERS_KEPT])
+    )
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}" if value >= 10_000 else f"{value:.4f}"
+
+
+def _shown(name: str, text: str) -> list[str]:
+    """A text in a fence that it cannot close."""
+    short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
+    fence = "```"
+    while fence in short:
+        fence += "`"
+    return ["", f"{name}:", "", f"{fence}text", short, fence]

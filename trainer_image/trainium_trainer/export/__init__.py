@@ -1,1 +1,0 @@
-"""What leaves the trainer: models in the form that other programs read."""

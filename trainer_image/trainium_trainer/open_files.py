@@ -1,0 +1,25 @@
+"""The limit of open files of this process: raised to what may be had, read for the checks.
+
+Invariant: only the soft limit is changed, and only upwards; children inherit it.
+"""
+
+from __future__ import annotations
+
+import resource
+
+
+def raise_limit() -> int:
+    """Raise the soft limit to the hard one; the limit from now on, negative for none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return hard
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # a hard limit above the kernel's own, or a sandbox that forbids it
+        return soft
+    return hard
+
+
+def limit() -> int:
+    """The hard limit; negative for none."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]

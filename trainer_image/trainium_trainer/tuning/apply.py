@@ -1,0 +1,70 @@
+"""A tuning put into a Llama from outside, before the model is divided or has values.
+
+Invariants: modules stay where they are, so parallel plans, recompute and FSDP find them; adapters are float32
+parameters whatever the base is; what is not trained has no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from trainium_trainer.models.llama import Linear, Llama
+from trainium_trainer.models.lora import AdaptedLinear
+from trainium_trainer.tuning.choice import LORA_A
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer_tuning import LoraConfig
+    from trainium_trainer.tuning.choice import Choice
+
+
+def apply_tuning(model: Llama, choice: Choice, lora: LoraConfig, *, frozen: torch.dtype | None) -> None:
+    """Put adapters beside the chosen projections and freeze what is not trained; before the model is divided.
+
+    The model, or a stage of it, has no values yet. `frozen` is the type of what is not trained; None: as it is.
+    """
+    for name in choice.adapters:
+        parent_name, _, leaf = name.rpartition(".")
+        parent = _find(model, parent_name)
+        old = None if parent is None else getattr(parent, leaf, None)
+        if isinstance(old, Linear):
+            with torch.device("meta"):
+                setattr(parent, leaf, AdaptedLinear(name, old.in_features, old.out_features, lora))
+    seen: dict[int, nn.Parameter] = {}
+    for owner, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):  # noqa: SLF001 - where parameters are replaced
+            name = f"{owner}.{leaf}"
+            if parameter is None or name in choice.sizes or _is_tied(model, name, choice):
+                continue
+            kept = parameter.detach() if frozen is None else parameter.detach().to(frozen)
+            module.register_parameter(leaf, seen.setdefault(id(parameter), nn.Parameter(kept, requires_grad=False)))
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    """A module by its name; None where another stage of a pipeline holds it."""
+    try:
+        return model.get_submodule(name) if name else model
+    except AttributeError:
+        return None
+
+
+def _is_tied(model: Llama, name: str, choice: Choice) -> bool:
+    """Whether this is the second name of an embedding that is trained."""
+    return name == "lm_head.weight" and model.shape.tie_embeddings and "model.embed_tokens.weight" in choice.weights
+
+
+def initial_adapter(name: str, size: torch.Size, seed: int) -> Tensor:
+    """The full initial value of an adapter's matrix: A as peft draws it, uniform within 1/sqrt(width), B zero.
+
+    As for other weights, each has a generator of its own, so that a rank may make only those that it needs.
+    """
+    if not name.endswith(f".{LORA_A}.weight"):
+        return torch.zeros(size)
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    bound = 1.0 / math.sqrt(size[1])
+    return torch.empty(size).uniform_(-bound, bound, generator=generator)

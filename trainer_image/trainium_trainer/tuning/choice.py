@@ -1,0 +1,147 @@
+"""Which parameters of a Llama are trained: patterns held against the names that its shape implies.
+
+Invariants: pure, no torch; what is chosen is known, with its sizes and their sum, before a model is built; a pattern
+that chooses nothing is refused with the names that it may have meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.trainer_tuning import TuningMethod
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trainium_contract.trainer_tuning import LoraConfig, TuningConfig
+    from trainium_trainer.models.shapes import ModelShape
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""Names of the two matrices of an adapter below its target, as peft has them."""
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a tuning trains."""
+
+    adapters: tuple[str, ...]
+    """Linear modules that get an adapter, in the order of the model."""
+    weights: frozenset[str]
+    """Parameters of the model itself that are trained."""
+    sizes: Mapping[str, tuple[int, ...]]
+    """Name and size of everything that is trained."""
+
+    @property
+    def trained(self) -> int:
+        """How many numbers are trained."""
+        return sum(math.prod(size) for size in self.sizes.values())
+
+
+def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Names and sizes of a model's parameters in order; a tied output projection is not one of its own."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key_value, hidden),
+        "self_attn.v_proj": (key_value, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    found: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (shape.vocab_size, hidden)}
+    for number in range(shape.num_layers):
+        found |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
+    found["model.norm.weight"] = (hidden,)
+    if not shape.tie_embeddings:
+        found[f"{HEAD}.weight"] = (shape.vocab_size, hidden)
+    return found
+
+
+def choose(shape: ModelShape, tuning: TuningConfig) -> Choice:
+    """What `tuning` trains of a model of this shape. Raises UserError."""
+    sizes = parameter_sizes(shape)
+    if tuning.method is TuningMethod.FULL and tuning.trainable is None:
+        return Choice((), frozenset(sizes), sizes)
+    weights: list[str] = []
+    for pattern in tuning.trainable or ():
+        matched = [name for name in sizes if _matches(name.removesuffix(".weight"), pattern) or _matches(name, pattern)]
+        if not matched:
+            modules = [name.removesuffix(".weight") for name in sizes]
+            raise _nothing("tuning.trainable", pattern, modules, "parameters")
+        weights += matched
+    chosen = {name: sizes[name] for name in sizes if name in set(weights)}
+    if tuning.method is TuningMethod.FULL:
+        return Choice((), frozenset(chosen), chosen)
+    adapters = lora_targets(shape, tuning.lora)
+    for module in adapters:
+        outputs, width = sizes[f"{module}.weight"]
+        chosen |= adapter_sizes(module, width, outputs, tuning.lora.rank)
+    return Choice(adapters, frozenset(weights), chosen)
+
+
+def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
+    """The linear modules that get an adapter, in the order of the model. Raises UserError."""
+    sizes = {name.removesuffix(".weight"): size for name, size in parameter_sizes(shape).items() if len(size) == 2}
+    sizes.pop(EMBEDDING)
+    chosen: set[str] = set()
+    for pattern in lora.targets:
+        matched = [name for name in sizes if _matches(name, pattern)]
+        if not matched and shape.tie_embeddings and _matches(HEAD, pattern):
+            raise UserError(
+                f"tuning.lora.targets has {pattern!r}, but this model's output projection is its embedding "
+                "(tied): an adapter cannot be merged into one of the two; leave it out"
+            )
+        if not matched:
+            raise _nothing("tuning.lora.targets", pattern, sizes, "linear layers")
+        chosen.update(matched)
+    for name in chosen:
+        if lora.rank > min(sizes[name]):
+            raise UserError(
+                f"tuning.lora.rank is {lora.rank}, but {name} is {sizes[name][0]} x {sizes[name][1]}: use a rank of at "
+                f"most {min(sizes[name])}, or leave that target out"
+            )
+    return tuple(name for name in sizes if name in chosen)
+
+
+def adapter_sizes(module: str, width: int, outputs: int, rank: int) -> dict[str, tuple[int, ...]]:
+    """Names and sizes of the matrices of one adapter."""
+    return {f"{module}.{LORA_A}.weight": (rank, width), f"{module}.{LORA_B}.weight": (outputs, rank)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's matrix."""
+    return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight"))
+
+
+def refuse_untrained_rows(choice: Choice, shape: ModelShape, location: str, rows: int) -> None:
+    """Raise UserError where the vocabulary grew beyond the `rows` of the model at `location` and the new are frozen."""
+    grown = shape.vocab_size - shape.vocab_padding - rows
+    modules = [EMBEDDING] if shape.tie_embeddings else [EMBEDDING, HEAD]
+    if grown > 0 and not {f"{module}.weight" for module in modules} <= choice.weights:
+        raise UserError(
+            f"the tokenizer has {grown} more entries than the embedding of {location}, whose new rows would never be "
+            f"trained: add {' and '.join(modules)} to tuning.trainable, or use the model's own tokenizer"
+        )
+
+
+def _matches(module: str, pattern: str) -> bool:
+    """Whether a pattern means a module: by its whole name or by its last part."""
+    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module.rpartition(".")[2], pattern)
+
+
+def _nothing(field: str, pattern: str, names: Iterable[str], what: str) -> UserError:
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    near = difflib.get_close_matches(pattern, [*leaves, *names], n=3, cutoff=0.5) or leaves[:_SHOWN]
+    return UserError(f"{field} has {pattern!r}, which matches none of the model's {what}: use {', '.join(near)}")

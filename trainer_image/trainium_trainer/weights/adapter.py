@@ -1,0 +1,288 @@
+"""An adapter in peft's format, read as a base is: `adapter_config.json` and `adapter_model.safetensors`.
+
+Names are those of the model's parameters: peft's prefix is taken off, so that `model.layers.0.self_attn.q_proj` has
+`...lora_A.weight` [rank, width] and `...lora_B.weight` [outputs, rank], and what peft calls modules to save has its own
+name. Invariant: what would mean something else here than there is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.exits import UserError
+from trainium_trainer.refusals import explain
+from trainium_trainer.tuning.choice import LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
+from trainium_trainer.weights.base import EMBEDDING, OUTPUT
+from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box
+from trainium_trainer.weights.folder import listed, read_document, read_tensors
+from trainium_trainer.weights.headers import ITEM_BYTES
+from trainium_trainer.weights.source import open_source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainium_contract.trainer_tuning import TuningConfig
+    from trainium_trainer.models.shapes import ModelShape
+    from trainium_trainer.weights.headers import Stored
+    from trainium_trainer.weights.source import Source
+
+CONFIG_NAME = "adapter_config.json"
+TENSORS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+PREFIX = "base_model.model."
+BASE_DIGEST = "base_digest"
+"""Name in the tensor file's own metadata, where a program that does not know it passes over it."""
+SETTING = "tuning.lora.adapter"
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+class _Config(BaseModel):
+    """What says how an adapter is used; the defaults are peft's."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    peft_type: str | None = None
+    r: Annotated[int, Field(ge=1)] = 8
+    lora_alpha: Annotated[float, Field(gt=0)] = 8
+    lora_dropout: float = 0.0
+    base_model_name_or_path: str | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    init_lora_weights: bool | str | None = True
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layer_replication: list[Any] | None = None
+    trainable_token_indices: Any = None
+    target_parameters: list[str] | None = None
+
+
+class AdapterWeights:
+    """The adapter in one folder."""
+
+    def __init__(self, source: Source, config: _Config, tensors: dict[str, Stored], base_digest: str) -> None:
+        """Of a folder that was checked: use `open`."""
+        self.location = source.where
+        self.source = source
+        """The folder's files."""
+        self.rank = config.r
+        self.alpha = config.lora_alpha
+        self.rank_stabilized = config.use_rslora
+        self.dropout = config.lora_dropout
+        self.base_location = config.base_model_name_or_path or ""
+        """Where its maker had the base."""
+        self.base_digest = base_digest
+        """Of the base that it was trained on; empty where nobody recorded it (peft does not)."""
+        self.names = tuple(tensors)
+        self.targets = tuple(
+            name.removesuffix(f".{LORA_A}.weight") for name in tensors if name.endswith(f"{LORA_A}.weight")
+        )
+        """The modules that it stands beside."""
+        self.whole = tuple(name for name in tensors if not is_adapter(name))
+        """Parameters of the model itself that it replaces."""
+        self.leaves = tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
+        """The last parts of the targets' names."""
+        self._tensors = tensors
+
+    @classmethod
+    def open(cls, location: str, *, field: str = SETTING) -> AdapterWeights:
+        """A folder, or s3://bucket/prefix, that the setting `field` names; reads the header only.
+
+        Raises UserError when it is no adapter that can be used here, StorageError when the store fails.
+        """
+        source = open_source(location, field)
+        sizes = source.sizes()
+        _refuse_missing(source.where, sizes)
+        document = read_document(source, CONFIG_NAME)
+        try:
+            config = _Config.model_validate(document)
+        except ValidationError as error:
+            raise UserError(f"{source.where}: {CONFIG_NAME}: {explain(error, _Config)}") from error
+        _refuse_other_kinds(source.where, config)
+        metadata: dict[str, str] = {}
+        tensors = read_tensors(source, TENSORS_NAME, sizes[TENSORS_NAME], metadata)
+        return cls(source, config, _named(source.where, tensors, config.r), metadata.get(BASE_DIGEST, ""))
+
+    @property
+    def scale(self) -> float:
+        """By what B A is multiplied."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of rank, scale, names and all numbers."""
+        sha = hashlib.sha256(json.dumps([self.rank, self.alpha, self.rank_stabilized]).encode())
+        for name in sorted(self._tensors):
+            sha.update(f"\n{name} {self._tensors[name].dtype} {self._tensors[name].shape} ".encode())
+            sha.update(self.read(name).reshape(-1).view(torch.uint8).numpy().data)
+        return sha.hexdigest()
+
+    def has(self, name: str) -> bool:
+        """Whether it holds values of a parameter."""
+        return name in self._tensors
+
+    def size(self, name: str) -> torch.Size:
+        """Size of a parameter. KeyError when the adapter has none of that name."""
+        return torch.Size(self._tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        """A whole parameter in the file's type. KeyError when there is none of that name; else as `fill`."""
+        target = torch.empty(self.size(name), dtype=TORCH_TYPES[self._tensors[name].dtype])
+        self.fill(name, (0,) * target.dim(), target)
+        return target
+
+    def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
+
+        Raises as `BaseWeights.fill`; here no parameter has more rows than the file.
+        """
+        stored = self._tensors[name]
+        check_box(name, stored.shape, offsets, tuple(target.shape))
+        try:
+            copy_box(self.source, stored, offsets, target)
+        except DamagedFileError as error:
+            raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
+
+    def check(self, tuning: TuningConfig, shape: ModelShape, base_digest: str = "") -> None:
+        """Raise UserError unless a run with this tuning, model and base can go on from the adapter."""
+        where, lora = self.source.where, tuning.lora
+        self.check_base(shape, base_digest)
+        for setting, ours, theirs in (
+            ("rank", lora.rank, self.rank),
+            ("alpha", lora.alpha, self.alpha),
+            ("rankStabilized", str(lora.rank_stabilized).lower(), str(self.rank_stabilized).lower()),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"{where}: was made with {setting} {theirs}, but tuning.lora.{setting} is {ours}: set it to "
+                    f"{theirs}"
+                )
+        wanted = set(lora_targets(shape, lora))
+        for names, said in (
+            (wanted - set(self.targets), "tuning.lora.targets names {}, beside which the adapter has nothing"),
+            (set(self.targets) - wanted, "the adapter stands beside {}, which tuning.lora.targets does not name"),
+        ):
+            if names:
+                raise UserError(
+                    f"{where}: {said.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made with "
+                    f"({', '.join(self.leaves)})"
+                )
+        trained = choose(shape, tuning).weights
+        if left := [name for name in self.whole if name not in trained and not self._is_copy(name, shape)]:
+            raise UserError(
+                f"{where}: holds new values of {listed(left)}, which would not be used: add "
+                f"{', '.join(name.removesuffix('.weight') for name in left)} to tuning.trainable"
+            )
+
+    def check_base(self, shape: ModelShape, digest: str = "") -> None:
+        """Raise UserError when it was made for another base: by the digest where both are known, else by the sizes."""
+        where = self.source.where
+        advice = f"use the base that it was made with{f' ({self.base_location})' if self.base_location else ''}"
+        if digest and self.base_digest and digest != self.base_digest:
+            raise UserError(f"{where}: was trained on another base than this one: {advice}")
+        sizes = parameter_sizes(shape)
+        for name in self.names:
+            if self._is_copy(name, shape):
+                continue
+            module = name.removesuffix(".weight").removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")
+            size, given = sizes.get(f"{module}.weight"), self._tensors[name].shape
+            if size is None:
+                raise UserError(f"{where}: has {name}, for which this base has no place: {advice}")
+            if name.endswith(f"{LORA_A}.weight"):
+                expected: tuple[int, ...] = (self.rank, size[1])
+            elif is_adapter(name):
+                expected = (size[0], self.rank)
+            else:
+                expected = size
+            if given != expected:
+                raise UserError(
+                    f"{where}: {name} has the size {list(given)}, but beside this base it would be {list(expected)}: "
+                    f"{advice}"
+                )
+
+    def _is_copy(self, name: str, shape: ModelShape) -> bool:
+        """Whether it is the second copy of an embedding that is the output projection too: peft keeps both."""
+        return (
+            name == OUTPUT
+            and shape.tie_embeddings
+            and self.has(EMBEDDING)
+            and torch.equal(self.read(OUTPUT), self.read(EMBEDDING))
+        )
+
+
+def _refuse_missing(where: str, sizes: dict[str, int]) -> None:
+    if CONFIG_NAME in sizes and TENSORS_NAME not in sizes and PICKLE_NAME in sizes:
+        raise UserError(
+            f"{where}: holds its matrices as a pickle ({PICKLE_NAME}), which can run code when it is read: where you "
+            "trust it, load it with peft and save it again"
+        )
+    for name in (CONFIG_NAME, TENSORS_NAME):
+        if name not in sizes:
+            raise UserError(f"{where}: has no {name}: name the folder of an adapter as peft saves it")
+
+
+def _refuse_other_kinds(where: str, config: _Config) -> None:
+    initial = config.init_lora_weights if isinstance(config.init_lora_weights, str) else ""
+    other_ranks = {rank for rank in (config.rank_pattern or {}).values() if rank != config.r}
+    other_alphas = {alpha for alpha in (config.alpha_pattern or {}).values() if alpha != config.lora_alpha}
+    for wrong, said in (
+        (config.peft_type != "LORA", f"is of peft's type {config.peft_type}, but only LORA can be used"),
+        (config.use_dora, "is DoRA (use_dora), which scales the base's weights too"),
+        (config.bias != "none" or config.lora_bias, "trains biases (bias), which these models do not have"),
+        (bool(other_ranks), "has several ranks (rank_pattern), but all targets must have one"),
+        (bool(other_alphas), "has several alphas (alpha_pattern), but all targets must have one"),
+        (config.fan_in_fan_out, "has its matrices transposed (fan_in_fan_out)"),
+        (bool(config.layer_replication), "repeats layers of its base (layer_replication)"),
+        (bool(config.trainable_token_indices), "trains single rows of the embedding (trainable_token_indices)"),
+        (bool(config.target_parameters), "stands beside parameters that are no linear layers (target_parameters)"),
+        (
+            initial.lower().startswith(_CHANGE_THE_BASE),
+            f"was begun with {initial} (init_lora_weights), which changes the base",
+        ),
+    ):
+        if wrong:
+            raise UserError(
+                f"{where}: {said}: use a plain LoRA adapter, or merge it with peft and use the merged model"
+            )
+
+
+def _named(where: str, tensors: dict[str, Stored], rank: int) -> dict[str, Stored]:
+    """The tensors by the names of the model's parameters. UserError when some of them mean nothing here."""
+    found = {name.removeprefix(PREFIX).replace(".base_layer.", "."): stored for name, stored in tensors.items()}
+    strange = [
+        name
+        for name in tensors
+        if not name.startswith(PREFIX) or not name.endswith(".weight") or "lora_magnitude" in name
+    ]
+    if strange or not tensors:
+        raise UserError(
+            f"{where}: {TENSORS_NAME} holds {listed(strange) or 'nothing'}, which is not named as peft names a LoRA "
+            "adapter's matrices: save it with peft"
+        )
+    for name, stored in found.items():
+        if stored.dtype not in ITEM_BYTES:
+            raise UserError(
+                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(ITEM_BYTES)}: save it "
+                "with peft in one of them"
+            )
+        if not is_adapter(name):
+            continue
+        other = name.replace(LORA_A, LORA_B) if LORA_A in name else name.replace(LORA_B, LORA_A)
+        if other not in found:
+            raise UserError(f"{where}: holds {name} without {other}: copy or fetch the folder again")
+        width = stored.shape[0 if LORA_A in name else 1] if len(stored.shape) == 2 else 0
+        if width != rank:
+            raise UserError(
+                f"{where}: {name} has the size {list(stored.shape)}, which is not of rank {rank} as {CONFIG_NAME} "
+                "says: copy or fetch the folder again"
+            )
+    return found

@@ -1,0 +1,164 @@
+"""A base model's weights, box by box: each rank copies what it holds and nothing else.
+
+Rows of the embedding and of the output projection that the file does not have (a vocabulary that was grown by added
+tokens, or padded to the tensor-parallel degree) get the mean of the file's rows, so that a new token begins as an
+average one. Invariants: memory beyond the target is at most one chunk; a value never depends on how the model is
+divided; what cannot be read to its end is refused by `open`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.exits import UserError
+from trainium_trainer.tuning.choice import parameter_sizes
+from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box, rows_of
+from trainium_trainer.weights.folder import SETTING, ModelFolder, listed
+from trainium_trainer.weights.headers import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainium_trainer.weights.headers import Stored
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+_PROBE_BYTES = 4096
+_PROBES_AT_ONCE = 8
+_BUFFERS = (".rotary_emb.inv_freq",)
+"""Ends of names that old files hold and that follow from the configuration."""
+
+
+class BaseWeights:
+    """The weights in one Hugging Face folder."""
+
+    def __init__(self, location: str, folder: ModelFolder) -> None:
+        """Of a folder whose tensors were checked: use `open`."""
+        self.location = location
+        """As the user named it."""
+        self.shape = folder.shape
+        """The model that the folder describes; vocabulary and all are the file's."""
+        self.source = folder.source
+        """The folder's files."""
+        self._tensors = folder.tensors
+        self._means: dict[str, Tensor] = {}
+
+    @classmethod
+    def open(cls, location: str, *, field: str = SETTING) -> BaseWeights:
+        """A folder, or s3://bucket/prefix, that the setting `field` names; reads headers only.
+
+        Raises UserError when it is not the whole model that its configuration describes, StorageError when the store
+        fails.
+        """
+        folder = ModelFolder.open(location, field=field)
+        _refuse_misfits(folder)
+        weights = cls(location, folder)
+        if weights.shape.tie_embeddings and OUTPUT in folder.tensors and EMBEDDING in folder.tensors:
+            weights._refuse_other_output()
+        return weights
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the shape, and of each tensor's name, type, size and 4 KiB in its middle.
+
+        Reads 4 KiB for each tensor, so it costs a second at any size, and does not see how tensors are spread over
+        files. A tensor that was changed elsewhere than in its middle goes unnoticed.
+        """
+        names = sorted(name for name in parameter_sizes(self.shape))
+        with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="weights-digest") as pool:
+            probes = list(pool.map(self._probe, (self._tensors[name] for name in names)))
+        sha = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
+        for name, probe in zip(names, probes, strict=True):
+            stored = self._tensors[name]
+            sha.update(f"\n{name} {stored.dtype} {stored.shape} ".encode() + probe)
+        return sha.hexdigest()
+
+    def size(self, name: str) -> torch.Size:
+        """Size of a parameter in the file. KeyError when the model has none of that name."""
+        return torch.Size(self._stored(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format of a parameter in the file. KeyError when the model has none of that name."""
+        return TORCH_TYPES[self._stored(name).dtype]
+
+    @torch.no_grad()
+    def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
+
+        The target may be on any device and of any floating-point type. Raises KeyError for an unknown name, ValueError
+        for a box that is not within the parameter, UserError when the file was cut short meanwhile, StorageError when
+        the store fails.
+        """
+        stored = self._stored(name)
+        rows = stored.shape[0]
+        most = math.inf if name in (EMBEDDING, OUTPUT) else rows
+        check_box(name, (most, *stored.shape[1:]), offsets, tuple(target.shape))
+        known = max(0, min(target.shape[0], rows - offsets[0]))
+        try:
+            copy_box(self.source, stored, offsets, target.narrow(0, 0, known))
+            if known < target.shape[0]:
+                mean = self._mean(name).narrow(0, offsets[1], target.shape[1])
+                target.narrow(0, known, target.shape[0] - known).copy_(mean.expand(target.shape[0] - known, -1))
+        except DamagedFileError as error:
+            raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
+
+    def _stored(self, name: str) -> Stored:
+        # Of a model that shares them, files hold one and may hold the other.
+        return self._tensors[EMBEDDING if name == OUTPUT and self.shape.tie_embeddings else name]
+
+    def _mean(self, name: str) -> Tensor:
+        """The mean of all rows in the file, float32: of whole rows in the same chunks, so the same on every rank."""
+        if name not in self._means:
+            stored = self._stored(name)
+            total = torch.zeros(stored.shape[1], dtype=torch.float64)
+            for _, chunk in rows_of(self.source, stored, 0, stored.shape[0]):
+                total += chunk.sum(dim=0, dtype=torch.float64)
+            self._means[name] = (total / stored.shape[0]).float()
+        return self._means[name]
+
+    def _probe(self, stored: Stored) -> bytes:
+        length = min(_PROBE_BYTES, stored.length)
+        with self.source.stretch(stored.file, stored.start + (stored.length - length) // 2, length) as view:
+            return bytes(view)
+
+    def _refuse_other_output(self) -> None:
+        if self._probe(self._tensors[EMBEDDING]) != self._probe(self._tensors[OUTPUT]):
+            raise UserError(
+                f"{self.source.where}: config.json says that {OUTPUT} is {EMBEDDING}, but the files hold two that "
+                "differ: set tie_word_embeddings to false in config.json, or leave one of them out"
+            )
+
+
+def _refuse_misfits(folder: ModelFolder) -> None:
+    """UserError unless the files hold every parameter of the shape in its size, and nothing that we would leave out."""
+    where, tensors = folder.source.where, folder.tensors
+    sizes = parameter_sizes(folder.shape)
+    if missing := [name for name in sizes if name not in tensors]:
+        raise UserError(f"{where}: the files lack {listed(missing)}: copy or fetch the folder again")
+    known = sizes.keys() | {OUTPUT}
+    if strange := [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]:
+        raise UserError(
+            f"{where}: the files hold {listed(strange)}, for which a model as config.json describes it has no place: "
+            "use the folder of a plain Llama model"
+        )
+    for name in [*sizes, *({OUTPUT} & tensors.keys() - sizes.keys())]:
+        expected = sizes.get(name, sizes[EMBEDDING])
+        stored = tensors[name]
+        if stored.dtype not in ITEM_BYTES:
+            raise UserError(
+                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(ITEM_BYTES)}: use the "
+                "model as it was before it was quantised"
+            )
+        if stored.shape != expected:
+            raise UserError(
+                f"{where}: {name} has the size {list(stored.shape)}, but config.json describes {list(expected)}: the "
+                "two do not belong together, copy or fetch the folder again"
+            )

@@ -1,0 +1,156 @@
+"""A Hugging Face folder with a model: its `config.json`, its safetensors files, and which tensor lies in which.
+
+Invariants: nothing here needs torch; no pickle is ever opened; a folder that cannot be read to its end is refused when
+it is opened, in one sentence that begins with the setting that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
+from trainium_trainer.weights.headers import LENGTH_BYTES, header_length, tensors_of
+from trainium_trainer.weights.source import open_source
+
+if TYPE_CHECKING:
+    from trainium_trainer.models.shapes import ModelShape
+    from trainium_trainer.weights.headers import Stored
+    from trainium_trainer.weights.source import Source
+
+WHOLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SETTING = "model.weights"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_MOST_NAMES = 3
+
+
+def shape_of(location: str, *, field: str = SETTING) -> ModelShape:
+    """The shape of the model in a folder or below s3://bucket/prefix; `field` is the setting that names it.
+
+    Raises UserError when there is none that can be trained; StorageError when the store fails.
+    """
+    source = open_source(location, field)
+    return _shape(read_config(source, source.sizes()), source)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder that was looked through: all of it is there."""
+
+    source: Source
+    shape: ModelShape
+    tensors: dict[str, Stored]
+
+    @staticmethod
+    def open(location: str, *, field: str = SETTING) -> ModelFolder:
+        """Read the configuration and the headers. Raises UserError or StorageError."""
+        source = open_source(location, field)
+        sizes = source.sizes()
+        shape = _shape(read_config(source, sizes), source)
+        return ModelFolder(source, shape, _all_tensors(source, sizes))
+
+
+def read_config(source: Source, sizes: dict[str, int]) -> dict[str, Any]:
+    """The contents of `config.json`. UserError when it is not there, not JSON, or says that the model is quantised."""
+    if CONFIG_NAME not in sizes:
+        raise UserError(f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors")
+    document = read_document(source, CONFIG_NAME)
+    if document.get("quantization_config"):
+        kind = document["quantization_config"].get("quant_method", "some method")
+        raise UserError(
+            f"{source.where}: is quantised ({kind}), and what is rounded to a few bits can neither be trained nor "
+            "merged into: use the model as it was before"
+        )
+    return document
+
+
+def read_tensors(source: Source, name: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, Stored]:
+    """The tensors of one safetensors file of `size` bytes; its own metadata are put into `metadata`.
+
+    Raises UserError when it is damaged.
+    """
+    try:
+        if size < LENGTH_BYTES:
+            raise ValueError("ends within its first bytes")  # noqa: TRY301 - as those of the header
+        with source.stretch(name, 0, LENGTH_BYTES) as head:
+            length = header_length(bytes(head), size)
+        with source.stretch(name, LENGTH_BYTES, length) as text:
+            return tensors_of(bytes(text), name, size, metadata)
+    except (ValueError, DamagedFileError) as error:
+        said = error if isinstance(error, ValueError) else "ends too early"
+        raise UserError(f"{source.where}: {name} {said}: copy or fetch the file again") from error
+
+
+def _shape(document: dict[str, Any], source: Source) -> ModelShape:
+    return shape_of_document(document, f"{source.where}: {CONFIG_NAME}")
+
+
+def _all_tensors(source: Source, sizes: dict[str, int]) -> dict[str, Stored]:
+    if WHOLE_NAME in sizes:
+        return read_tensors(source, WHOLE_NAME, sizes[WHOLE_NAME])
+    if INDEX_NAME not in sizes:
+        raise UserError(f"{source.where}: {_without_index(sizes)}")
+    places = read_document(source, INDEX_NAME).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UserError(f"{source.where}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
+    files = sorted(set(places.values()))
+    if missing := [file for file in files if file not in sizes]:
+        raise UserError(
+            f"{source.where}: {INDEX_NAME} names {listed(missing)}, which {_is(missing)} not there: copy or fetch "
+            f"{_them(missing)}"
+        )
+    held = {file: read_tensors(source, file, sizes[file]) for file in files}
+    for name, file in places.items():
+        if name not in held[file]:
+            raise UserError(
+                f"{source.where}: {INDEX_NAME} says that {name} is in {file}, which does not hold it: copy or fetch "
+                "both files again"
+            )
+    return {name: held[file][name] for name, file in places.items()}
+
+
+def _without_index(sizes: dict[str, int]) -> str:
+    """What is wrong with a folder that has neither a whole file nor an index."""
+    parts = [name for name in sizes if name.endswith(".safetensors")]
+    pickles = [name for name in sizes if name.endswith(_PICKLES)]
+    if parts:
+        return (
+            f"holds {listed(parts)} but neither {WHOLE_NAME} nor {INDEX_NAME}: copy or fetch the index that belongs to "
+            f"{_them(parts)}"
+        )
+    if pickles:
+        return (
+            f"holds its weights as pickles only ({listed(pickles)}), which can run code when they are read: where you "
+            "trust them, convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, "
+            "safe_serialization=True) of transformers, then name NEW"
+        )
+    return f"holds no weights: there is neither {WHOLE_NAME} nor {INDEX_NAME}: copy or fetch them"
+
+
+def read_document(source: Source, name: str) -> dict[str, Any]:
+    """The fields of a JSON file. UserError when it holds none."""
+    try:
+        document = json.loads(source.read(name))
+    except ValueError as error:
+        raise UserError(f"{source.where}: {name} is not valid JSON: copy or fetch the file again") from error
+    if not isinstance(document, dict):
+        raise UserError(f"{source.where}: {name} holds no fields: copy or fetch the file again")
+    return document
+
+
+def listed(names: list[str]) -> str:
+    """A few of the names, for a sentence."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _them(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

@@ -1,0 +1,76 @@
+"""PURE. What a safetensors file says of itself in its first bytes: 8 bytes of length, then JSON, then the tensors.
+
+Invariant: what passes here can be read: every tensor lies within the file and has as many bytes as its type and size
+say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+LENGTH_BYTES = 8
+_LONGEST_HEADER = 100 << 20
+"""Bytes; the format's own limit."""
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The number formats that weights may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: str
+    dtype: str
+    """As the format names it: one of ITEM_BYTES."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    length: int
+    """Bytes."""
+
+
+def header_length(head: bytes, size: int) -> int:
+    """Bytes of the JSON, from the file's first LENGTH_BYTES; ValueError when a file of `size` bytes cannot be one."""
+    length = int.from_bytes(head, "little")
+    if length > _LONGEST_HEADER:
+        raise ValueError("does not begin as a safetensors file does")
+    if LENGTH_BYTES + length > size:
+        raise ValueError("ends within its header")
+    return length
+
+
+def tensors_of(text: bytes, file: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, Stored]:
+    """The tensors that a header names, of a file of `size` bytes; its own metadata are put into `metadata`.
+
+    Raises ValueError with what is wrong with it.
+    """
+    try:
+        entries = json.loads(text)
+        own = entries.pop("__metadata__", {})
+        if metadata is not None:
+            metadata |= own
+        found = {name: _stored(name, entry, file, LENGTH_BYTES + len(text)) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(error.args[0] if isinstance(error, _WrongError) else "has a header that is not one") from error
+    end = max((tensor.start + tensor.length for tensor in found.values()), default=0)
+    if end > size:
+        raise ValueError(f"is cut short: it has {size} bytes and its header speaks of {end}")
+    return found
+
+
+class _WrongError(ValueError):
+    """Something that the header says cannot be."""
+
+
+def _stored(name: str, entry: dict[str, Any], file: str, base: int) -> Stored:
+    dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        # Whoever needs this tensor refuses its type; others may be there for some other program.
+        return Stored(file, str(dtype), shape, base + int(begin), int(end) - int(begin))
+    expected = math.prod(shape) * ITEM_BYTES[dtype]
+    if begin < 0 or end - begin != expected:
+        raise _WrongError(f"says that {name} of size {list(shape)} in {dtype} has {end - begin} bytes, not {expected}")
+    return Stored(file, dtype, shape, base + begin, end - begin)
