@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode, Response, verdict_of
 from trainium_contract.faults import KERNEL_ROWS, STATUSES
-from trainium_operator.plan.fault_table import CAUSES, CONDITIONS, LABELS, POD_REASONS, SILENCE, TAINTS
+from trainium_operator.plan.faults.fault_table import CAUSES, CONDITIONS, LABELS, POD_REASONS, SILENCE, TAINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from trainium_contract.job import Interruption, TrainingJobStatus
-    from trainium_operator.plan.model import JobView
+    from trainium_operator.plan.model.observed import JobView
 
 _FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
 _STEPS = (0, 1, 2, 5, 10, 30, 100, 300, 1000)
@@ -61,6 +61,7 @@ class JobMetrics:
         self._productive = gauge("productive_seconds", "Productive time of the jobs that exist")
         self._lost = gauge("lost_seconds", "Lost time of the jobs that exist", "cause")
         self._lost_stage = gauge("lost_stage_seconds", "The same by stage", "stage")
+        self._stage = gauge("stage_seconds", "Time of the jobs that exist in the stages after the last step", "stage")
         self._nodes = gauge("node_seconds", "Node time that the jobs that exist have held")
         self._durable_age = gauge("checkpoint_durable_age_seconds", "Oldest newest checkpoint of the running jobs")
         self._workers = gauge("workers", "Workers of the jobs that exist", "state")
@@ -96,6 +97,7 @@ class JobMetrics:
         self._productive.set(sum(each.productive_seconds for each in ledgers))
         self._nodes.set(sum(each.node_seconds for each in ledgers))
         self._set(self._lost, [item for each in ledgers for item in each.lost_seconds.items()])
+        self._set(self._stage, [item for each in ledgers for item in each.stage_seconds.items()])
         self._set(self._lost_stage, [item for each in ledgers for item in each.lost_by_stage.items()])
         running = [each for each in statuses if each.phase is Phase.RUNNING and each.goodput.wall_seconds > 0]
         for measure, name in _MEASURES.items():

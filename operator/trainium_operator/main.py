@@ -34,11 +34,18 @@ DRAIN_SECONDS = 10.0
 KOPF_STOP_SECONDS = 8.0
 LEAVE_SECONDS = 3.0
 FIRST_LIST_RETRY_SECONDS = 2.0
+LEASE_CONNECTIONS = 2
+"""One for a renewal, one for the next while the first hangs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until told to stop; the exit code is 0 then, and 1 after a failure."""
-    settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
+    """Run until told to stop; the exit code is 0 then, and 1 after a failure. `simulate` has its own command line."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["simulate"]:
+        from trainium_operator.simulate.command import main as simulate  # noqa: PLC0415 - the operator never needs it
+
+        sys.exit(simulate(given[1:]))
+    settings = parse_settings(given, os.environ)
     configure_logs(settings.log_level, settings.log_format)
     use_little_memory_per_connection()
     sys.exit(asyncio.run(operate(settings)))
@@ -55,10 +62,13 @@ async def operate(settings: Settings) -> int:
         logger.error("%s", error)  # noqa: TRY400 - the sentence says it all
         return 1
     namespace = settings.namespace or transport.namespace
-    runtime = Runtime(settings, transport, namespace=namespace, identity=process_identity(os.environ))
+    lease_transport = transport.apart(LEASE_CONNECTIONS)
+    identity = process_identity(os.environ)
+    runtime = Runtime(settings, transport, namespace=namespace, identity=identity, lease_transport=lease_transport)
     try:
         return await Supervisor(runtime, transport).run()
     finally:
+        await lease_transport.close()
         await transport.close()
 
 

@@ -20,16 +20,16 @@ from prometheus_client import (
 
 from trainium_operator.agent_metrics import AgentMetrics
 from trainium_operator.job_metrics import JobMetrics
-from trainium_operator.plan.fleet_memory import MachineState
-from trainium_operator.plan.node_signals import Severity, problems_of
+from trainium_operator.plan.faults.node_signals import Severity, problems_of
+from trainium_operator.plan.fleet.memory import MachineState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.messages import HeartbeatRequest
-    from trainium_operator.plan.fleet_memory import Machine
-    from trainium_operator.plan.model import JobView, NodeView
+    from trainium_operator.plan.fleet.memory import Machine
+    from trainium_operator.plan.model.observed import JobView, NodeView
 
 _PREFIX = "trainingjob_operator_"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)

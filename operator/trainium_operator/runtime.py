@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster.api import Api
+from trainium_operator.cluster.destruction import Destruction
 from trainium_operator.cluster.discovery import Discovery
 from trainium_operator.cluster.errors import ApiError
 from trainium_operator.cluster.events import EventRecorder
@@ -40,7 +41,7 @@ from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.health import HealthServer
 from trainium_operator.metrics import Metrics
-from trainium_operator.plan.model import PlanSettings
+from trainium_operator.plan.model.observed import PlanSettings
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.store import Entry, Key
     from trainium_operator.cluster.transport import Transport
     from trainium_operator.cluster.views import JobRecord
-    from trainium_operator.plan.model import Observed, Plan, PodView
+    from trainium_operator.coordinator.state import Doubt
+    from trainium_operator.plan.model.actions import Plan
+    from trainium_operator.plan.model.observed import Observed, PodView
     from trainium_operator.settings import Settings
 
 DEAF_SECONDS = 180.0
@@ -72,7 +75,9 @@ class Runtime:
         namespace: str,
         identity: str,
         wall_clock: Callable[[], float] = time.time,
+        lease_transport: Transport | None = None,
     ) -> None:
+        """`lease_transport` serves the Lease alone, so that no other request can keep it waiting."""
         self.settings = settings
         self.serving = asyncio.Event()
         """Agents are answered: the Lease is ours, and the newest memberships are known."""
@@ -81,13 +86,14 @@ class Runtime:
         self.metrics = Metrics()
         self.api_heard = 0.0
         self.api = Api(transport, on_request=self._on_request)
-        self.queue: WorkQueue[Key] = WorkQueue()
+        self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))
         self.pace = Pace(self.queue)
         self.caches = make_caches(self.api, settings)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
         self.state = CoordinatorState(clock)
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
-        self.elector = LeaseElector(self.api, namespace, settings.lease_name, identity, wall_clock=wall_clock)
+        lease_api = Api(lease_transport or transport, on_request=self._on_request)
+        self.elector = LeaseElector(lease_api, namespace, settings.lease_name, identity, wall_clock=wall_clock)
         self.acting = Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
         self.keeper = CertificateKeeper(
             KubernetesSecret(self.api, namespace, settings.secret_name),
@@ -97,14 +103,20 @@ class Runtime:
         )
         self.coordinator = CoordinatorServer(
             self.state,
-            Authenticator(TokenReviewer(self.api).review, WorkerPods(self.caches.pods.store), wall_clock=clock),
+            Authenticator(
+                TokenReviewer(self.api).review,
+                WorkerPods(self.caches.pods.store, self.caches.jobs.store),
+                wall_clock=clock,
+            ),
             is_serving=self.serving.is_set,
             notify=self._notify,
             until_serving=self._until_serving,
             on_message=self.metrics.message,
             on_news=self.metrics.said,
         )
-        self.prober = Prober(self.state, is_serving=self.leading.is_set, notify=self._notify)
+        self.prober = Prober(
+            self.state, is_serving=self.leading.is_set, notify=self._notify, address_of=self._address_of
+        )
         self.health = HealthServer(live=self.live_problem, ready=self.ready_problem, metrics=self._exposition)
         self.plan_settings = plan_settings(settings, namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
@@ -125,6 +137,7 @@ class Runtime:
             self.state,
             ca_bundle=lambda: self.keeper.ca_bundle,
             creations_from=refusals.until,
+            in_the_way=refusals.in_the_way,
             wall_clock=clock,
             fleet=self.fleet.current,
         )
@@ -133,7 +146,7 @@ class Runtime:
             caches=self.caches,
             observer=observer,
             plan=self._plan,
-            executor=Executor(self.acting, self.caches, self.recorder, self.state, refusals),
+            executor=Executor(self.acting, self.caches, self.recorder, self.state, refusals, Destruction(clock)),
             recorder=self.recorder,
             meter=FleetMeter(self.metrics, self.fleet),
             pace=self.pace,
@@ -174,7 +187,7 @@ class Runtime:
             view = entry.view.view
             record = self.caches.membership_of(view) if view is not None else None
             if view is not None and record is not None and record.membership is not None:
-                self.state.publish(view.uid, record.membership)
+                self.state.publish(view.id, record.membership)
         self.state.begin()
         self.serving.set()
 
@@ -229,7 +242,10 @@ class Runtime:
         found = self.discovery
         changed = found.gang_apis != self.plan_settings.gang_apis
         self.plan_settings = replace(
-            self.plan_settings, gang_apis=found.gang_apis, topology_layers=found.topology_layers
+            self.plan_settings,
+            gang_apis=found.gang_apis,
+            topology_layers=found.topology_layers,
+            cluster=found.cluster,
         )
         if changed:
             self.enqueue_all()
@@ -248,14 +264,19 @@ class Runtime:
         workers = record.view.status.desired if record is not None and record.view is not None else 0
         self.queue.put_after(key, self.plan_settings.status_interval(workers))
 
+    def _address_of(self, doubt: Doubt) -> str:
+        entry = self.caches.pods.store.entry((doubt.namespace, doubt.pod))
+        known = entry is not None and entry.uid == doubt.pod_uid and entry.owner == doubt.job_id
+        return entry.view.ip if entry is not None and known else ""
+
     def _forget_job(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
         if old is not None and (new is None or new.uid != old.uid):
-            self.state.forget_job(old.uid)
+            self.state.forget_job(old.view.id)
             self.metrics.forget(old.uid)
 
     def _forget_pod(self, _key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
         if old is not None and old.owner is not None and (new is None or new.uid != old.uid):
-            self.state.forget_pod(old.owner.uid, old.uid)
+            self.state.forget_pod(old.owner, old.uid)
 
     def _exposition(self) -> bytes:
         self.metrics.queue_depth.set(len(self.queue))
@@ -270,14 +291,16 @@ class Runtime:
 def make_caches(api: Api, settings: Settings) -> Caches:
     """Caches of what the settings let us see, still empty."""
     watched = settings.watch_namespace
-    children = Reflector(api, CONFIG_MAPS, Store(), child_record, namespace=watched, labels=LABEL_JOB)
+    children = Reflector(api, CONFIG_MAPS, Store(), child_record, namespace=watched, labels=LABEL_JOB, of_jobs=True)
     return Caches(
         jobs=Lister(api, JOBS, Store(), job_record, namespace=watched),
-        pods=Reflector(api, PODS, Store(), pod_view, namespace=watched, labels=f"{LABEL_ROLE}={ROLE_WORKER}"),
+        pods=Reflector(
+            api, PODS, Store(), pod_view, namespace=watched, labels=f"{LABEL_ROLE}={ROLE_WORKER}", of_jobs=True
+        ),
         config_maps=children,
         nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
         disruption_budgets=Reflector(
-            api, DISRUPTION_BUDGETS, Store(), child_record, namespace=watched, labels=LABEL_JOB
+            api, DISRUPTION_BUDGETS, Store(), child_record, namespace=watched, labels=LABEL_JOB, of_jobs=True
         ),
     )
 

@@ -59,7 +59,9 @@ class Settings:
     taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
-    workers: int = _setting(4, "jobs that are reconciled at the same time")
+    workers: int = _setting(
+        32, "jobs that are reconciled at the same time; half of them at most may be slow ones (a webhook that hangs)"
+    )
     status_interval: float = _setting(5.0, "shortest time between two status writes that only bring progress")
     resync: float = _setting(300.0, "every job is looked at once in this time even when nothing has changed")
     log_level: str = _setting("info", "debug, info, warning or error")
@@ -95,7 +97,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         prog="trainium-operator",
         description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
     )
-    parser.add_argument("command", nargs="?", choices=["run"], default="run", help="`run` (may be left out)")
+    told = "`run` (may be left out); see also `simulate --help`"
+    parser.add_argument("command", nargs="?", choices=["run"], default="run", help=told)
     types = get_type_hints(Settings)
     for each in fields(Settings):
         default = each.default if each.default is not MISSING else None

@@ -1,8 +1,8 @@
 """The Kubernetes API as this operator uses it: raw JSON, typed errors, and every retry in one place.
 
-Retried: 429 and 503 (after `Retry-After`), other 5xx, and connection errors, with jittered exponential back-off. POST
-is retried too, because every name that we create is deterministic: the second attempt then says AlreadyExistsError,
-and callers look who owns the object. What is not retried is raised at once (see `errors`).
+Retried for a while: 429 and 503 (after `Retry-After`), other 5xx, and connection errors, with jittered exponential
+back-off. POST is retried too, because every name that we create is deterministic: the second attempt then says
+AlreadyExistsError, and callers look who owns the object. What is not retried is raised at once (see `errors`).
 Objects and status are written by server-side apply with one field manager.
 Before each attempt of a write `may_write` is asked: an operator that has lost its Lease sends nothing any more, not
 even the repetition of what it began while it led.
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
+CALL_SECONDS = 15.0
+"""No further attempt begins after this time: whoever waits knows better what to do next."""
 ATTEMPTS = 6
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
@@ -190,6 +192,8 @@ class Api:
         content_type: str = JSON,
         attempts: int = ATTEMPTS,
     ) -> Json:
+        clock = asyncio.get_running_loop().time
+        latest = clock() + CALL_SECONDS
         for attempt in range(1, attempts + 1):
             pause = self._backoff(attempt)
             if method != "GET" and not self._may_write():
@@ -211,7 +215,7 @@ class Api:
                 if not isinstance(error, UnavailableError):
                     raise error
                 pause = max(pause, _retry_after(answer))
-            if attempt == attempts:
+            if attempt == attempts or clock() + pause >= latest:
                 raise error
             await asyncio.sleep(pause)
         raise AssertionError("attempts is at least 1")

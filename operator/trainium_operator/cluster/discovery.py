@@ -13,15 +13,16 @@ import random
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.errors import ApiError, ForbiddenError, NotFoundError
-from trainium_operator.plan.model import GangApi
-from trainium_operator.plan.topology import LAYERS
+from trainium_operator.cluster.resources import NAMESPACES
+from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.observed import GangApi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.api import Api
     from trainium_operator.cluster.store import Entry, Key, Store
-    from trainium_operator.plan.model import NodeView
+    from trainium_operator.plan.model.observed import NodeView
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,18 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
     return found
 
 
+async def name_of_cluster(api: Api) -> str:
+    """The uid of the namespace kube-system; empty where it may not be read. Raises ApiError."""
+    try:
+        uid: str = (await api.get(NAMESPACES, "", "kube-system"))["metadata"]["uid"]
+    except (ForbiddenError, NotFoundError) as error:
+        logger.warning(
+            "the cluster's name is not known, so jobs of one name in two clusters are one to storage: %s", error
+        )
+        return ""
+    return uid
+
+
 async def _kinds(api: Api, path: str) -> set[str]:
     """Kinds that can be created; a group that has just gone, or whose server is away, has none."""
     try:
@@ -65,6 +78,8 @@ class Discovery:
 
     def __init__(self, api: Api, nodes: Store[NodeView] | None, *, on_change: Callable[[], None]) -> None:
         self.gang_apis: Mapping[GangApi, str] = {}
+        self.cluster = ""
+        """uid of the namespace kube-system, which is the cluster's own among all clusters."""
         self.topology_layers: frozenset[str] = frozenset()
         self.known = asyncio.Event()
         self._api = api
@@ -82,17 +97,20 @@ class Discovery:
     async def refresh(self) -> None:
         """Look once; what could not be read stays as it was."""
         try:
+            cluster = self.cluster or await name_of_cluster(self._api)
             found = await discover_gang_apis(self._api)
         except ForbiddenError as error:
             logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
-            found = {}
+            cluster, found = self.cluster, {}
         except ApiError as error:
             logger.warning("API discovery: %s", error)
             return
         self.known.set()
+        changed = (found, cluster) != (self.gang_apis, self.cluster)
         if found != self.gang_apis:
             logger.info("gang APIs: %s", ", ".join(sorted(found.values())) or "none")
-            self.gang_apis = found
+        self.gang_apis, self.cluster = found, cluster
+        if changed:
             self._on_change()
 
     def _node_changed(self, _key: Key, _old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:

@@ -28,6 +28,10 @@ class ConflictError(ApiError):
     """409: a precondition (uid, resourceVersion) failed, or another manager owns a field: read again and recompute."""
 
 
+class NotOursError(ConflictError):
+    """An object of a name that we need belongs to somebody else: it is never taken over."""
+
+
 class GoneError(ApiError):
     """410: the resource version or continue token is too old: list again."""
 

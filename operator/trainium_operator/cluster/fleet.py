@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from trainium_operator.cluster import fleet_record
 from trainium_operator.cluster.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.resources import CONFIG_MAPS, NODES
-from trainium_operator.plan.fleet import FleetObserved, JobRecords, plan_fleet
-from trainium_operator.plan.fleet_memory import Memory
-from trainium_operator.plan.model import FleetView, NodeView
-from trainium_operator.plan.node_signals import TAINT_QUARANTINED
+from trainium_operator.plan.fleet.memory import Memory
+from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
+from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
+from trainium_operator.plan.model.observed import FleetView, NodeView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.reconciler import Meter
     from trainium_operator.cluster.store import Entry, Key
     from trainium_operator.cluster.views import JobRecord
-    from trainium_operator.plan.fleet import FleetPlan, TaintNode
-    from trainium_operator.plan.fleet_memory import Machine
-    from trainium_operator.plan.model import JobView
+    from trainium_operator.plan.fleet.memory import Machine
+    from trainium_operator.plan.fleet.quarantine import FleetPlan, TaintNode
+    from trainium_operator.plan.model.observed import JobView
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_contract.exit_codes import Cause
-from trainium_operator.plan.fleet_memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
-from trainium_operator.plan.times import parse_rfc3339, rfc3339
+from trainium_operator.plan.fleet.memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
+from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,6 +75,8 @@ def _dump(fields: dict[str, Any]) -> str:
 
 def _fields(entry: Machine) -> dict[str, Any]:
     fields: dict[str, Any] = {"machine": entry.machine, "node": entry.node, "state": entry.state.value}
+    if entry.suspected_by and entry.state is not MachineState.WATCHED:
+        fields["for"] = f"namespace {entry.suspected_by}"  # for people: it follows from the strikes
     if entry.until is not None:
         fields["until"] = rfc3339(entry.until)
     if entry.quarantines:

@@ -41,6 +41,10 @@ class LeaseTimes:
     renew_deadline: float = 10.0
     retry: float = 2.0
     """Between two renewals."""
+    attempt: float = 3.0
+    """For one try to renew: one that hangs must leave time for others."""
+    again: float = 0.5
+    """Between a try that failed and the next."""
     look: float = 1.0
     """Between two looks of one who stands by."""
     nudged_look: float = 0.2
@@ -112,14 +116,17 @@ class LeaseElector:
     async def hold(self) -> None:
         """Renew for ever. Raises LeaseLostError."""
         loop = asyncio.get_running_loop()
+        pause = self._times.retry
         while True:
-            await asyncio.sleep(self._times.retry)
+            await asyncio.sleep(pause)
+            pause = self._times.again
             left = self._renewed_at + self._times.renew_deadline - loop.time()
             if left <= 0:
                 self._lose(f"could not renew the lease for {self._times.renew_deadline:g} s")
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(min(left, self._times.attempt)):
                     await self._renew()
+                pause = self._times.retry
             except LeaseLostError:
                 raise
             except (ApiError, TimeoutError) as error:

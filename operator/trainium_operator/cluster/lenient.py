@@ -1,7 +1,8 @@
-"""Reading a status that somebody has edited by hand, or that a newer operator wrote: what cannot be read is left out.
+"""Reading what somebody has edited by hand, or a newer version wrote: what cannot be read is left out.
 
 Invariant: one unreadable entry never hides the others; a condition that can be read is never lost with its neighbours.
-The next status write puts the whole in order again.
+The next status write puts the whole in order again. Of a spec and of a message only what a newer version may have added
+is left out (fields, and values of an enumeration); everything else that is wrong with them is an error as before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainium_contract.job import TrainingJobStatus
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _ROUNDS = 8
 """Each round removes all that is wrong; what is wrong with the whole of a part shows only when its pieces are gone."""
+
+_NEWER = frozenset({"extra_forbidden", "enum"})
+"""Errors that a field or a value of a newer version makes."""
+
+
+def readable_spec(raw: Any) -> tuple[TrainingJobSpec, tuple[str, ...]]:
+    """The spec, and where something was left out that this version does not know. Raises ValidationError."""
+    unknown: set[str] = set()
+    left = raw if isinstance(raw, dict) else {}
+    while True:
+        try:
+            return TrainingJobSpec.model_validate(left), tuple(sorted(unknown))
+        except ValidationError as error:
+            left, removed = _without_newer(left, error)
+            unknown |= removed
+
+
+def _without_newer(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
+    """A copy without what a newer version added, and where that was. Raises the error when there is anything else."""
+    found = error.errors(include_url=False, include_input=False)
+    if any(each["type"] not in _NEWER for each in found):
+        raise error
+    # A field that is not known goes alone; a value that is not known takes its list entry with it.
+    places = {tuple(each["loc"]) if each["type"] == "extra_forbidden" else _part(each["loc"]) for each in found}
+    left = copy.deepcopy(raw)
+    for place in sorted(places, key=_backwards, reverse=True):
+        _remove(left, place)
+    if left == raw:  # the place leads nowhere, as that of a member of a union
+        raise error
+    return left, {".".join(map(str, place)) for place in places}
 
 
 def readable_status(raw: Any, name: str) -> TrainingJobStatus:
@@ -58,10 +89,12 @@ def _remove(status: Any, place: Sequence[str | int]) -> None:
     *path, last = place
     holder = status
     for part in path:
-        found = holder.get(part) if isinstance(holder, dict) else None
-        if found is None:
+        if isinstance(holder, list):
+            holder = holder[part] if isinstance(part, int) and part < len(holder) else None
+        else:
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if holder is None:
             return
-        holder = found
     if isinstance(holder, list) and isinstance(last, int) and last < len(holder):
         del holder[last]
     elif isinstance(holder, dict):

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_operator.plan import names
-from trainium_operator.plan.model import STARTING_REASONS, FleetView, NodeView, Observed, PodPhase
-from trainium_operator.plan.summary import only_progress_differs
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.observed import STARTING_REASONS, FleetView, NodeView, Observed, PodPhase
+from trainium_operator.plan.report.write_throttle import only_progress_differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.store import Entry, Key
     from trainium_operator.cluster.views import ChildRecord, JobRecord
     from trainium_operator.cluster.work_queue import WorkQueue
-    from trainium_operator.plan.model import AgentView, JobView, PodView
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import AgentView, JobView, PodView
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,20 @@ class Caches:
     def membership_of(self, job: JobView) -> ChildRecord | None:
         """The membership ConfigMap of this incarnation of the job."""
         key = (job.namespace, names.membership_name(job.name))
-        return self.config_maps.store.owned_by(job.uid).get(key)
+        return self.config_maps.store.owned_by(job.id).get(key)
 
 
 class Agents(Protocol):
-    """What the coordinator knows; jobs by uid."""
+    """What the coordinator knows."""
 
     since: float
     """When this process began to answer agents as the leader, in Unix seconds."""
 
-    def agents(self, job_uid: str) -> Mapping[str, AgentView]:
+    def agents(self, job: JobId) -> Mapping[str, AgentView]:
         """Agents of a job by pod uid."""
         ...
 
-    def published(self, job_uid: str) -> int:
+    def published(self, job: JobId) -> int:
         """Generation that is served; 0 for none."""
         ...
 
@@ -86,9 +87,11 @@ class Observer:
         ca_bundle: Callable[[], str],
         wall_clock: Callable[[], float],
         creations_from: Callable[[str], float] = lambda _uid: 0.0,
+        in_the_way: Callable[[str], Mapping[str, str]] = lambda _uid: {},
         fleet: Callable[[], FleetView] = FleetView,
     ) -> None:
         self._creations_from = creations_from
+        self._in_the_way = in_the_way
         self._caches = caches
         self._agents = agents
         self._ca_bundle = ca_bundle
@@ -101,29 +104,30 @@ class Observer:
         `status_written` is when this process last wrote the job's status; 0 when it has not.
         """
         caches = self._caches
-        pods = tuple(sorted(caches.pods.store.owned_by(job.uid).values(), key=lambda pod: pod.ordinal))
+        pods = tuple(sorted(caches.pods.store.owned_by(job.id).values(), key=lambda pod: pod.ordinal))
         children = {
             f"{kind}/{name}": record.content_hash
             for kind, lister in (
                 ("ConfigMap", caches.config_maps),
                 ("PodDisruptionBudget", caches.disruption_budgets),
             )
-            for (_, name), record in lister.store.owned_by(job.uid).items()
+            for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.membership_of(job)
         return Observed(
             job=job,
             pods=pods,
             nodes=self._nodes({pod.node for pod in pods if pod.node} | set(job.status.avoided_nodes)),
-            agents=dict(self._agents.agents(job.uid)),
+            agents=dict(self._agents.agents(job.id)),
             membership=membership.membership if membership else None,
-            published=self._agents.published(job.uid),
+            published=self._agents.published(job.id),
             children=children,
             ca_bundle=self._ca_bundle(),
             coordinator_since=self._agents.since,
             now=self._wall_clock(),
             creations_from=self._creations_from(job.uid),
-            fleet=self._fleet(),
+            in_the_way=self._in_the_way(job.uid),
+            fleet=self._fleet().seen_from(job.namespace),
             status_written=status_written,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api import Api, Json
     from trainium_operator.cluster.store import Store
-    from trainium_operator.plan.model import PodView
+    from trainium_operator.cluster.views import JobRecord
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import PodView
+
+
+REVIEW_SECONDS = 5.0
+"""An agent waits for 3; what takes longer must not keep others from being asked about."""
 
 
 class KubernetesSecret:
@@ -66,8 +73,9 @@ class TokenReviewer:
         """Status of a TokenReview. Raises ReviewUnavailableError."""
         full = {"apiVersion": TOKEN_REVIEWS.api_version, "kind": TOKEN_REVIEWS.kind, **body}
         try:
-            answer = await self._api.create(TOKEN_REVIEWS, "", full, attempts=2)
-        except ApiError as error:
+            async with asyncio.timeout(REVIEW_SECONDS):
+                answer = await self._api.create(TOKEN_REVIEWS, "", full, attempts=2)
+        except (ApiError, TimeoutError) as error:
             # The message of a refused request could repeat the request: only its class is told on.
             raise ReviewUnavailableError(type(error).__name__) from None
         status: dict[str, Any] = answer.get("status") or {}
@@ -77,12 +85,14 @@ class TokenReviewer:
 class WorkerPods:
     """The pod cache as a PodDirectory."""
 
-    def __init__(self, pods: Store[PodView]) -> None:
+    def __init__(self, pods: Store[PodView], jobs: Store[JobRecord]) -> None:
         self._pods = pods
+        self._jobs = jobs
 
-    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> tuple[str, str] | None:
+    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         """See PodDirectory."""
         entry = self._pods.entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None:
             return None
-        return entry.owner.name, entry.owner.uid
+        job = self._jobs.get((entry.owner.namespace, entry.owner.name))
+        return entry.owner if job is not None and job.id == entry.owner else None

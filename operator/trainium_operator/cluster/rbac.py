@@ -33,6 +33,8 @@ class NamedAfter(StrEnum):
     """`settings.tls_secret_name`; `<coordinator service>-tls` by default."""
     MEMORY = "quarantine-name"
     """`settings.memory_name`; `<lease name>-quarantine` by default."""
+    CLUSTER = "kube-system"
+    """The namespace that every cluster has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ RIGHTS: tuple[Right, ...] = (
         "",
         "configmaps",
         ("get", "list", "watch", "create", "patch"),
-        "trainer configuration and membership, by server-side apply; deleted with the job by its ownerReference",
+        "trainer configuration and membership; only our own are patched; deleted with the job by its ownerReference",
     ),
     Right(
         "policy",
@@ -79,6 +81,14 @@ RIGHTS: tuple[Right, ...] = (
     Right("scheduling.x-k8s.io", "podgroups", ("create", "patch"), "gangs of the coscheduling plugin"),
     Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
     Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes", Scope.CLUSTER),
+    Right(
+        "",
+        "namespaces",
+        ("get",),
+        "uid of kube-system, by which jobs of one name in two clusters are told apart on shared storage",
+        Scope.CLUSTER,
+        NamedAfter.CLUSTER,
+    ),
     Right("", "nodes", ("patch",), "the taint of nodes in quarantine, where that is switched on", Scope.TAINTS),
     Right(
         "authentication.k8s.io", "tokenreviews", ("create",), "who an agent is, from its projected token", Scope.CLUSTER

@@ -2,7 +2,8 @@
 
 Invariants: the key says only that something may have changed; everything else is read anew from the caches. A failed
 write is repeated with back-off and shows as an event on the job; a defect in a plan is logged, counted and repeated
-with back-off, and never stops the worker.
+with back-off, and never stops the worker. No job keeps a worker for longer than `JOB_SECONDS`, and those that keep one
+for long share a part of the workers, so a job behind a failing webhook keeps nobody else waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trainium_operator.cluster.errors import ApiError, UnavailableError
 from trainium_operator.cluster.events import Note
 from trainium_operator.cluster.executor import reference_to
 from trainium_operator.cluster.work_queue import ClosedError
-from trainium_operator.plan.reasons import Reason
+from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.store import Key
     from trainium_operator.cluster.views import JobRecord
     from trainium_operator.cluster.work_queue import WorkQueue
-    from trainium_operator.plan.model import JobView, Observed, Plan
+    from trainium_operator.plan.model.actions import Plan
+    from trainium_operator.plan.model.observed import JobView, Observed
 
 logger = logging.getLogger(__name__)
 
 UNREADABLE_SECONDS = 300.0
+JOB_SECONDS = 60.0
+"""What is not done by then is planned anew; every write may be repeated."""
+CUT_PAUSE = 1.0
+SLOW_SECONDS = 2.0
 TELL_FROM_DELAY = 0.8
 """Back-off in seconds from which on a failure that repeats shows as an event."""
 
@@ -76,6 +82,10 @@ class Reconciler:
         self._written: dict[Key, float] = {}
         """When this process last wrote a job's status, by the clock of plans."""
         self._started: dict[Key, float] = {}
+        self._unknown: dict[Key, tuple[str, ...]] = {}
+        """What was told of each job's spec."""
+        self._planning = asyncio.Lock()
+        """One at a time: what takes the processor must not come in many pieces between two answers to agents."""
 
     async def work(self) -> None:
         """One worker; returns when the queue is closed."""
@@ -87,8 +97,16 @@ class Reconciler:
                 return
             started, error = loop.time(), ""
             self._started[key] = started
+            slow = loop.call_later(SLOW_SECONDS, self._queue.slow, key)
             try:
-                await self._reconcile(key)
+                async with asyncio.timeout(JOB_SECONDS) as budget:
+                    await self._reconcile(key)
+            except TimeoutError:
+                if not budget.expired():
+                    raise
+                error = "Timeout"
+                logger.warning("%s/%s: not done within %.0f s; it goes on with a new plan", *key, JOB_SECONDS)
+                self._queue.put_after(key, CUT_PAUSE)
             except ApiError as failure:
                 error = type(failure).__name__
                 self._failed(key, failure)
@@ -98,6 +116,9 @@ class Reconciler:
                 self._queue.retry(key)
             finally:
                 del self._started[key]
+                slow.cancel()
+                if not error and loop.time() - started < SLOW_SECONDS:
+                    self._queue.quick(key)
                 self._queue.done(key)
                 self._meter.reconciled(loop.time() - started, error)
 
@@ -122,26 +143,37 @@ class Reconciler:
             self._queue.forget(key)
             self._pace.forget(key)
             self._written.pop(key, None)
+            self._unknown.pop(key, None)
+            self._queue.quick(key)
             return
         if record.view is None:
             self._unreadable(key, record)
             return
+        self._tell_unknown(key, record, record.view.unknown)
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        observed = self._observer.observe(record.view, status_written=self._written.get(key, 0.0))
-        spent = loop.time() - began
-        await asyncio.sleep(0)  # here and below: a thousand agents make each part long, and they wait for answers
-        began = loop.time()
-        plan = self._plan(observed)
-        self._pace.planned(key, spent + loop.time() - began, loop.time())
-        await asyncio.sleep(0)
+        async with self._planning:
+            began = loop.time()
+            observed = self._observer.observe(record.view, status_written=self._written.get(key, 0.0))
+            spent = loop.time() - began
+            await asyncio.sleep(0)  # here and below: a thousand agents make each part long, and they wait for answers
+            began = loop.time()
+            plan = self._plan(observed)
+            self._pace.planned(key, spent + loop.time() - began, loop.time())
+            await asyncio.sleep(0)
         if plan.status != record.view.status:
             self._written[key] = observed.now
         await self._executor.execute(record.view, plan)
         self._queue.forget(key)
+        if not self._exists(key, record):
+            return
         self._meter.planned(record.view, plan.status)
         if plan.requeue_after is not None:
             self._queue.put_after(key, max(0.01, plan.requeue_after))
+
+    def _exists(self, key: Key, record: JobRecord) -> bool:
+        """Whether the job was not deleted meanwhile: what is kept of it would never be forgotten."""
+        now = self._caches.jobs.store.get(key)
+        return now is not None and now.uid == record.uid
 
     def _failed(self, key: Key, error: ApiError) -> None:
         delay = self._queue.retry(key)
@@ -159,6 +191,19 @@ class Reconciler:
         logger.warning("%s/%s: %s", *key, sentence, extra={"namespace": key[0], "job": key[1]})
         self._tell(record, Reason.UNREADABLE, sentence)
         self._queue.put_after(key, UNREADABLE_SECONDS)
+
+    def _tell_unknown(self, key: Key, record: JobRecord, unknown: tuple[str, ...]) -> None:
+        """Once for each set of places that were left out."""
+        if self._unknown.get(key, ()) == unknown:
+            return
+        self._unknown[key] = unknown
+        if unknown:
+            places = ", ".join(unknown[:5])
+            text = (
+                f"this operator is older than the job: it does not know {places}, and goes on with what runs as it is"
+            )
+            logger.warning("%s/%s: %s", *key, text, extra={"namespace": key[0], "job": key[1]})
+            self._tell(record, Reason.UNREADABLE, text)
 
     def _tell(self, record: JobRecord, reason: Reason, text: str) -> None:
         self._recorder.record(

@@ -15,13 +15,15 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from trainium_operator.cluster.errors import ApiError, GoneError
-from trainium_operator.cluster.store import Entry, Key, Owner, Store
+from trainium_operator.cluster.ownership import controlling_job, is_labelled
+from trainium_operator.cluster.store import Entry, Key, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_operator.cluster.api import Api, Json
     from trainium_operator.cluster.resources import Resource
+    from trainium_operator.plan.model.job_id import JobId
 
 V = TypeVar("V")
 logger = logging.getLogger(__name__)
@@ -47,7 +49,9 @@ class Lister(Generic[V]):
         *,
         namespace: str = "",
         labels: str = "",
+        of_jobs: bool = False,
     ) -> None:
+        """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels say."""
         self.synced = asyncio.Event()
         self.heard = 0.0
         """Loop time of the last sign of life from the server; 0 before the first."""
@@ -59,6 +63,7 @@ class Lister(Generic[V]):
         self._parse = parse
         self._namespace = namespace
         self._labels = labels
+        self._of_jobs = of_jobs
 
     async def refresh(self) -> str:
         """Make the store equal to the server; returns the list's resource version. Raises ApiError."""
@@ -95,6 +100,8 @@ class Lister(Generic[V]):
         entry = self._entry(raw)
         if entry is not None:
             self.store.put(_key(raw), entry)
+        elif self._of_jobs and self._job_of(raw) is None:
+            self.store.remove(_key(raw), int(raw["metadata"]["resourceVersion"]))  # it was a job's, perhaps
 
     def write_through(self, raw: Json) -> None:
         """An object that a write of our own returned."""
@@ -102,8 +109,15 @@ class Lister(Generic[V]):
         if entry is not None:
             self.store.write_through(_key(raw), entry)
 
+    def _job_of(self, raw: Json) -> JobId | None:
+        owner = controlling_job(raw) if self._of_jobs else None
+        return owner if owner is not None and is_labelled(raw, owner) else None
+
     def _entry(self, raw: Json) -> Entry[V] | None:
         metadata = raw["metadata"]
+        owner = self._job_of(raw)
+        if self._of_jobs and owner is None:
+            return None
         try:
             view = self._parse(raw)
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -111,7 +125,7 @@ class Lister(Generic[V]):
             name = f"{metadata.get('namespace', '')}/{metadata['name']}"
             logger.exception("%s %s is not readable", self.resource.kind, name)
             return None
-        return Entry(view, metadata["uid"], int(metadata["resourceVersion"]), _owner(metadata))
+        return Entry(view, metadata["uid"], int(metadata["resourceVersion"]), owner)
 
 
 class Reflector(Lister[V]):
@@ -126,10 +140,11 @@ class Reflector(Lister[V]):
         *,
         namespace: str = "",
         labels: str = "",
+        of_jobs: bool = False,
         relist_seconds: float = RELIST_SECONDS,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        super().__init__(api, resource, store, parse, namespace=namespace, labels=labels)
+        super().__init__(api, resource, store, parse, namespace=namespace, labels=labels, of_jobs=of_jobs)
         self._relist_seconds = relist_seconds
         self._jitter = jitter
         self._version = ""
@@ -188,10 +203,3 @@ class Reflector(Lister[V]):
 def _key(raw: Json) -> Key:
     metadata = raw["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
-
-
-def _owner(metadata: Json) -> Owner | None:
-    for reference in metadata.get("ownerReferences") or ():
-        if reference.get("controller"):
-            return Owner(metadata.get("namespace", ""), reference["name"], reference["uid"])
-    return None

@@ -1,4 +1,4 @@
-"""Creations that the API server refuses: a quota that is used up, admission, a namespace that is being deleted.
+"""Creations that are refused (a quota, admission, a namespace that goes), and names that another's object bears.
 
 Invariant: after a refusal nothing is created for that job until its pause is over, whatever happens meanwhile; the
 pauses grow up to a minute and begin anew after a success. Without this each event about the job would try again, and
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 60.0
@@ -31,11 +31,30 @@ class Refusals:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pauses: OrderedDict[str, _Pause] = OrderedDict()
+        self._in_the_way: OrderedDict[str, dict[str, str]] = OrderedDict()
 
     def until(self, job_uid: str) -> float:
         """When something may be created for the job again; 0 when nothing was refused."""
         pause = self._pauses.get(job_uid)
         return pause.until if pause is not None else 0.0
+
+    def in_the_way(self, job_uid: str) -> Mapping[str, str]:
+        """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
+        known = self._in_the_way.get(job_uid)
+        return dict(known) if known is not None else {}
+
+    def met(self, job_uid: str, place: str, sentence: str) -> None:
+        """At `place` (`Kind/name`) there is an object that is not the job's."""
+        known = self._in_the_way.pop(job_uid, None) or {}
+        self._in_the_way[job_uid] = {**known, place: sentence}
+        while len(self._in_the_way) > REMEMBERED:
+            self._in_the_way.popitem(last=False)
+
+    def cleared(self, job_uid: str, place: str) -> None:
+        """At `place` there is the job's own object."""
+        known = self._in_the_way.get(job_uid)
+        if known is not None and place in known:
+            del known[place]
 
     def refused(self, job_uid: str) -> float:
         """A creation was refused; several of one moment count once. The length of the pause in seconds."""

@@ -51,6 +51,7 @@ def resource_of(manifest: Mapping[str, Any]) -> Resource:
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 PODS = Resource("", "v1", "pods", "Pod")
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 SECRETS = Resource("", "v1", "secrets", "Secret")
@@ -59,4 +60,4 @@ EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
 
-ALL = (JOBS, PODS, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, TOKEN_REVIEWS)
+ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, TOKEN_REVIEWS)

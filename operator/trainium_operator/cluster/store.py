@@ -14,18 +14,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainium_operator.plan.model.job_id import JobId
+
 V = TypeVar("V")
 Key = tuple[str, str]
 """Namespace and name; the namespace is empty for objects without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The controller of an object, from its ownerReferences."""
-
-    namespace: str
-    name: str
-    uid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +28,8 @@ class Entry(Generic[V]):
     view: V
     uid: str
     version: int
-    owner: Owner | None = None
+    owner: JobId | None = None
+    """The job that controls it; None for kinds that belong to no job."""
 
 
 class Store(Generic[V]):
@@ -43,7 +37,7 @@ class Store(Generic[V]):
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry[V]] = {}
-        self._owned: dict[str, dict[Key, Entry[V]]] = {}
+        self._owned: dict[JobId, dict[Key, Entry[V]]] = {}
         self._listeners: list[Callable[[Key, Entry[V] | None, Entry[V] | None], None]] = []
         self._seen = 0
 
@@ -67,9 +61,9 @@ class Store(Generic[V]):
         """All entries at this moment."""
         return dict(self._entries)
 
-    def owned_by(self, uid: str) -> dict[Key, V]:
-        """Views of the objects whose controller has this uid: an earlier job of the same name has another."""
-        return {key: entry.view for key, entry in self._owned.get(uid, {}).items()}
+    def owned_by(self, job: JobId) -> dict[Key, V]:
+        """Views of the objects that this incarnation of a job controls."""
+        return {key: entry.view for key, entry in self._owned.get(job, {}).items()}
 
     def knows(self, key: Key, version: int) -> bool:
         """Whether the watch brings nothing new with this version of an object; it counts as seen then."""
@@ -118,7 +112,7 @@ class Store(Generic[V]):
             self._disown(key, old)
         self._entries[key] = entry
         if entry.owner is not None:
-            self._owned.setdefault(entry.owner.uid, {})[key] = entry
+            self._owned.setdefault(entry.owner, {})[key] = entry
         if tell:
             self._tell(key, old, entry)
         return True
@@ -131,10 +125,10 @@ class Store(Generic[V]):
     def _disown(self, key: Key, old: Entry[V]) -> None:
         if old.owner is None:
             return
-        children = self._owned[old.owner.uid]
+        children = self._owned[old.owner]
         del children[key]
         if not children:
-            del self._owned[old.owner.uid]
+            del self._owned[old.owner]
 
     def _tell(self, key: Key, old: Entry[V] | None, new: Entry[V] | None) -> None:
         for listener in self._listeners:

@@ -7,6 +7,7 @@ Invariants: TLS is always verified; nothing here retries; credentials never reac
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -116,6 +117,12 @@ class KubernetesTransport:
             configuration.client_session_kwargs = {"trust_env": False}
         self._client: Any = RESTClientObject(configuration)
         self.namespace = namespace
+
+    def apart(self, connections: int) -> KubernetesTransport:
+        """The same identity with connections of its own, at most so many: nothing else can use them up."""
+        configuration = copy.copy(self._configuration)
+        configuration.connection_pool_maxsize = connections
+        return KubernetesTransport(configuration, self.namespace)
 
     async def close(self) -> None:
         """Close all connections."""

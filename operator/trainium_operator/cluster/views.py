@@ -5,10 +5,7 @@ Invariant: nobody else knows the shape of that JSON.
 
 from __future__ import annotations
 
-import base64
-import gzip
 import logging
-import zlib
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,17 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainium_contract.job import TrainingJobSpec
-from trainium_contract.messages import Membership
 from trainium_contract.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
-from trainium_operator.cluster.lenient import readable_status
-from trainium_operator.plan import names
-from trainium_operator.plan.gang_apis import ANNOTATION_GROUP
-from trainium_operator.plan.model import JobView, NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
-from trainium_operator.plan.node_signals import LABELS_READ, RESOURCES_READ, bad_status
+from trainium_operator.cluster.lenient import readable_spec, readable_status
+from trainium_operator.cluster.membership_record import membership_record
+from trainium_operator.plan.faults.node_signals import bad_status
+from trainium_operator.plan.manifests.gang_groups import ANNOTATION_GROUP
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.node_labels import LABELS_READ, RESOURCES_READ
+from trainium_operator.plan.model.observed import (
+    JobView,
+    NodeCondition,
+    NodeReadiness,
+    NodeView,
+    PodPhase,
+    PodView,
+    Taint,
+)
 
 if TYPE_CHECKING:
+    from trainium_contract.messages import Membership
     from trainium_operator.cluster.api import Json
+    from trainium_operator.cluster.membership_record import MembershipRecord
 
 logger = logging.getLogger(__name__)
 
@@ -48,35 +56,53 @@ class JobRecord:
     view: JobView | None
     error: str = ""
 
+    @property
+    def id(self) -> JobId:
+        """What its objects and agents are kept by."""
+        return JobId(self.namespace, self.name, self.uid)
+
 
 @dataclass(frozen=True, slots=True)
 class ChildRecord:
     """One ConfigMap or PodDisruptionBudget of a job."""
 
     content_hash: str
-    membership: Membership | None = None
+    record: MembershipRecord | None = None
+    """Unread: only the plan of its job asks what it says."""
+
+    @property
+    def membership(self) -> Membership | None:
+        """The membership that it records; None when it records none, or none that can be read."""
+        return self.record.membership if self.record is not None else None
 
 
 def job_record(raw: Json) -> JobRecord:
-    """A TrainingJob; a spec that does not parse becomes `error`."""
+    """A TrainingJob; a spec that does not parse becomes `error`.
+
+    One with parts that only a newer version knows is begun by none that does not know them, and goes on with any.
+    """
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
     try:
+        spec, unknown = readable_spec(raw.get("spec"))
         view = JobView(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
             deleting="deletionTimestamp" in metadata,
-            spec=TrainingJobSpec.model_validate(raw.get("spec") or {}),
+            spec=spec,
             status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
             created=seconds(metadata.get("creationTimestamp")) or 0.0,
             resource_version=metadata["resourceVersion"],
+            unknown=unknown,
         )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         return JobRecord(*identity, None, f"{where}: {first['msg']}")
+    if unknown and view.status.next_pod_ordinal == 0:
+        return JobRecord(*identity, None, f"{', '.join(unknown[:3])}: not known to this version of the operator")
     return JobRecord(*identity, view)
 
 
@@ -202,28 +228,10 @@ def _leave_out(what: str, value: Any) -> None:
 
 
 def child_record(raw: Json) -> ChildRecord:
-    """A ConfigMap or PodDisruptionBudget of a job; a membership that cannot be read counts as none."""
+    """A ConfigMap or PodDisruptionBudget of a job."""
     metadata = raw["metadata"]
     content_hash = (metadata.get("annotations") or {}).get(names.ANNOTATION_CONTENT_HASH, "")
-    return ChildRecord(content_hash, membership_of(raw))
-
-
-def membership_of(raw: Json) -> Membership | None:
-    """The membership in a ConfigMap; None when it holds none, or none that can be read."""
-    try:
-        text = _membership_text(raw)
-        return None if text is None else Membership.model_validate_json(text)
-    except (ValueError, EOFError, zlib.error, OSError):
-        return None
-
-
-def _membership_text(raw: Json) -> str | bytes | None:
-    data, packed = raw.get("data"), raw.get("binaryData")
-    if isinstance(data, dict) and names.MEMBERSHIP_KEY in data:
-        return str(data[names.MEMBERSHIP_KEY])
-    if isinstance(packed, dict) and names.MEMBERSHIP_PACKED_KEY in packed:
-        return gzip.decompress(base64.b64decode(str(packed[names.MEMBERSHIP_PACKED_KEY])))
-    return None
+    return ChildRecord(content_hash, membership_record(raw))
 
 
 def seconds(timestamp: Any) -> float | None:

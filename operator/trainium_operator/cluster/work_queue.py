@@ -4,11 +4,12 @@ Guarantees, each with a test:
 1. A key that waits is there once, however often it is put.
 2. A key is never given to two workers at the same time.
 3. A key that is put while a worker has it is given out again after `done`: no change is missed.
-4. Keys are given out in the order in which they first came.
+4. Keys are given out in the order in which they first came, but for what 7 says.
 5. `put_after` puts the key once its delay is over; of several delays the earliest wins. A key that is given out loses
    its delay: whoever reconciles it sees everything, and says when to look again.
 6. `retry` puts the key after an exponential delay of its own; `forget` starts that delay anew.
-7. After `close`, `get` raises ClosedError at once, delays are dropped, and `drained` returns when the last worker is
+7. Keys that were called slow are given out while fewer than `most_slow` of them are with workers; the others pass them.
+8. After `close`, `get` raises ClosedError at once, delays are dropped, and `drained` returns when the last worker is
    done.
 Times are those of the running event loop. Not for use from other threads.
 """
@@ -32,9 +33,11 @@ class ClosedError(Exception):
 class WorkQueue(Generic[K]):
     """A deduplicating queue with delays; see the module's guarantees."""
 
-    def __init__(self, *, first_delay: float = 0.2, longest_delay: float = 60.0) -> None:
+    def __init__(self, *, first_delay: float = 0.2, longest_delay: float = 60.0, most_slow: int = 2**31) -> None:
         self._first_delay = first_delay
         self._longest_delay = longest_delay
+        self._most_slow = most_slow
+        self._slow: set[K] = set()
         self._ready: deque[K] = deque()
         self._waiting: set[K] = set()
         self._active: set[K] = set()
@@ -85,9 +88,23 @@ class WorkQueue(Generic[K]):
         """The key succeeded: its next failure starts with the first delay."""
         self._failures.pop(key, None)
 
+    def slow(self, key: K) -> None:
+        """The key keeps its worker for long: others must not wait for it."""
+        self._slow.add(key)
+
+    def quick(self, key: K) -> None:
+        """It does no more, or it is gone."""
+        self._slow.discard(key)
+
+    def _first(self) -> K | None:
+        if self._ready and self._ready[0] not in self._slow:
+            return self._ready[0]
+        room = sum(key in self._slow for key in self._active) < self._most_slow
+        return next((key for key in self._ready if room or key not in self._slow), None)
+
     async def get(self) -> K:
         """The next key; call `done` with it. Raises ClosedError."""
-        while not self._ready:
+        while (key := self._first()) is None:
             if self._closed:
                 raise ClosedError
             wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,7 +120,7 @@ class WorkQueue(Generic[K]):
                 raise
         if self._closed:
             raise ClosedError
-        key = self._ready.popleft()
+        self._ready.remove(key)
         self._waiting.discard(key)
         self._active.add(key)
         self._idle.clear()
@@ -117,7 +134,8 @@ class WorkQueue(Generic[K]):
         self._active.discard(key)
         if key in self._waiting and not self._closed:
             self._ready.append(key)
-            self._wake()
+        if self._ready and not self._closed:
+            self._wake()  # for this key, or for a slow one that waited for its end
         if not self._active:
             self._idle.set()
 

@@ -4,8 +4,9 @@ Every agent keeps its rendezvous port open for the life of its pod. So a refusal
 evidence, while a time-out says nothing. A refusal could also come from a firewall between this process and the workers;
 therefore it counts only for an agent whose port answered this process before.
 
-Invariants: a connection is opened and closed, nothing is sent; each agent is asked once when it is new and then only
-while it is silent; nothing is asked unless this process leads.
+Invariants: a connection is opened and closed, nothing is sent; it goes to the address that the API server gives the
+pod and to no other that an agent may name; each agent is asked once when it is new and then only while it is silent;
+nothing is asked unless this process leads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,12 +37,17 @@ class Prober:
         *,
         is_serving: Callable[[], bool],
         notify: Callable[[str, str, bool], None],
+        address_of: Callable[[Doubt], str],
         connect: Callable[[str, int], Awaitable[None]] | None = None,
     ) -> None:
-        """`connect(host, port)` returns, or raises ConnectionRefusedError or another OSError (tests give their own)."""
+        """`address_of(doubt)` is the pod's address, empty while it is not known.
+
+        `connect(host, port)` returns, or raises ConnectionRefusedError or another OSError (tests give their own).
+        """
         self._state = state
         self._is_serving = is_serving
         self._notify = notify
+        self._address_of = address_of
         self._connect = connect or _touch
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -58,10 +65,14 @@ class Prober:
         await asyncio.gather(*(self._ask(doubt) for doubt in self._state.doubts()))
 
     async def _ask(self, doubt: Doubt) -> None:
+        host = self._address_of(doubt)
+        if not _same(host, doubt.host):
+            self._state.port_unanswered(doubt)
+            return
         async with self._slots:
             try:
                 async with asyncio.timeout(_CONNECT_SECONDS):
-                    await self._connect(doubt.host, doubt.port)
+                    await self._connect(host, doubt.port)
             except ConnectionRefusedError:
                 if self._state.port_refused(doubt):
                     logger.info(
@@ -74,6 +85,13 @@ class Prober:
                 self._state.port_unanswered(doubt)
             else:
                 self._state.port_answered(doubt)
+
+
+def _same(address: str, named: str) -> bool:
+    try:
+        return ip_address(address) == ip_address(named)
+    except ValueError:
+        return False
 
 
 async def _touch(host: str, port: int) -> None:

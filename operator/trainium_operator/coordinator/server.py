@@ -2,8 +2,8 @@
 
 Invariants: nothing is answered but 503 unless this process leads and its caches are in sync (a registration waits a
 moment where that is due, so that agents are there when the lead is taken over); every message is
-authenticated before it is believed, and its sender's token before its body is read; bodies and waits are bounded;
-every refusal is one sentence (`ErrorResponse`).
+authenticated before it is believed, and its sender is a worker before its body is read; bodies, waits and connections
+are bounded in size, number and time; every refusal is one sentence (`ErrorResponse`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from trainium_operator.coordinator.authentication import (
     ReviewUnavailableError,
     UnauthenticatedError,
 )
+from trainium_operator.coordinator.door import BROKEN, Door, Visit
+from trainium_operator.coordinator.guests import Guests
+from trainium_operator.coordinator.reading import read_message
+from trainium_operator.coordinator.review_desk import FloodedError
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
 
@@ -43,13 +47,20 @@ if TYPE_CHECKING:
 
     from trainium_contract.base import MessageModel
     from trainium_contract.messages import Membership
-    from trainium_operator.coordinator.authentication import Authenticator
+    from trainium_operator.coordinator.authentication import Authenticator, Caller
+    from trainium_operator.coordinator.guests import Guest
     from trainium_operator.coordinator.state import CoordinatorState
+    from trainium_operator.plan.model.job_id import JobId
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 640 * 1024
+LARGEST_BODY = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
+BODY_SECONDS = 5.0
+"""Until a body that was begun is there; agents wait for an answer for 3 s."""
+FREE_REFUSALS = 3
+"""Over one connection of a stranger; the next come late, and reach no log."""
+FLOOD_SECONDS = 1.0
 LONGEST_POLL = 60.0
 SHORTEST_POLL = 0.5
 """A poll is held for this share of the time that it asks for, or longer."""
@@ -58,6 +69,7 @@ DUE_SECONDS = 2.5
 """How long a registration waits for a lead that is due; shorter than agents wait for an answer."""
 LARGEST_WELCOME = 64
 """Members of a membership that the answer to a registration carries."""
+_STRANGERS_FAULT = frozenset({400, 401, 403, 404, 405, 408, 413, 429})
 RETRY_AFTER = {"Retry-After": "1"}
 _JSON = "application/json"
 
@@ -90,6 +102,8 @@ class CoordinatorServer:
         self._on_message = on_message
         self._on_news = on_news
         self._phrasebook = Phrasebook()
+        self._guests = Guests()
+        self._door = Door(self._guests)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
@@ -98,39 +112,49 @@ class CoordinatorServer:
         application.router.add_post(REGISTER_PATH, self._register)
         application.router.add_post(HEARTBEAT_PATH, self._heartbeat)
         application.router.add_get(MEMBERSHIP_PATH, self._membership)
-        self._runner = web.AppRunner(
-            application, access_log=None, keepalive_timeout=75.0, shutdown_timeout=SHUTDOWN_SECONDS
-        )
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=context, backlog=1024)
-        await site.start()
-        bound: int = self._runner.addresses[0][1]
-        return bound
+        assert self._runner.server is not None
+        return self._door.open(self._runner.server, host, port, context)
 
     async def stop(self) -> None:
         """End long polls with 503 and close."""
         self._state.close()
+        await self._door.shut()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _body(self, request: web.Request) -> bytes:
-        """The body, of a caller whose token is valid."""
-        await self._authenticator.identify(request.headers.get("Authorization", ""))
-        return await request.read()
+    async def _sender(self, request: web.Request) -> Caller:
+        """The worker pod that sent the request, by its token alone."""
+        caller = await self._authenticator.identify(request.headers.get("Authorization", ""), request.remote or "")
+        if isinstance(request.protocol, Visit):
+            self._guests.proved(request.protocol.guest, caller.pod_uid)
+        return caller
 
-    async def _register(self, request: web.Request) -> web.StreamResponse:
-        message = RegisterRequest.model_validate_json(await self._body(request))
-        job_uid = await self._authenticator.admit(
-            request.headers.get("Authorization", ""),
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(reason=f"the body was not there within {BODY_SECONDS:g} s") from None
+
+    def _job_of(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
+        return self._authenticator.check(
+            caller,
             namespace=message.namespace,
             job=message.job,
             pod_name=message.pod_name,
             pod_uid=message.pod_uid,
         )
-        if self._state.register(job_uid, message):
+
+    async def _register(self, request: web.Request) -> web.StreamResponse:
+        caller = await self._sender(request)
+        message = read_message(RegisterRequest, await self._body(request))
+        job_id = self._job_of(caller, message)
+        if self._state.register(job_id, message):
             logger.info("%s registered", message.pod_name, extra={"namespace": message.namespace, "job": message.job})
             self._notify(message.namespace, message.job, True)
-        membership = self._state.membership(job_uid)
+        membership = self._state.membership(job_id)
         answer = RegisterResponse(
             protocol=message.protocol,
             heartbeat_seconds=self._heartbeat_seconds,
@@ -140,41 +164,37 @@ class CoordinatorServer:
         return _json(200, answer)
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
-        message = HeartbeatRequest.model_validate_json(await self._body(request))
-        job_uid = await self._authenticator.admit(
-            request.headers.get("Authorization", ""),
-            namespace=message.namespace,
-            job=message.job,
-            pod_name=message.pod_name,
-            pod_uid=message.pod_uid,
-        )
-        taken = self._state.heartbeat(job_uid, message)
+        caller = await self._sender(request)
+        message = read_message(HeartbeatRequest, await self._body(request))
+        job_id = self._job_of(caller, message)
+        taken = self._state.heartbeat(job_id, message)
         if taken.matters and taken.before is not None:
             self._on_news(taken.before, message)
         if taken.matters or taken.progressed:
             self._notify(message.namespace, message.job, taken.matters)
-        return _json(200, HeartbeatResponse(protocol=message.protocol, generation=self._state.published(job_uid)))
+        return _json(200, HeartbeatResponse(protocol=message.protocol, generation=self._state.published(job_id)))
 
     async def _membership(self, request: web.Request) -> web.StreamResponse:
+        caller = await self._sender(request)
         pod_uid = request.query.get("podUid", "")
         after = _number(request.query, "after", 0)
         longest = min(LONGEST_POLL, float(_number(request.query, "timeoutSeconds", 30)))
         # Those who heard of a generation together must not all ask again together.
         seconds = longest * random.uniform(SHORTEST_POLL, 1.0)  # noqa: S311 - spreads load, no secret
-        job_uid = await self._authenticator.admit(
-            request.headers.get("Authorization", ""),
+        job_id = self._authenticator.check(
+            caller,
             namespace=request.match_info["namespace"],
             job=request.match_info["job"],
             pod_name=None,
             pod_uid=pod_uid,
         )
-        protocol = self._state.heard(job_uid, pod_uid).registration.protocol
-        membership = await self._state.newer_membership(job_uid, after, seconds)
+        protocol = self._state.heard(job_id, pod_uid).registration.protocol
+        membership = await self._state.newer_membership(job_id, after, seconds)
         if self._state.closed or not self._is_serving():
             return _refusal(503, "the coordinator is shutting down; try the next address", headers=RETRY_AFTER)
         if membership is None:
             return web.Response(status=204)
-        spoken = self._phrasebook.say(job_uid, membership, protocol)
+        spoken = self._phrasebook.say(job_id, membership, protocol)
         if spoken.packed is not None and "gzip" in request.headers.get("Accept-Encoding", ""):
             return web.Response(body=spoken.packed, content_type=_JSON, headers={"Content-Encoding": "gzip"})
         return web.Response(body=spoken.plain, content_type=_JSON)
@@ -183,9 +203,23 @@ class CoordinatorServer:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        guest = request.protocol.guest if isinstance(request.protocol, Visit) else None
+        if guest is not None:
+            self._guests.asked(guest)
         response = await self._answered(request, handler)
+        if guest is not None:
+            if response.status in _STRANGERS_FAULT and not guest.pod_uid:
+                await self._slow_down(guest, response)
+            self._guests.answered(guest)
         self._on_message(request.path.rpartition("/")[2], response.status)
         return response
+
+    async def _slow_down(self, guest: Guest, response: web.StreamResponse) -> None:
+        """A stranger who is refused again and again waits for it, can send nothing meanwhile, and has to come anew."""
+        guest.refusals += 1
+        if guest.refusals > FREE_REFUSALS:
+            await asyncio.sleep(FLOOD_SECONDS)
+            response.force_close()
 
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -198,8 +232,11 @@ class CoordinatorServer:
             return _refusal(400, _sentence(error))
         except UnauthenticatedError as error:
             return _refusal(401, str(error), headers={"WWW-Authenticate": "Bearer"})
+        except FloodedError as error:
+            return _refusal(429, f"{error}; try again in a minute", headers={"Retry-After": "60"})
         except RefusedError as error:
-            logger.warning("refused %s: %s", request.path, error)
+            if not isinstance(request.protocol, Visit) or request.protocol.guest.refusals < FREE_REFUSALS:
+                logger.warning("refused %s: %s", request.path, error)
             return _refusal(403, str(error))
         except NotRegisteredError:
             return _refusal(404, "this agent has not registered with this coordinator; register first")
@@ -214,6 +251,9 @@ class CoordinatorServer:
             return _refusal(error.status, error.reason)
         except asyncio.CancelledError:
             raise
+        except BROKEN as error:
+            logger.info("%s: the connection broke before the request was read (%s)", request.path, type(error).__name__)
+            return _refusal(400, "the request did not come to its end")
         except Exception:
             logger.exception("answering %s failed", request.path)
             return _refusal(500, "defect in the coordinator; its log has the details")
@@ -237,7 +277,7 @@ class _BadMessageError(Exception):
 
 def _spoken(membership: Membership | None, protocol: int) -> Membership | None:
     """The membership in the protocol that the agent speaks; both have the same fields."""
-    return membership.model_copy(update={"protocol": protocol}) if membership is not None else None
+    return membership.replaced(protocol=protocol) if membership is not None else None
 
 
 def _is_small(membership: Membership | None) -> bool:

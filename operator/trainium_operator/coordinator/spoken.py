@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainium_contract.messages import Membership
+    from trainium_operator.plan.model.job_id import JobId
 
 SMALLEST_PACKED = 2048
 _REMEMBERED = 512
@@ -38,14 +39,14 @@ class Phrasebook:
     """The newest memberships of all jobs, encoded."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], Spoken] = {}
+        self._known: dict[tuple[JobId, int], Spoken] = {}
 
-    def say(self, job_uid: str, membership: Membership, protocol: int) -> Spoken:
+    def say(self, job_id: JobId, membership: Membership, protocol: int) -> Spoken:
         """The membership in the protocol that the agent speaks; both have the same fields."""
-        key = (job_uid, protocol)
+        key = (job_id, protocol)
         found = self._known.pop(key, None)
         if found is None or found.membership is not membership:
-            wire = membership.model_copy(update={"protocol": protocol})
+            wire = membership.replaced(protocol=protocol)
             found = Spoken(membership, wire.model_dump_json(by_alias=True, exclude_none=True).encode())
         self._known[key] = found  # last in order: the one that was not asked for longest is forgotten first
         if len(self._known) > _REMEMBERED:

@@ -1,7 +1,7 @@
 """What the coordinator knows: which membership it serves per job, and what each agent last said.
 
-Invariants: memory only, rebuilt from the membership records and from re-registrations; jobs are told apart by uid, so a
-new job never inherits from an earlier one of its name; a served generation never goes back.
+Invariants: memory only, rebuilt from the membership records and from re-registrations; jobs are told apart by `JobId`,
+so a new job never inherits from an earlier one of its name; a served generation never goes back.
 Times are Unix seconds of the injected clock.
 """
 
@@ -13,12 +13,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainium_contract.messages import HeartbeatRequest, WorkerPhase
-from trainium_operator.plan.model import SILENCE_TOLD_SECONDS, AgentView
+from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, AgentView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from trainium_contract.messages import Membership, RegisterRequest
+    from trainium_operator.plan.model.job_id import JobId
 
 _telling = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 """What a plan should see at once when it changes; a thousand times a second, so not spelt out in Python."""
@@ -64,7 +65,7 @@ class OldGenerationError(Exception):
 class Doubt:
     """One agent whose port should be asked whether it is there."""
 
-    job_uid: str
+    job_id: JobId
     pod_uid: str
     namespace: str
     job: str
@@ -113,7 +114,7 @@ class CoordinatorState:
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self.since = wall_clock()
         self._wall_clock = wall_clock
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[JobId, _Job] = {}
         self._closed = False
 
     def begin(self) -> None:
@@ -126,9 +127,9 @@ class CoordinatorState:
         for job in self._jobs.values():
             job.changed.set()
 
-    def publish(self, job_uid: str, membership: Membership) -> None:
+    def publish(self, job_id: JobId, membership: Membership) -> None:
         """Serve this membership, unless a newer one is served already."""
-        job = self._job(job_uid)
+        job = self._job(job_id)
         if membership.generation >= job.generation:
             job.membership = membership
             job.members = frozenset(member.pod_uid for member in membership.members)
@@ -137,42 +138,42 @@ class CoordinatorState:
             job.changed.set()
             job.changed = asyncio.Event()
 
-    def forget_job(self, job_uid: str) -> None:
+    def forget_job(self, job_id: JobId) -> None:
         """The job is gone."""
-        job = self._jobs.pop(job_uid, None)
+        job = self._jobs.pop(job_id, None)
         if job is not None:
             job.changed.set()
 
-    def forget_pod(self, job_uid: str, pod_uid: str) -> None:
+    def forget_pod(self, job_id: JobId, pod_uid: str) -> None:
         """The pod is gone; what a member of the current generation said last stays until the next generation."""
-        job = self._jobs.get(job_uid)
+        job = self._jobs.get(job_id)
         if job is not None and pod_uid in job.agents:
             job.gone.add(pod_uid)
             job.drop_gone()
 
-    def published(self, job_uid: str) -> int:
+    def published(self, job_id: JobId) -> int:
         """Generation that is served; 0 for none."""
-        job = self._jobs.get(job_uid)
+        job = self._jobs.get(job_id)
         return job.generation if job else 0
 
-    def membership(self, job_uid: str) -> Membership | None:
+    def membership(self, job_id: JobId) -> Membership | None:
         """The membership that is served."""
-        job = self._jobs.get(job_uid)
+        job = self._jobs.get(job_id)
         return job.membership if job else None
 
-    def agents(self, job_uid: str) -> Mapping[str, AgentView]:
+    def agents(self, job_id: JobId) -> Mapping[str, AgentView]:
         """A copy of what the job's agents said, by pod uid."""
-        job = self._jobs.get(job_uid)
+        job = self._jobs.get(job_id)
         return {uid: agent.view for uid, agent in job.agents.items()} if job else {}
 
     def agent_count(self) -> int:
         """Registered agents of all jobs."""
         return sum(len(job.agents) for job in self._jobs.values())
 
-    def register(self, job_uid: str, request: RegisterRequest) -> bool:
+    def register(self, job_id: JobId, request: RegisterRequest) -> bool:
         """Take a registration; whether it says anything new."""
         now = self._wall_clock()
-        job = self._job(job_uid)
+        job = self._job(job_id)
         known = job.agents.get(request.pod_uid)
         if known is None:
             view = AgentView(registration=request, heard=now, first_heard=now)
@@ -201,7 +202,7 @@ class CoordinatorState:
         """Members whose port is to be asked: once while they are heard, and whenever they are silent."""
         now = self._wall_clock()
         found = []
-        for job_uid, job in self._jobs.items():
+        for job_id, job in self._jobs.items():
             for member in job.membership.members if job.membership is not None else ():
                 agent = job.agents.get(member.pod_uid)
                 if agent is None or agent.view.refused is not None or member.pod_uid in job.gone:
@@ -212,7 +213,7 @@ class CoordinatorState:
                     request = agent.view.registration
                     found.append(
                         Doubt(
-                            job_uid=job_uid,
+                            job_id=job_id,
                             pod_uid=member.pod_uid,
                             namespace=request.namespace,
                             job=request.job,
@@ -250,25 +251,25 @@ class CoordinatorState:
         return True
 
     def _agent_in(self, doubt: Doubt) -> _Agent | None:
-        job = self._jobs.get(doubt.job_uid)
+        job = self._jobs.get(doubt.job_id)
         return job.agents.get(doubt.pod_uid) if job is not None else None
 
-    def heard(self, job_uid: str, pod_uid: str) -> AgentView:
+    def heard(self, job_id: JobId, pod_uid: str) -> AgentView:
         """The pod gave a sign of life. Raises NotRegisteredError."""
-        job = self._jobs.get(job_uid)
+        job = self._jobs.get(job_id)
         agent = job.agents.get(pod_uid) if job else None
         if agent is None:
             raise NotRegisteredError
         agent.view = replace(agent.view, heard=self._wall_clock(), refused=None)
         return agent.view
 
-    def heartbeat(self, job_uid: str, request: HeartbeatRequest) -> Accepted:
+    def heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> Accepted:
         """Take a heartbeat; one that was overtaken by a later one is only a sign of life.
 
         Raises NotRegisteredError, and OldGenerationError or FutureGenerationError for one that is refused.
         """
-        self.heard(job_uid, request.pod_uid)
-        job = self._jobs[job_uid]
+        self.heard(job_id, request.pod_uid)
+        job = self._jobs[job_id]
         current = job.generation
         if current and request.generation > current + FARTHEST_AHEAD:
             raise FutureGenerationError(request.generation, current)
@@ -279,18 +280,20 @@ class CoordinatorState:
         if old is not None and old.generation == request.generation and request.attempt < old.attempt:
             return Accepted(matters=False, progressed=False)
         stepped = _step(request) > _step(old)
+        moved = stepped or _stage_done(request) != _stage_done(old)
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
         if stepped:
             agent.stepped = (request.generation, request.attempt)
         agent.view = _advanced(agent.view, request, stepped=stepped)
-        return Accepted(matters=old is None or first_step or _differs(old, request), progressed=stepped, before=old)
+        news = old is None or first_step or _differs(old, request) or _results(old) != _results(request)
+        return Accepted(matters=news, progressed=moved, before=old)
 
-    async def newer_membership(self, job_uid: str, after: int, seconds: float) -> Membership | None:
+    async def newer_membership(self, job_id: JobId, after: int, seconds: float) -> Membership | None:
         """The membership once its generation is above `after`; None when that takes longer, or we are closing."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        job = self._job(job_uid)
-        while not self._closed and self._jobs.get(job_uid) is job:
+        job = self._job(job_id)
+        while not self._closed and self._jobs.get(job_id) is job:
             if job.membership is not None and job.generation > after:
                 return job.membership
             try:
@@ -305,21 +308,26 @@ class CoordinatorState:
         """Whether long polls have been ended for good."""
         return self._closed
 
-    def keep_only(self, job_uids: Iterable[str]) -> None:
-        """Drop jobs that do not exist (any more)."""
-        for uid in set(self._jobs) - set(job_uids):
-            self.forget_job(uid)
-
     def _is_outsider(self, job: _Job, request: HeartbeatRequest) -> bool:
         """A spare lives in no generation, so its number does not matter."""
         return request.pod_uid not in job.members and request.phase in _OUTSIDE
 
-    def _job(self, uid: str) -> _Job:
-        return self._jobs.setdefault(uid, _Job())
+    def _job(self, job_id: JobId) -> _Job:
+        return self._jobs.setdefault(job_id, _Job())
 
 
 def _step(heartbeat: HeartbeatRequest | None) -> int:
     return heartbeat.progress.step if heartbeat is not None and heartbeat.progress is not None else -1
+
+
+def _stage_done(heartbeat: HeartbeatRequest | None) -> float | None:
+    return heartbeat.progress.stage_done if heartbeat is not None and heartbeat.progress is not None else None
+
+
+def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
+    """What of the progress a plan should see at once."""
+    progress = heartbeat.progress
+    return () if progress is None else (progress.stage, progress.artifacts, progress.evaluation)
 
 
 def _advanced(view: AgentView, request: HeartbeatRequest, *, stepped: bool) -> AgentView:

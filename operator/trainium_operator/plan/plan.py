@@ -9,43 +9,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import ConditionType
-from trainium_operator.plan.announce import announce
-from trainium_operator.plan.budgets import avoided_nodes
-from trainium_operator.plan.children import converge_children
-from trainium_operator.plan.closing import close_abandoned, close_lapsed, close_recovered
-from trainium_operator.plan.conditions import is_terminal
-from trainium_operator.plan.decided import finish_decided
-from trainium_operator.plan.disruption import limit_disruptions
-from trainium_operator.plan.drift import note_drift
-from trainium_operator.plan.ending import all_finished, clean_up, complete, stop
-from trainium_operator.plan.expiry import expire
-from trainium_operator.plan.facts import Draft, sort_facts
-from trainium_operator.plan.formation import form_first_generation
-from trainium_operator.plan.future import in_the_present
-from trainium_operator.plan.gang import withholds_pods
-from trainium_operator.plan.generation import adopt_recorded, begin_generation, keep_published
-from trainium_operator.plan.in_place import take_restarts
-from trainium_operator.plan.losses import find_losses
-from trainium_operator.plan.model import Plan
-from trainium_operator.plan.node_health import note_nodes
-from trainium_operator.plan.notices import heed_notices
-from trainium_operator.plan.pods import converge_pods
-from trainium_operator.plan.reasons import Reason
-from trainium_operator.plan.recovery import note_losses, replace_lost, restart_stopped
-from trainium_operator.plan.resize import note_request, resize
-from trainium_operator.plan.size import decide_size
-from trainium_operator.plan.stragglers import note_stragglers
-from trainium_operator.plan.summary import only_counts_differ, only_progress_differs, summarise
-from trainium_operator.plan.suspension import stay_active, suspend
-from trainium_operator.plan.times import parse_rfc3339
-from trainium_operator.plan.verdicts import budget_verdict, reach_verdict
+from trainium_operator.plan.diagnose.diagnosis import Diagnosis, diagnose
+from trainium_operator.plan.diagnose.failure_policy import budget_verdict, reach_verdict
+from trainium_operator.plan.diagnose.stragglers import find_stragglers
+from trainium_operator.plan.faults.failure_budgets import avoided_nodes
+from trainium_operator.plan.history.in_place_restarts import take_restarts
+from trainium_operator.plan.history.lost_members import note_losses
+from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
+from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, stop
+from trainium_operator.plan.lifecycle.suspension import stay_active, suspend
+from trainium_operator.plan.lifecycle.ttl_after_finished import expire
+from trainium_operator.plan.membership.decide import decide_generation
+from trainium_operator.plan.membership.generation import adopt_recorded, begin_generation, keep_published
+from trainium_operator.plan.membership.resize import note_request
+from trainium_operator.plan.model.actions import Plan
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import is_terminal, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.pods.configuration import converge_configuration
+from trainium_operator.plan.pods.disruption_budget import limit_disruptions
+from trainium_operator.plan.pods.gang_policy import withhold_pods
+from trainium_operator.plan.pods.replicas import converge_pods
+from trainium_operator.plan.report.events import announce
+from trainium_operator.plan.report.node_conditions import note_nodes
+from trainium_operator.plan.report.status import summarise
+from trainium_operator.plan.report.template_drift import note_drift
+from trainium_operator.plan.report.tool_conditions import tell_tools
+from trainium_operator.plan.report.write_throttle import write_due
+from trainium_operator.plan.view.clock_skew import in_the_present
+from trainium_operator.plan.view.facts import sort_facts
+from trainium_operator.plan.view.size import decide_size
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.facts import Facts
-    from trainium_operator.plan.generation import NewGeneration
-    from trainium_operator.plan.losses import Loss
-    from trainium_operator.plan.model import Observed, PlanSettings
+    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
+    from trainium_operator.plan.view.facts import Facts
 
 _SHORTEST_REQUEUE_SECONDS = 0.05
 
@@ -59,51 +58,41 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     observed = in_the_present(observed)
     job = observed.job
     facts = sort_facts(observed, settings, decide_size(job.spec))
-    draft = Draft(status=job.status, now=observed.now)
     if is_terminal(job.status):
-        clean_up(facts, draft)
-        return _sealed(facts, draft)
-    _begin(facts, draft)
-    losses = heed_notices(facts, draft, find_losses(facts, draft))
+        return _sealed(facts, Answer(status=job.status, actions=clean_up(facts, job.status)))
+    diagnosis = diagnose(facts)
+    losses = diagnosis.losses
+    answer = _begun(facts, diagnosis)
     if all_finished(facts):
         # The last heartbeats may tell of restarts while nobody listened.
-        take_restarts(facts, draft, member_lost=False)
-        close_recovered(facts, draft)
-        close_abandoned(facts, draft)
-        summarise(facts, draft)
-        complete(facts, draft)
-        return _sealed(facts, draft)
+        answer = answer.then(take_restarts(facts, answer.status, member_lost=False))
+        answer = answer.having(close_abandoned(facts, close_recovered(facts, answer.status)))
+        answer = answer.then(summarise(facts, answer.status))
+        return _sealed(facts, answer.then(complete(facts, answer.status)))
     verdict = reach_verdict(facts)
     if verdict is None and not job.spec.suspend:
-        take_restarts(facts, draft, member_lost=bool(losses))
-        if losses:
-            note_losses(facts, draft, losses)
-    close_recovered(facts, draft)
-    verdict = verdict or budget_verdict(facts, draft)
+        answer = answer.then(take_restarts(facts, answer.status, member_lost=bool(losses)))
+        answer = answer.having(note_losses(facts, answer.status, losses))
+    answer = answer.having(close_recovered(facts, answer.status))
+    verdict = verdict or budget_verdict(facts, answer.status)
     if verdict is not None:
-        summarise(facts, draft)
-        stop(facts, draft, verdict)
-        return _sealed(facts, draft)
-    converge_children(facts, draft)
+        answer = answer.then(summarise(facts, answer.status))
+        return _sealed(facts, answer.then(stop(facts, answer.status, verdict)))
+    answer = answer.then(converge_configuration(facts, answer.status))
     if job.spec.suspend:
-        close_abandoned(facts, draft)
-        suspend(facts, draft)
+        answer = answer.then(suspend(facts, close_abandoned(facts, answer.status)))
     else:
-        stay_active(draft)
-        note_stragglers(facts, draft)
-        new = _decide_generation(facts, draft, losses)
-        if new is not None:
-            begin_generation(facts, draft, new)
-        else:
-            keep_published(facts, draft)
-            if not losses:
-                close_lapsed(facts, draft)
-        if not withholds_pods(facts, draft):
-            converge_pods(facts, draft, losses)
-    note_drift(facts, draft)
+        answer = answer.having(stay_active(facts, answer.status))
+        answer = answer.then(find_stragglers(facts, answer.status))
+        answer = answer.then(_decided(facts, answer.status, losses))
+        withheld, given_back = withhold_pods(facts, answer.status)
+        answer = answer.then(given_back)
+        if not withheld:
+            answer = answer.then(converge_pods(facts, answer.status, losses))
+    answer = answer.then(note_drift(facts, answer.status))
     if not _knows_less(facts):
-        summarise(facts, draft)
-    return _sealed(facts, draft)
+        answer = answer.then(summarise(facts, answer.status))
+    return _sealed(facts, answer)
 
 
 def _knows_less(facts: Facts) -> bool:
@@ -115,39 +104,28 @@ def _knows_less(facts: Facts) -> bool:
     return facts.current is not None and facts.current.generation < facts.job.status.membership.generation
 
 
-def _begin(facts: Facts, draft: Draft) -> None:
-    """Bring what follows from the spec alone into the status."""
-    draft.update(observed_generation=facts.job.generation)
-    size = facts.size
-    legal = size.desired > 0 and size.reason is Reason.AS_REQUESTED
-    draft.condition(ConditionType.SIZE_LEGAL, legal, size.reason, size.message)
-    adopt_recorded(facts, draft)
-    desired = size.desired or draft.status.desired
-    note_request(facts, draft, desired)
-    avoid = facts.settings.avoid_node_seconds
-    note_nodes(facts, draft)
-    draft.update(desired=desired, avoided_nodes=avoided_nodes(draft.status.failures, facts.now, avoid))
+def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
+    """What follows from the spec and from the diagnosis alone."""
+    size, status = facts.size, facts.job.status
+    legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
+    status = status.replaced(observed_generation=facts.job.generation)
+    status = with_condition(status, ConditionType.SIZE_LEGAL, legal, size.reason, size.message, now=facts.now)
+    status = adopt_recorded(facts, status)
+    desired = size.desired or status.desired
+    status = note_nodes(facts, note_request(facts, status, desired))
+    avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
+    status = status.replaced(desired=desired, avoided_nodes=avoided, leaving_since=diagnosis.leaving_since)
+    return Answer(status=status, notes=diagnosis.notes, looks=facts.counts_from + diagnosis.looks)
 
 
-def _decide_generation(facts: Facts, draft: Draft, losses: tuple[Loss, ...]) -> NewGeneration | None:
-    """The next generation: the first, one without the lost, or one of another size."""
-    if facts.current is None:
-        return form_first_generation(facts, draft)
-    if losses:
-        return replace_lost(facts, draft, losses)
-    return restart_stopped(facts, draft) or resize(facts, draft) or finish_decided(facts, draft)
-
-
-def _write_due(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
-    """When the status may be written: one that only brings progress or counts waits a while after the last one."""
-    if status == old:
-        return 0.0
-    if only_progress_differs(old, status):
-        written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
-        return written + facts.status_interval
-    if only_counts_differ(old, status):
-        return facts.observed.status_written + facts.settings.count_interval_seconds
-    return 0.0
+def _decided(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
+    """Begin the new generation, or keep the one in force served and close what it has outlived."""
+    decision = decide_generation(facts, status, losses)
+    decided = Answer(status=decision.status, looks=decision.looks)
+    if decision.new is not None:
+        return decided.then(begin_generation(facts, decision.status, decision.new))
+    status = decision.status if losses else close_lapsed(facts, decision.status)
+    return decided.then(Answer(status=status, actions=keep_published(facts)))
 
 
 def _is_open(status: TrainingJobStatus) -> bool:
@@ -155,27 +133,29 @@ def _is_open(status: TrainingJobStatus) -> bool:
     return any(entry.recovered_seconds is None for entry in status.history)
 
 
-def _sealed(facts: Facts, draft: Draft) -> Plan:
+def _sealed(facts: Facts, answer: Answer) -> Plan:
     """The finished plan, with the status as it is to be written now."""
-    limit_disruptions(facts, draft)
-    if is_terminal(draft.status):
-        expire(facts, draft)
-    old, status = facts.job.status, draft.status
-    announce(old, draft)
-    deadlines = list(draft.deadlines)
-    acted = bool(draft.actions) or status.membership.size != old.membership.size or _is_open(old) != _is_open(status)
+    answer = answer.then(limit_disruptions(facts, answer.status))
+    if is_terminal(answer.status):
+        answer = answer.then(expire(facts, answer.status))
+    old, status = facts.job.status, answer.status
+    if not is_terminal(old):
+        status = tell_tools(status, facts.now)
+    notes = answer.notes + announce(old, status)
+    looks = list(answer.looks)
+    acted = bool(answer.actions) or status.membership.size != old.membership.size or _is_open(old) != _is_open(status)
     if acted and not is_terminal(status):
         # What is derived from the outcome (counts, conditions) is written by the next plan.
-        deadlines.append(facts.now)
-    due = _write_due(facts, old, status)
+        looks.append(facts.now)
+    due = write_due(facts, old, status)
     if facts.now < due:
-        deadlines.append(due)
+        looks.append(due)
         status = old
-    soonest = min(deadlines, default=None)
+    soonest = min(looks, default=None)
     return Plan(
         status=status,
-        actions=tuple(draft.actions),
+        actions=answer.actions,
         # What happened shows in the status: without a write of it there is nothing new to tell, or not yet.
-        events=() if status == old else tuple(draft.events),
+        events=() if status == old else notes,
         requeue_after=None if soonest is None else max(_SHORTEST_REQUEUE_SECONDS, soonest - facts.now),
     )

@@ -1,0 +1,121 @@
+"""Which token the API server is asked about next, and which it is not asked about at all.
+
+Anybody who reaches the port can send tokens, and each costs the API server a TokenReview. So reviews stand in lanes:
+one per address and worker that a token says it belongs to (which costs nothing to read and proves nothing), one per
+address for all other tokens.
+Invariants: at most `AT_ONCE` reviews are under way, of which strangers have `STRANGERS_AT_ONCE`; lanes take turns,
+workers before strangers, so nobody waits behind a flood; a lane that was refused `MOST_REFUSALS` times within
+`WINDOW_SECONDS` is asked about no more until they are over; everything that is kept is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+T = TypeVar("T")
+
+AT_ONCE = 16
+STRANGERS_AT_ONCE = 4
+MOST_WAITING_IN_LANE = 16
+MOST_STRANGERS_WAITING = 1_024
+MOST_REFUSALS = 10
+WINDOW_SECONDS = 60.0
+REMEMBERED = 4_096
+
+
+class FloodedError(Exception):
+    """429: too many tokens of this kind came from this address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Who is answered in turn with whom."""
+
+    source: str
+    """The address that the token came from."""
+    pod_uid: str = ""
+    """The worker, one that exists, that the token says it belongs to; empty for a stranger."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    since: float
+    times: int
+
+
+_Queue = OrderedDict[Lane, deque[asyncio.Future[None]]]
+
+
+class ReviewDesk:
+    """`ask` runs a review in its turn; `refused` tells that its token was not valid."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._workers: _Queue = OrderedDict()
+        self._strangers: _Queue = OrderedDict()
+        self._waiting_strangers = 0
+        self._in_hand = 0
+        self._strangers_in_hand = 0
+        self._refused: OrderedDict[Lane, _Refused] = OrderedDict()
+
+    async def ask(self, lane: Lane, review: Callable[[], Awaitable[T]]) -> T:
+        """The review's answer. Raises FloodedError, at once."""
+        await self._turn(lane)
+        try:
+            return await review()
+        finally:
+            self._in_hand -= 1
+            self._strangers_in_hand -= not lane.pod_uid
+            self._call_next()
+
+    def refused(self, lane: Lane) -> None:
+        """A token of this lane was not valid."""
+        known, now = self._refused.pop(lane, None), self._clock()
+        if known is None or now - known.since >= WINDOW_SECONDS:
+            known = _Refused(now, 0)
+        self._refused[lane] = _Refused(known.since, known.times + 1)
+        while len(self._refused) > REMEMBERED:
+            self._refused.popitem(last=False)
+
+    def _is_flooded(self, lane: Lane) -> bool:
+        known = self._refused.get(lane)
+        return known is not None and known.times >= MOST_REFUSALS and self._clock() - known.since < WINDOW_SECONDS
+
+    async def _turn(self, lane: Lane) -> None:
+        queue = self._workers if lane.pod_uid else self._strangers
+        waiting = len(queue.get(lane, ()))
+        full = waiting >= MOST_WAITING_IN_LANE or (
+            not lane.pod_uid and self._waiting_strangers >= MOST_STRANGERS_WAITING
+        )
+        if full or self._is_flooded(lane):
+            raise FloodedError(f"too many tokens that are not known came from {lane.source or 'this address'}")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.setdefault(lane, deque()).append(turn)
+        self._waiting_strangers += not lane.pod_uid
+        self._call_next()
+        await turn
+
+    def _call_next(self) -> None:
+        while self._in_hand < AT_ONCE and self._workers:
+            self._call(self._workers)
+        while self._in_hand < AT_ONCE and self._strangers_in_hand < STRANGERS_AT_ONCE and self._strangers:
+            self._waiting_strangers -= 1
+            self._strangers_in_hand += self._call(self._strangers)
+
+    def _call(self, queue: _Queue) -> bool:
+        """Give the next one its turn; False when it waits no more."""
+        lane, turns = queue.popitem(last=False)
+        turn = turns.popleft()
+        if turns:
+            queue[lane] = turns  # at the end: the others first
+        if turn.done():
+            return False
+        self._in_hand += 1
+        turn.set_result(None)
+        return True

@@ -1,0 +1,254 @@
+"""Policy: when a job stops for good, and the sentence that says why and what to do.
+
+Invariants: a verdict is about the user's program, data or configuration, or an exhausted budget; no node is blamed by
+it. What only happens to single workers (a lost node, an eviction) is never a verdict by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from trainium_contract.exit_codes import Cause, Response, verdict_of
+from trainium_contract.faults import kernel_row, lines_near, rule_verdict
+from trainium_contract.origin import origin_in
+from trainium_operator.plan.diagnose.culprits import signs_of
+from trainium_operator.plan.faults.causes import died_by_itself, meaning_of_failure, row_of
+from trainium_operator.plan.faults.failure_budgets import exhausted_budget
+from trainium_operator.plan.faults.node_rules import stopping_sign
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.view.progress import has_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.messages import HeartbeatRequest, ProcessFailure
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+_Reported: TypeAlias = "tuple[Verdict, HeartbeatRequest, ProcessFailure, str, str]"
+"""A failure that asks to stop: meaning, heartbeat, failure, pod, node."""
+START_ATTEMPTS = 2
+"""Worker pods that may fail before any step before the job is taken to be at fault."""
+
+_REASONS: dict[Cause, Reason] = {
+    Cause.USER_CODE: Reason.USER_ERROR,
+    Cause.NUMERICAL: Reason.NUMERICAL,
+    Cause.MEMORY: Reason.OUT_OF_MEMORY,
+    Cause.RUNTIME: Reason.ACCELERATOR_RUNTIME,
+}
+"""Any other cause only stops a job because a rule of the job says so."""
+_ADVICE: dict[Reason, str] = {
+    Reason.WORKERS_DO_NOT_START: "Look at the pod's log (kubectl logs); correct the image, the command or the "
+    "template.",
+    Reason.BUDGET_EXHAUSTED: "See status.history for what failed; correct it or raise the budget, and create the job "
+    "again; it resumes from its newest checkpoint.",
+}
+
+_NEVER_RAN = frozenset({"StartError", "ContainerCannotRun"})
+"""Reasons of a container whose program was never started: its log is empty."""
+_NO_LOG = (
+    "The program never ran, so there is no log: correct the image, or command, user and mounts of the template, and "
+    "create the job again."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopVerdict:
+    """Why the job ends."""
+
+    reason: Reason
+    cause: Cause
+    message: str
+    pod: str = ""
+    node: str = ""
+
+
+def reach_verdict(facts: Facts) -> StopVerdict | None:
+    """The verdict that follows from what workers report or from the spec, if there is one."""
+    return (
+        _impossible_size(facts)
+        or _reported_by_a_process(facts)
+        or _reported_by_an_outsider(facts)
+        or _reported_by_a_pod(facts)
+        or _seen_on_a_node(facts)
+        or _crashes_before_any_step(facts)
+        or _workers_do_not_start(facts)
+    )
+
+
+def start_failures(facts: Facts) -> tuple[Worker, ...]:
+    """Workers that ended by their own program before the job made any step; kept as evidence and for their logs."""
+    if has_progress(facts):
+        return ()
+    return tuple(worker for worker in facts.outsiders if _failed(worker) and died_by_itself(worker.pod))
+
+
+def _verdict(
+    reason: Reason, cause: Cause, message: str, *, advice: str = "", pod: str = "", node: str = ""
+) -> StopVerdict:
+    """A verdict whose message begins with what happened and ends with what to do, whatever is cut between them."""
+    told = f"{message.rstrip('. ')}. {advice or _ADVICE.get(reason, '')}".strip()
+    return StopVerdict(reason=reason, cause=cause, message=sentence(told[0].upper() + told[1:]), pod=pod, node=node)
+
+
+def _impossible_size(facts: Facts) -> StopVerdict | None:
+    """Only a job that has never run ends for it; a running one keeps its size."""
+    if facts.size.desired > 0 or facts.observed.membership is not None:
+        return None
+    return StopVerdict(reason=facts.size.reason, cause=Cause.USER_CODE, message=facts.size.message)
+
+
+def _reported_by_a_process(facts: Facts) -> StopVerdict | None:
+    """The first failure, by its own clock, that asks to stop; of the generation in force."""
+    found = [
+        (failure.at, failure.rank, (meaning, beat, failure, member.pod_name, member.node_name))
+        for member, beat in facts.beats
+        for failure, meaning in _stopping(facts, beat)
+    ]
+    if not found:
+        return None
+    first = min(found, key=lambda item: item[:2])[2]
+    return _of_its_origin(facts, first, {rank: item for _, rank, item in found})
+
+
+def _of_its_origin(facts: Facts, first: _Reported, by_rank: Mapping[int, _Reported]) -> StopVerdict:
+    """The verdict on the rank that the first report puts it down to: all ranks report what one has put into a sum."""
+    meaning, _, failure, pod, _ = first
+    origin = origin_in(failure.message) if meaning.cause is Cause.NUMERICAL else None
+    if origin is None or origin == failure.rank or facts.current is None:
+        return _of_failure(*first)
+    if origin in by_rank:
+        return _of_failure(*by_rank[origin])
+    place = origin // max(1, facts.current.processes_per_node)
+    if place >= len(facts.current.members):
+        return _of_failure(*first)
+    member = facts.current.members[place]
+    message = (
+        f"{meaning.sentence}: rank {origin} of pod {member.pod_name} on node {member.node_name}, as rank "
+        f"{failure.rank} of pod {pod} reports, {signs_of(failure)}: {failure.message}"
+    )
+    return _stop(meaning, message, member.pod_name, member.node_name)
+
+
+def _reported_by_an_outsider(facts: Facts) -> StopVerdict | None:
+    """A worker whose preflight found what no other node can mend: a configuration that cannot be read."""
+    for worker in facts.outsiders:
+        beat = worker.heartbeat
+        if beat is None or beat.verdict is None or not worker.gave_up:
+            continue
+        meaning = meaning_of_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+        if meaning.response is Response.STOP:
+            return _of_failure(meaning, beat, beat.verdict, worker.pod.name, worker.pod.node)
+    return None
+
+
+def _stopping(facts: Facts, beat: HeartbeatRequest) -> Iterator[tuple[ProcessFailure, Verdict]]:
+    """Failures of its generation that ask to stop; what an agent gave up with was not helped by the first response."""
+    rules = facts.job.spec.recovery.rules
+    for failure in beat.failures:
+        if failure.generation == beat.generation:
+            meaning = meaning_of_failure(beat, failure, rules)
+            if meaning.response is Response.STOP:
+                yield failure, meaning
+    if beat.verdict is not None and beat.verdict.generation == beat.generation:
+        meaning = meaning_of_failure(beat, beat.verdict, rules)
+        if meaning.again is Response.STOP:
+            yield beat.verdict, meaning
+
+
+def _of_failure(meaning: Verdict, beat: HeartbeatRequest, failure: ProcessFailure, pod: str, node: str) -> StopVerdict:
+    after = f" after step {failure.step}" if failure.step > 0 else ""
+    lines = [line for line in lines_near(beat.kernel, failure.at) if kernel_row(line) is not None]
+    kernel = f"; the node's kernel said: {lines[0]}" if lines else ""
+    message = (
+        f"{meaning.sentence}: rank {failure.rank} of pod {pod} on node {node}{after}, {signs_of(failure)}: "
+        f"{failure.message or 'no output'}{kernel}"
+    )
+    return _stop(meaning, message, pod, node)
+
+
+def _stop(meaning: Verdict, message: str, pod: str, node: str) -> StopVerdict:
+    reason = _REASONS.get(meaning.cause, Reason.STOPPED_BY_RULE)
+    return _verdict(reason, meaning.cause, message, advice=row_of(meaning.cause).advice, pod=pod, node=node)
+
+
+def _reported_by_a_pod(facts: Facts) -> StopVerdict | None:
+    rules = facts.job.spec.recovery.rules
+    for worker in facts.workers.values():
+        pod = worker.pod
+        if not _failed(worker):
+            continue
+        ruled = rule_verdict(rules, code=pod.exit_code, reason=pod.reason, texts=(pod.message,))
+        meaning = ruled or (None if pod.exit_code is None else verdict_of(pod.exit_code))
+        if meaning is not None and meaning.response is Response.STOP:
+            code = "" if pod.exit_code is None else f" with code {pod.exit_code}"
+            why = ": ".join(part for part in (pod.reason, pod.message) if part) or "no message"
+            message = f"{meaning.sentence}: pod {pod.name} on node {pod.node} ended{code}: {why}"
+            return _stop(meaning, message, pod.name, pod.node)
+    return None
+
+
+def _seen_on_a_node(facts: Facts) -> StopVerdict | None:
+    """Only a rule of the job makes a node's condition or taint a reason to stop."""
+    rules = facts.job.spec.recovery.rules
+    for member, worker in facts.members if rules else ():
+        found = stopping_sign(worker.node, rules) if worker is not None and worker.node is not None else None
+        if found is not None:
+            message = f"{found[0].sentence}: node {member.node_name} of pod {member.pod_name} has {found[1]}"
+            return _stop(found[0], message, member.pod_name, member.node_name)
+    return None
+
+
+def _crashes_before_any_step(facts: Facts) -> StopVerdict | None:
+    """An agent gave up on processes that crash before their first step, in a job that has never made one."""
+    if has_progress(facts):
+        return None
+    for member, beat in facts.beats:
+        failure = beat.verdict
+        if failure is None or failure.step > 0:
+            continue
+        if meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).cause is not Cause.CRASH:
+            continue
+        message = (
+            f"The training process crashed before its first step and again after a restart: rank {failure.rank} of "
+            f"pod {member.pod_name} on node {member.node_name}, {signs_of(failure)}: "
+            f"{failure.message or 'no output'}"
+        )
+        advice = row_of(Cause.USER_CODE).advice
+        return _verdict(
+            Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
+        )
+    return None
+
+
+def _workers_do_not_start(facts: Facts) -> StopVerdict | None:
+    failed = start_failures(facts)
+    if len(failed) < START_ATTEMPTS:
+        return None
+    pod = failed[-1].pod
+    message = (
+        f"{len(failed)} worker pods ended before they could train, the last {pod.name} on node {pod.node} with exit "
+        f"code {pod.exit_code} ({pod.reason or 'Error'}): {pod.message or 'no message'}"
+    )
+    advice = _NO_LOG if pod.reason in _NEVER_RAN else ""
+    return _verdict(Reason.WORKERS_DO_NOT_START, Cause.USER_CODE, message, advice=advice, pod=pod.name, node=pod.node)
+
+
+def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | None:
+    """The verdict that follows from the failures counted so far, those of this plan included."""
+    message = exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
+    if message is None:
+        return None
+    last = status.failures[-1]
+    seen = next((entry.message for entry in reversed(status.history) if entry.message), "")
+    told = f"{message}. Last seen: {seen}" if seen else message
+    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod)
+
+
+def _failed(worker: Worker) -> bool:
+    return worker.pod.phase is PodPhase.FAILED and not worker.pod.deleting

@@ -1,0 +1,148 @@
+"""Policy: members slower than the others are always told of, and handed over when that costs nothing but a spare.
+
+A member's pace is its own work in a step, without the wait for its peers, so that those who wait for a slow one do not
+look slow. It is held against the median member's. Invariants: nobody is evicted before it has been slow for
+`persistSteps`, for a load that all members bear, while an interruption is open, while nodes may not be acted on, or
+without a sound spare that is warm; one at a time; a member counts as slow until it is clearly not (hysteresis);
+differences too small to matter count never.
+"""
+
+from __future__ import annotations
+
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Rung, StragglerStatus
+from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.model.actions import event
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import is_second_choice
+from trainium_operator.plan.view.progress import is_settled, last_step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.recovery import StragglerSpec
+    from trainium_operator.plan.model.actions import EventIntent
+    from trainium_operator.plan.view.facts import Facts
+
+_LISTED = 8
+_FEWEST_STEPS = 3
+_LEAST_EXCESS_SECONDS = 0.1
+"""A member that loses less than this in a step is no straggler, whatever the ratio."""
+_LOADED_SHARE = 0.2
+"""Of its processor time that the median of the others must wait for, to call the hosts loaded."""
+
+
+def find_stragglers(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Bring the list up to date, and tell of members that have been slow for long, once each."""
+    if not _steady(facts):
+        return Answer(status=status)
+    spec, step = facts.job.spec.recovery.stragglers, last_step(facts)
+    known = {entry.pod: entry for entry in status.stragglers}
+    paces = _paces(facts)
+    found: list[StragglerStatus] = []
+    notes: list[EventIntent] = []
+    looks: list[float] = []
+    for pod, (node, ratio) in paces.items():
+        entry = known.get(pod)
+        if ratio < (spec.slowdown if entry is None else 1 + (spec.slowdown - 1) / 2):
+            continue
+        if entry is None:
+            entry = StragglerStatus(pod=pod, node=node, since_step=step, slowdown=round(ratio, 2))
+        elif step < entry.since_step:  # training went back
+            entry = entry.replaced(since_step=step)
+        if not entry.reported and step - entry.since_step >= spec.persist_steps:
+            entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
+            told = _sentence(entry, step) + _why_it_stays(facts, pod, spec)
+            notes.append(event(Reason.STRAGGLER_DETECTED, told, warning=True, pod=pod))
+            looks.append(facts.now)  # it is told first, and handed over by the next plan
+        found.append(entry)
+    for pod, entry in known.items():
+        if entry.reported and pod in paces and all(each.pod != pod for each in found):
+            gone = f"Pod {pod} on node {entry.node} keeps pace with the others again."
+            notes.append(event(Reason.STRAGGLER_GONE, gone, pod=pod))
+    found.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
+    status = status.replaced(stragglers=tuple(found[:_LISTED]))
+    return Answer(status=status, notes=tuple(notes), looks=tuple(looks))
+
+
+def evicted(facts: Facts) -> list[Loss]:
+    """The slowest of those who have been reported, when a spare takes over; it saves, and nothing is lost."""
+    spec = facts.job.spec.recovery.stragglers
+    slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
+    if not slow or not spec.evict or facts.observed.fleet.frozen or not _steady(facts):
+        return []
+    if not any(not is_second_choice(facts, worker) for worker in facts.candidates):
+        return []
+    paces = {pod: ratio for pod, (_, ratio) in _paces(facts).items() if pod in slow and ratio >= spec.slowdown}
+    if not paces:
+        return []
+    slowest = max(paces, key=lambda pod: paces[pod])
+    if _bears_what_all_bear(facts, slowest, spec.slowdown):
+        return []
+    member, worker = next(each for each in facts.members if each[0].pod_name == slowest)
+    if worker is None or worker.silent or worker.node_bad or worker.pod.deleting:
+        return []
+    entry = slow[slowest].replaced(slowdown=round(paces[slowest], 2))
+    message = _sentence(entry, last_step(facts))
+    return [Loss(member=member, worker=worker, cause=Cause.STRAGGLER, failed_at=facts.now, message=message, saves=True)]
+
+
+def _steady(facts: Facts) -> bool:
+    """All members train, and nothing is being recovered from or resized."""
+    status = facts.job.status
+    if facts.current is None or not is_settled(facts) or status.membership.generation != facts.current.generation:
+        return False
+    if len(facts.current.members) < status.desired:
+        return False
+    return not any(entry.recovered_seconds is None and entry.rung is not Rung.STOP for entry in status.history)
+
+
+def _paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
+    """Pod -> (node, own work in units of the median member's); empty while too few tell."""
+    own = {
+        member.pod_name: (member.node_name, beat.timing.own_seconds)
+        for member, beat in facts.beats
+        if beat.timing is not None and beat.timing.steps >= _FEWEST_STEPS
+    }
+    if len(own) < 2 or len(own) < len(facts.beats):
+        return {}
+    usual = median_low([seconds for _, seconds in own.values()])
+    if usual <= 0:
+        return {}
+    return {
+        pod: (node, seconds / usual if seconds - usual >= _LEAST_EXCESS_SECONDS else 1.0)
+        for pod, (node, seconds) in own.items()
+    }
+
+
+def _bears_what_all_bear(facts: Facts, pod: str, slowdown: float) -> bool:
+    """Whether it is slow only because processors are scarce where all members run, so another node is no better.
+
+    Without the waits for a processor it would keep pace, and the others wait for theirs too.
+    """
+    timings = {member.pod_name: beat.timing for member, beat in facts.beats if beat.timing is not None}
+    waits = {name: timing.cpu_wait for name, timing in timings.items() if timing.cpu_wait is not None}
+    others = [share for name, share in waits.items() if name != pod]
+    if pod not in waits or len(others) < len(timings) - 1 or median_low(others) < _LOADED_SHARE:
+        return False
+    worked = {name: timings[name].own_seconds * (1.0 - share) for name, share in waits.items()}
+    usual = median_low(worked.values())
+    return worked[pod] < slowdown * usual or worked[pod] - usual < _LEAST_EXCESS_SECONDS
+
+
+def _why_it_stays(facts: Facts, pod: str, spec: StragglerSpec) -> str:
+    if not _bears_what_all_bear(facts, pod, spec.slowdown):
+        return ""
+    return "; it waits for a processor, as the others do, so it is not replaced: look at what else runs on these nodes"
+
+
+def _sentence(entry: StragglerStatus, step: int) -> str:
+    return (
+        f"Pod {entry.pod} on node {entry.node} needs {entry.slowdown:g} times as long for its own work in a step as "
+        f"the median worker, for {step - entry.since_step} steps"
+    )

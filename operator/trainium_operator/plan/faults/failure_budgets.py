@@ -1,0 +1,135 @@
+"""Policy: failures are counted within sliding windows, by who is to blame; more than the budget stops the job.
+
+Invariants: what the infrastructure did never uses the process budget; workers that are lost within seconds count as one
+failure, however many they are; a budget refills as its window moves on, by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause, Response
+from trainium_contract.job import FailureRecord
+from trainium_operator.plan.faults.causes import budget_of, row_of
+from trainium_operator.plan.faults.fault_table import Budget
+from trainium_operator.plan.model.sentences import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.recovery import BudgetSpec, RecoverySpec
+
+MAX_RECORDS = 128
+_BACKOFF_WINDOW_SECONDS = 600.0
+_FREE_FAILURES = 3
+_ONE_INCIDENT_SECONDS = 5.0
+"""Losses within this time of the first are one: short enough that a pod that fails at every start still counts."""
+_LONGEST_BACKOFF_SECONDS = 300.0
+
+
+def record_failure(
+    failures: tuple[FailureRecord, ...], *, at: float, cause: Cause, pod: str, node: str, recovery: RecoverySpec
+) -> tuple[FailureRecord, ...]:
+    """The records with one more, without those that no window reaches any longer."""
+    budgets = recovery.budgets
+    windows = (budgets.process, budgets.infrastructure, *budgets.by_cause.values())
+    longest = max(budget.window_seconds for budget in windows)
+    kept = [record for record in failures if record.at > at - longest]
+    return (*kept, FailureRecord(at=at, cause=cause, pod=pod, node=node))[-MAX_RECORDS:]
+
+
+def is_recorded(cause: Cause, recovery: RecoverySpec) -> bool:
+    """Whether a failure of this cause is kept in the status: some budget, or the pause before new pods, counts it."""
+    return budget_of(cause) is not None or cause is Cause.STORAGE or cause in recovery.budgets.by_cause
+
+
+def exhausted_budget(failures: tuple[FailureRecord, ...], recovery: RecoverySpec, now: float) -> str | None:
+    """A sentence about the first budget that is used up; None while all hold.
+
+    A budget larger than the number of records that status keeps counts as used up when all of them are in the window.
+    """
+    for name, what, causes, allowed in _budgets(recovery):
+        within = [record for record in _within(failures, allowed, now) if record.cause in causes]
+        count = _incidents(within)
+        if count > min(allowed.max_failures, MAX_RECORDS - 1):
+            return (
+                f"{count} {what} failures within {allowed.window_seconds} s, and spec.recovery.budgets.{name} allows "
+                f"{allowed.max_failures}: {_summary(within)}"
+            )
+    return None
+
+
+def _budgets(recovery: RecoverySpec) -> Iterator[tuple[str, str, frozenset[Cause], BudgetSpec]]:
+    """Path below `spec.recovery.budgets`, word for it, causes that use it, and the limit."""
+    budgets = recovery.budgets
+    for budget, allowed in ((Budget.PROCESS, budgets.process), (Budget.INFRASTRUCTURE, budgets.infrastructure)):
+        causes = frozenset(cause for cause in Cause if budget_of(cause) is budget)
+        yield budget.value, budget.value, causes, allowed
+    for cause, allowed in budgets.by_cause.items():
+        yield f"byCause.{cause.value}", cause.value, frozenset({cause}), allowed
+
+
+def _incidents(records: Sequence[FailureRecord]) -> int:
+    """Failures in these records: what takes several workers within seconds is one, restarts in place are one each."""
+    taken = [record.at for record in records if _took_a_worker(record)]
+    count, began = len(records) - len(taken), -_ONE_INCIDENT_SECONDS
+    for at in sorted(taken):
+        if at >= began + _ONE_INCIDENT_SECONDS:
+            count, began = count + 1, at
+    return count
+
+
+def _took_a_worker(record: FailureRecord) -> bool:
+    return bool(record.node) or row_of(record.cause).first is not Response.RESTART_IN_PLACE
+
+
+def _summary(records: Sequence[FailureRecord]) -> str:
+    """What failed where, most frequent first."""
+    causes = Counter(record.cause.value for record in records)
+    pods = Counter(record.pod for record in records if record.pod)
+    nodes = Counter(record.node for record in records if record.node)
+    parts = [", ".join(f"{count} {cause}" for cause, count in causes.most_common())]
+    if pods:
+        parts.append(f"pods {listed(_counted(pods))}, the last {records[-1].pod or 'unknown'}")
+    if nodes:
+        parts.append(f"suspected nodes {listed(_counted(nodes))}")
+    return "; ".join(parts)
+
+
+def _counted(names: Counter[str]) -> tuple[str, ...]:
+    return tuple(name if count == 1 else f"{name} ({count}x)" for name, count in names.most_common())
+
+
+def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
+    """When new pods may be created (Unix seconds); the first few failures in ten minutes cost no wait.
+
+    The pause is for pods that fail again and again. So what was put down to a node does not count, which new pods keep
+    away from (and of which the fleet's circuit breaker allows only so many); nor does what was answered in place; and
+    what fails within seconds counts once, or a job that loses all of its pods at once would wait for minutes.
+    """
+    since = now - _BACKOFF_WINDOW_SECONDS
+    recent = [record for record in failures if record.at > since and not record.node and _took_a_worker(record)]
+    excess = _incidents(recent) - _FREE_FAILURES
+    if excess <= 0:
+        return now
+    return recent[-1].at + min(_LONGEST_BACKOFF_SECONDS, 2.0 ** min(excess, 16))
+
+
+def avoided_nodes(failures: tuple[FailureRecord, ...], now: float, seconds: float) -> tuple[str, ...]:
+    """Nodes that a failure of the last `seconds` was put down to, newest last; at most 32."""
+    newest: dict[str, float] = {}
+    for record in failures:
+        if record.node and record.at > now - seconds:
+            newest[record.node] = max(record.at, newest.get(record.node, 0.0))
+    return tuple(sorted(newest, key=lambda node: newest[node]))[-32:]
+
+
+def _within(failures: tuple[FailureRecord, ...], budget: BudgetSpec, now: float) -> list[FailureRecord]:
+    return [record for record in failures if record.at > now - budget.window_seconds]
+
+
+def has_record_of(status: TrainingJobStatus, pod: str) -> bool:
+    """Whether a failure of this pod is counted already."""
+    return any(record.pod == pod for record in status.failures)

@@ -1,0 +1,190 @@
+"""What a node's own signals say about it, in one language: conditions, capacity, taints, labels, deletion.
+
+The producers disagree in polarity (`NeuronHealth` True is bad, `AcceleratedHardwareReady` False is bad), so each is
+normalised here. Invariants: a missing or Unknown signal is neither healthy nor bad; nothing here depends on the time
+(see `view.node_problems` for debouncing) or on a job beyond what it asks of a node; nothing here raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.sizes import INSTANCES
+from trainium_operator.plan.faults.causes import cause_of_condition, cause_of_label, cause_of_taint
+from trainium_operator.plan.model.node_labels import (
+    EFA,
+    LABEL_HYPERPOD_DEEP_CHECK,
+    LABEL_HYPERPOD_HEALTH,
+    LABEL_INSTANCE_TYPE,
+    NEURON,
+    TAINT_QUARANTINED,
+)
+from trainium_operator.plan.model.observed import NodeReadiness
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trainium_operator.plan.model.observed import NodeCondition, NodeView, Taint
+
+
+class Severity(IntEnum):
+    """What a problem asks for; a higher one includes the lower ones."""
+
+    SUSPECT = 1
+    """New workers prefer other nodes."""
+    DRAIN = 2
+    """New workers keep away; members hand their rank over as soon as somebody can take it."""
+    FATAL = 3
+    """As DRAIN, but at once: what is computed there cannot be trusted, and no time is given to pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProblem:
+    """One thing that is wrong with a node, whoever reported it."""
+
+    severity: Severity
+    cause: Cause
+    source: str
+    """Who says so: `condition NeuronHealth`, `capacity aws.amazon.com/neuron`, `taint karpenter.sh/disrupted`, ..."""
+    reason: str
+    """Why, as the source words it."""
+    since: float | None = None
+    """Unix seconds by the source's clock; None when it does not tell."""
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.reason})" if self.reason else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a job asks of its nodes, as far as it decides what is wrong with one."""
+
+    resources: Mapping[str, int]
+    """Extended resources per worker."""
+    tolerations: tuple[Mapping[str, object], ...] = ()
+    """Of its pods, as in a manifest."""
+
+
+_CONDITIONS: dict[str, tuple[NodeReadiness, Severity]] = {
+    # Neuron's problem detector: the kernel told of an uncorrectable error.
+    "NeuronHealth": (NodeReadiness.TRUE, Severity.FATAL),
+    # The EKS node monitoring agent.
+    "AcceleratedHardwareReady": (NodeReadiness.FALSE, Severity.FATAL),
+    "NetworkingReady": (NodeReadiness.FALSE, Severity.DRAIN),
+    "KernelReady": (NodeReadiness.FALSE, Severity.DRAIN),
+    "StorageReady": (NodeReadiness.FALSE, Severity.DRAIN),
+    "ContainerRuntimeReady": (NodeReadiness.FALSE, Severity.DRAIN),
+    # The common node problem detector.
+    "KernelDeadlock": (NodeReadiness.TRUE, Severity.DRAIN),
+    "ReadonlyFilesystem": (NodeReadiness.TRUE, Severity.DRAIN),
+    "FrequentKubeletRestart": (NodeReadiness.TRUE, Severity.SUSPECT),
+    "FrequentContainerdRestart": (NodeReadiness.TRUE, Severity.SUSPECT),
+    # The kubelet: it evicts pods by itself when it must, and most pressure passes.
+    "MemoryPressure": (NodeReadiness.TRUE, Severity.SUSPECT),
+    "DiskPressure": (NodeReadiness.TRUE, Severity.SUSPECT),
+    "PIDPressure": (NodeReadiness.TRUE, Severity.SUSPECT),
+    "NetworkUnavailable": (NodeReadiness.TRUE, Severity.SUSPECT),
+}
+"""Type -> the status that is bad, and what that asks for; what it is stands in `fault_table`."""
+
+_TOLD_OTHERWISE = ("node.kubernetes.io/", TAINT_QUARANTINED)
+"""Beginnings of taints that only repeat what is read elsewhere (Ready, pressure, cordon, our own memory)."""
+_OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+
+
+def bad_status(kind: str) -> NodeReadiness:
+    """The status of a condition of this type that means trouble; types that are not known follow the convention."""
+    known = _CONDITIONS.get(kind)
+    if known is not None:
+        return known[0]
+    return NodeReadiness.FALSE if kind.endswith(("Ready", "Healthy", "Available")) else NodeReadiness.TRUE
+
+
+def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProblem, ...]:
+    """Everything that is wrong with a node, the worst first; with a demand also what is wrong for that job."""
+    found = [
+        *_readiness(node),
+        *(problem for condition in node.conditions for problem in _condition(condition)),
+        *_capacity(node, demand),
+        *(problem for taint in node.taints for problem in _taint(taint, demand)),
+        *_labels(node),
+    ]
+    if node.deleting:
+        found.append(NodeProblem(Severity.DRAIN, Cause.PREEMPTED, "deletion", "the node is being deleted"))
+    return tuple(sorted(found, key=lambda problem: -problem.severity))
+
+
+def _readiness(node: NodeView) -> Iterator[NodeProblem]:
+    """A node that is merely not ready may train on: whether its worker is lost is decided by the worker's silence."""
+    if node.ready is not NodeReadiness.TRUE:
+        text = f"Ready is {node.ready.value}"
+        yield NodeProblem(Severity.SUSPECT, Cause.NODE_LOST, "condition Ready", text, node.unready_since)
+
+
+def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
+    known = _CONDITIONS.get(condition.type)
+    cause = cause_of_condition(condition.type, condition.reason)
+    if known is None or cause is None or condition.status is not known[0]:
+        return
+    source, reason = f"condition {condition.type}", condition.reason or condition.status.value
+    yield NodeProblem(known[1], cause, source, reason, condition.since, condition.message)
+
+
+def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
+    """None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
+    instance = INSTANCES.get(node.labels.get(LABEL_INSTANCE_TYPE, ""))
+    full = {NEURON: instance.devices} if instance is not None else {}
+    needed = demand.resources if demand is not None else {}
+    for resource in sorted(full.keys() | needed.keys()):
+        has = node.capacity.get(resource)
+        wanted = max(full.get(resource, 0), needed.get(resource, 0))
+        if has is None or has >= wanted:
+            continue
+        short = has < (needed.get(resource, 0) if demand is not None else wanted)
+        severity = Severity.DRAIN if short and has > 0 else Severity.SUSPECT
+        cause = Cause.NETWORK if resource == EFA else Cause.DEVICE
+        yield NodeProblem(severity, cause, f"capacity {resource}", f"{has} of {wanted}")
+
+
+def _taint(taint: Taint, demand: Demand | None) -> Iterator[NodeProblem]:
+    source, reason = f"taint {taint.key}", taint.value or taint.effect
+    if taint.key.startswith(_TOLD_OTHERWISE) and taint.key != _OUT_OF_SERVICE:
+        return
+    if demand is not None and tolerates(demand.tolerations, taint):
+        return
+    cause = cause_of_taint(taint.key)
+    if taint.key == LABEL_HYPERPOD_HEALTH:
+        known = cause_of_label(taint.key, taint.value)
+        yield NodeProblem(Severity.DRAIN if known else Severity.SUSPECT, known or Cause.HOST, source, reason)
+    elif cause is not None:
+        yield NodeProblem(Severity.DRAIN, cause, source, reason)
+    elif taint.effect == "NoExecute" and demand is not None:
+        # The pods that do not tolerate it are about to be evicted, at once or when their time is over.
+        yield NodeProblem(Severity.DRAIN, Cause.PREEMPTED, source, reason)
+
+
+def tolerates(tolerations: tuple[Mapping[str, object], ...], taint: Taint) -> bool:
+    """Whether pods with these tolerations may stay on a node with this taint for good."""
+    for each in tolerations:
+        exists, key = each.get("operator") == "Exists", each.get("key") or ""
+        same_key = key == taint.key or (exists and not key)
+        same_value = exists or (each.get("value") or "") == taint.value
+        same_effect = each.get("effect") in (None, "", taint.effect)
+        if same_key and same_value and same_effect and each.get("tolerationSeconds") is None:
+            return True
+    return False
+
+
+def _labels(node: NodeView) -> Iterator[NodeProblem]:
+    """HyperPod's verdicts; a node in its deep check is merely not for new workers."""
+    status = node.labels.get(LABEL_HYPERPOD_HEALTH, "Schedulable")
+    if status.startswith("Unschedulable"):
+        known = cause_of_label(LABEL_HYPERPOD_HEALTH, status)
+        severity = Severity.DRAIN if known else Severity.SUSPECT
+        yield NodeProblem(severity, known or Cause.HOST, f"label {LABEL_HYPERPOD_HEALTH}", status)
+    if node.labels.get(LABEL_HYPERPOD_DEEP_CHECK) == "Failed":
+        yield NodeProblem(Severity.DRAIN, Cause.DEVICE, f"label {LABEL_HYPERPOD_DEEP_CHECK}", "Failed")

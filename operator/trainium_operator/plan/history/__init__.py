@@ -1,0 +1,1 @@
+"""What is being recovered from: interruptions, opened once, counted once, closed once."""

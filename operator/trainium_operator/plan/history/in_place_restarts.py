@@ -1,0 +1,98 @@
+"""Policy: take note of restarts in place, which the agents do by themselves, also while the operator is away.
+
+An attempt is taken into account once, when its culprit is known (`culprits`). Until then the other members' heartbeats
+may still bring it; when all have spoken and none names one, nobody is blamed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.job import Rung
+from trainium_operator.plan.diagnose.culprits import find_culprit, records_of
+from trainium_operator.plan.faults.causes import severity
+from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
+from trainium_operator.plan.model.answer import Answer
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.diagnose.culprits import Culprit
+    from trainium_operator.plan.view.facts import Facts
+
+
+def take_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool) -> Answer:
+    """Open an interruption for each attempt that is not known yet.
+
+    While a member is lost, the others restart because of it: what nobody else caused belongs to that interruption.
+    """
+    if facts.current is None or status.membership.generation != facts.current.generation:
+        return Answer(status=status)
+    newest = max((beat.attempt for _, beat in facts.beats), default=0)
+    for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
+        all_spoke = not member_lost and _all_spoke(facts, newest)
+        culprit = find_culprit(facts, attempt, all_spoke=all_spoke)
+        if culprit is None and not member_lost and not all_spoke:
+            return Answer(status=status, looks=(facts.now + facts.settings.heartbeat_seconds,))
+        if culprit is not None or not member_lost:
+            status = _open(facts, status, attempt, culprit)
+        status = status.replaced(membership=status.membership.replaced(attempt=attempt + 1))
+    return Answer(status=status)
+
+
+def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None) -> TrainingJobStatus:
+    """Record that `attempt` was interrupted and the next one began."""
+    record = culprit.record if culprit else next((record for _, record in records_of(facts, attempt + 1)), None)
+    cause, message = _told(facts, attempt, culprit)
+    return open_interruption(
+        facts,
+        status,
+        cause=cause,
+        rung=Rung.IN_PLACE,
+        failed_at=record.failed_at if record else facts.now,
+        attempt=attempt,
+        pod=culprit.member.pod_name if culprit else "",
+        node=culprit.member.node_name if culprit else "",
+        suspect=culprit.member.node_name if culprit and _stood_still(culprit) else "",
+        message=message,
+        detected_seconds=max(0.0, record.detected_at - record.failed_at) if record else 0.0,
+        step_before=record.step_before if record and record.step_before >= 0 else None,
+    )
+
+
+def _stood_still(culprit: Culprit) -> bool:
+    """Its own agent says so; that it lagged behind the others is told, but too little to keep away from its node."""
+    return culprit.failure is not None and culprit.failure.exit_code == ExitCode.HUNG
+
+
+def _told(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
+    if culprit is None:
+        causes = {record.cause for _, record in records_of(facts, attempt + 1)}
+        victims = sum(
+            any((failure.generation, failure.attempt) == (beat.generation, attempt) for failure in beat.failures)
+            for _, beat in facts.beats
+        )
+        told = _lost_peers(victims, len(facts.members))
+        return (
+            min(causes, key=severity, default=Cause.PEER_LOST),
+            f"the processes restarted in place; {told}none reported a failure of its own, so no worker is blamed",
+        )
+    who = f"rank {culprit.failure.rank} in" if culprit.failure else "a process of"
+    return culprit.cause, f"{who} pod {culprit.member.pod_name}, restarted in place: {culprit.why}"
+
+
+def _lost_peers(victims: int, members: int) -> str:
+    if not victims:
+        return ""
+    if members == 1:
+        return "they lost each other and "
+    return f"{victims} worker{'s' if victims > 1 else ''} lost a peer and "
+
+
+def _all_spoke(facts: Facts, attempt: int) -> bool:
+    """Whether every member that is heard at all has reported from this attempt on."""
+    beats = {member.pod_uid: beat for member, beat in facts.beats}
+    return all(
+        worker is None or worker.silent or (member.pod_uid in beats and beats[member.pod_uid].attempt >= attempt)
+        for member, worker in facts.members
+    )

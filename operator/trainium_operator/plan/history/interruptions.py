@@ -1,0 +1,79 @@
+"""The history of interruptions: opened when one is detected, closed at the first new step, each exactly once.
+
+Invariants: each generation has at most one entry that ends it (further losses join it) and one per restart in place. An
+entry is counted when it is opened and never again, in the same status write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Interruption, Rung, TrainingJobStatus
+from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
+from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.view.progress import last_step
+
+if TYPE_CHECKING:
+    from trainium_contract.exit_codes import Cause
+    from trainium_operator.plan.view.facts import Facts
+
+HISTORY_LENGTH = 10
+
+
+def open_interruption(
+    facts: Facts,
+    status: TrainingJobStatus,
+    *,
+    cause: Cause,
+    rung: Rung,
+    failed_at: float,
+    attempt: int,
+    pod: str = "",
+    node: str = "",
+    suspect: str = "",
+    message: str = "",
+    detected_seconds: float | None = None,
+    step_before: int | None = None,
+) -> TrainingJobStatus:
+    """The status with one more entry, counted; `suspect` is the node to keep away from."""
+    assert facts.current is not None
+    entry = Interruption(
+        generation=facts.current.generation,
+        attempt=attempt,
+        time=rfc3339(facts.now),
+        cause=cause,
+        rung=rung,
+        node=node,
+        pod=pod,
+        message=sentence(message),
+        detected_seconds=round(max(0.0, facts.now - failed_at) if detected_seconds is None else detected_seconds, 3),
+        step_before=last_step(facts) if step_before is None else step_before,
+        failed_at=failed_at,
+    )
+    failures = status.failures
+    status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
+    if rung not in (Rung.RESIZE, Rung.GROW):
+        total, by_cause = status.restarts.total + 1, dict(status.restarts.by_cause)
+        by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
+        status = status.replaced(restarts=status.restarts.replaced(total=total, by_cause=by_cause))
+    recovery = facts.job.spec.recovery
+    if not is_recorded(cause, recovery):
+        return status
+    failures = record_failure(failures, at=facts.now, cause=cause, pod=pod, node=suspect, recovery=recovery)
+    return status.replaced(failures=failures)
+
+
+def open_membership_entry(status: TrainingJobStatus, generation: int) -> int | None:
+    """Index of the open interruption that ends, or is to end, this generation; None when there is none."""
+    for index, entry in enumerate(status.history):
+        ends_it = entry.generation == generation and entry.rung not in (Rung.IN_PLACE, Rung.STOP)
+        if ends_it and entry.recovered_seconds is None:
+            return index
+    return None
+
+
+def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) -> TrainingJobStatus:
+    """The status with a changed entry in the place of the one at `index`."""
+    history = status.history
+    return status.replaced(history=(*history[:index], entry, *history[index + 1 :]))

@@ -1,0 +1,129 @@
+"""Closing interruptions: at the first new step, or when what was interrupted is given up.
+
+The agents' own records tell best when training resumed and from which step; without one, the first heartbeat that
+shows a new step does. Seconds are from the failure to the first step that had not been completed before. After the last
+step there is none: then it is over when the ranks have come to a stage again with no step left to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Interruption, Rung, TrainingJobStatus
+from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.history.interruptions import replace_entry
+from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.messages import RestartRecord
+    from trainium_operator.plan.view.facts import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    at: float
+    resume_step: int | None
+    step_before: int
+
+
+def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Fill in when, from where and at what price training went on, for each open interruption that is over."""
+    for index, entry in enumerate(status.history):
+        if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
+            continue
+        resumed = _recorded(facts, entry) or _observed(facts, entry)
+        if resumed is None:
+            continue
+        status = replace_entry(status, index, _closed(entry, resumed, facts.now))
+    return status
+
+
+def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """End what is open on the generation in force although that was never left; call when nothing is lost any more.
+
+    A silent worker spoke again, a notice was withdrawn, a hand wrote the entry: no later generation will close it.
+    """
+    current = facts.current
+    if current is None or status.membership.generation != current.generation or not is_settled(facts):
+        return status
+    attempt = max(beat.attempt for _, beat in facts.beats)
+    for index, entry in enumerate(status.history):
+        if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
+            continue
+        in_force = (entry.generation, entry.attempt) >= (current.generation, attempt)
+        if in_force and (last_step(facts) > entry.step_before or _past_steps(facts)):
+            resumed = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
+            status = replace_entry(status, index, _closed(entry, resumed, facts.now))
+    return status
+
+
+def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """A suspension ends what was being recovered from; the time after it is nobody's loss."""
+    for index, entry in enumerate(status.history):
+        if entry.recovered_seconds is None and entry.rung is not Rung.STOP:
+            seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
+            status = replace_entry(status, index, entry.replaced(recovered_seconds=seconds))
+    return status
+
+
+def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
+    failed_at = entry.failed_at if entry.failed_at is not None else now
+    step_before = max(entry.step_before, resumed.step_before)
+    lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
+    return entry.replaced(
+        recovered_seconds=round(min(max(0.0, resumed.at - failed_at), max(0.0, now - failed_at)), 3),
+        step_before=step_before,
+        resume_step=resumed.resume_step,
+        steps_lost=lost,
+    )
+
+
+def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """What the agents recorded about the restart that answered this interruption."""
+    records = [record for record in _answers(facts, entry) if record.resumed_at is not None]
+    if not records:
+        return None
+    last = max(records, key=lambda record: record.resumed_at or 0.0)
+    steps = [record.resume_step for record in records if record.resume_step is not None]
+    return _Resumption(
+        at=last.resumed_at or 0.0,
+        resume_step=min(steps, default=None),
+        step_before=max(record.step_before for record in records),
+    )
+
+
+def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
+    """Records of the generation in force; those of older ones will never be completed."""
+    for _, beat in facts.beats:
+        for record in beat.restarts:
+            later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
+            if later and record.generation == beat.generation:
+                yield record
+
+
+def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """The first heartbeat after the interruption that shows a new step, where no agent's record is still to come."""
+    if any(record.resumed_at is None for record in _answers(facts, entry)):
+        return None
+    for _, beat in facts.beats:
+        later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
+        progress = beat.progress
+        if not later or beat.phase is not WorkerPhase.TRAINING or progress is None:
+            continue
+        # After a graceful change the ranks resume past the step that was known when it was decided.
+        if progress.step > max(entry.step_before, progress.resume_step or 0):
+            at = progress.updated if progress.updated > (entry.failed_at or 0.0) else facts.now
+            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
+        if not progress.training and progress.step >= entry.step_before:
+            at = progress.stage_since if progress.stage_since > (entry.failed_at or 0.0) else facts.now
+            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
+    return None
+
+
+def _past_steps(facts: Facts) -> bool:
+    """Whether the ranks are in a stage after the last step, so that no step will tell that they go on."""
+    newest = newest_progress(facts)
+    return newest is not None and not newest.training

@@ -1,0 +1,86 @@
+"""Policy: the two ends of a job, complete and failed. Both are sticky and release what the job no longer needs.
+
+Invariants: a job is complete only when every member finished; a terminal condition never changes back; nothing that may
+still write is killed when a job completes, and the pods that tell what happened are kept for their logs unless the job
+says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import CleanPodPolicy, ConditionType, Interruption, Phase, Rung
+from trainium_operator.plan.history.interruptions import HISTORY_LENGTH
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.view.progress import last_step
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.diagnose.failure_policy import StopVerdict
+    from trainium_operator.plan.model.actions import DeletePod
+    from trainium_operator.plan.view.facts import Facts
+
+
+def all_finished(facts: Facts) -> bool:
+    """Whether every member of the generation in force has finished."""
+    return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
+
+
+def complete(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """The job has reached its end."""
+    message = f"all {status.progress.total_steps or status.progress.step} steps are done"
+    status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
+    status = _closed(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
+    return Answer(status=status, actions=clean_up(facts, status))
+
+
+def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answer:
+    """The job has failed for good."""
+    entry = Interruption(
+        generation=status.membership.generation,
+        attempt=status.membership.attempt,
+        time=rfc3339(facts.now),
+        cause=verdict.cause,
+        rung=Rung.STOP,
+        node=verdict.node,
+        pod=verdict.pod,
+        message=verdict.message,
+        step_before=last_step(facts),
+    )
+    status = with_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)
+    status = status.replaced(
+        phase=Phase.FAILED, verdict=verdict.message, history=(*status.history, entry)[-HISTORY_LENGTH:]
+    )
+    status = _closed(facts, status, verdict.reason)
+    return Answer(status=status, actions=clean_up(facts, status))
+
+
+def clean_up(facts: Facts, status: TrainingJobStatus) -> tuple[DeletePod, ...]:
+    """Release what an ended job does not need, as `cleanPodPolicy` says; the members of a completed job end first."""
+    policy = facts.job.spec.clean_pod_policy
+    if policy is CleanPodPolicy.NONE:
+        return ()
+    completed = is_true(status, ConditionType.COMPLETE)
+    deletions: list[DeletePod] = []
+    for uid, worker in facts.workers.items():
+        ending = completed and uid in facts.member_uids and not worker.node_bad
+        if policy is CleanPodPolicy.ALL if worker.ended else not ending:
+            deletions += deletion(worker, force=worker.node_bad)
+    return tuple(deletions)
+
+
+def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
+    over = (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING, ConditionType.PODS_READY)
+    for kind in (*over, ConditionType.ADMITTED):
+        status = with_condition(status, kind, False, reason, "the job has ended", now=facts.now)
+    return status.replaced(
+        completion_time=rfc3339(facts.now),
+        ready_replicas=0,
+        spares=0,
+        waiting_since=None,
+        goodput=status.goodput.replaced(accounted_until=None),
+    )

@@ -1,0 +1,34 @@
+"""Policy: a suspended job saves, gives back all its nodes and waits; its generation is over when the status says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import ConditionType
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.pods.deletion import deletion
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+
+def suspend(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Delete all pods; on SIGTERM the ranks save and leave."""
+    status = status.replaced(membership=status.membership.replaced(size=0), waiting_since=None)
+    workers, kind = facts.workers.values(), ConditionType.SUSPENDED
+    if workers:
+        message = f"{len(workers)} workers save and leave"
+        status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
+    else:
+        status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
+    status = with_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=facts.now)
+    deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
+    return Answer(status=status, actions=deletions)
+
+
+def stay_active(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Say that the job is not suspended."""
+    return with_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)

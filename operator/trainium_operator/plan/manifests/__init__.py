@@ -1,0 +1,1 @@
+"""What the objects of a job look like: pure construction, no decision."""

@@ -1,0 +1,73 @@
+"""The ConfigMaps of a job: the trainer's configuration, and the record of the membership. Pure construction."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
+from trainium_operator.plan.manifests.owned_object import owned_object
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from trainium_contract.messages import Membership
+    from trainium_contract.trainer_neuron import NeuronConfig
+    from trainium_operator.plan.model.observed import JobView
+
+Json = dict[str, Any]
+
+_COMPILED = "compiled"
+
+
+def config_map(job: JobView, ca_bundle: str) -> Json:
+    """The trainer's configuration (JSON, which is YAML too), the job's rules and size, the coordinator's authority."""
+    workers = job.spec.workers
+    nodes = f"{max(workers.replicas, workers.max_replicas or 0)}\n"
+    data = {names.TRAINER_KEY: trainer_configuration(job), names.CA_KEY: ca_bundle, NODES_NAME: nodes}
+    rules = job.spec.recovery.rules
+    if rules:
+        data[RULES_NAME] = json.dumps([rule.to_wire() for rule in rules], indent=2, sort_keys=True) + "\n"
+    return owned_object(job, "v1", "ConfigMap", names.config_name(job.name), {"data": data}, "configuration")
+
+
+def membership_map(job: JobView, membership: Membership) -> Json:
+    """The durable record of a membership; never mounted into a pod. Packed at any size: a ConfigMap holds 1 MiB."""
+    text = json.dumps(membership.to_wire(), sort_keys=True)
+    packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=4, mtime=0)).decode()
+    content: Json = {"binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}
+    return owned_object(job, "v1", "ConfigMap", names.membership_name(job.name), content, "membership")
+
+
+def trainer_configuration(job: JobView) -> str:
+    """The text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
+    config = job.spec.training_config()
+    path = checkpoint_path(job)
+    # What is appended to (metrics) needs a folder: the mount, which is the pod's own then.
+    checkpoint = config.checkpoint.replaced(path=path)
+    if job.spec.checkpoint.storage.s3 is not None:
+        checkpoint = checkpoint.replaced(records_path=CHECKPOINT_MOUNT)
+    wire = config.replaced(checkpoint=checkpoint, neuron=_neuron(job)).to_wire()
+    return json.dumps(wire, indent=2, sort_keys=True) + "\n"
+
+
+def _neuron(job: JobView) -> NeuronConfig:
+    """The job's settings; what is compiled ahead is kept on the checkpoints' volume unless they say where."""
+    neuron, storage = job.spec.trainer.neuron, job.spec.checkpoint.storage
+    mounted = storage.kept and storage.s3 is None
+    if not job.spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
+        return neuron
+    return neuron.replaced(shared_cache_directory=f"{CHECKPOINT_MOUNT}/{_COMPILED}")
+
+
+def checkpoint_path(job: JobView) -> str:
+    """Where this job's checkpoints are: below the mount point or the bucket's prefix; the pod's own volume as it is.
+
+    The trainer makes the folder itself, with its own user; a subPath mount would leave it to root.
+    """
+    storage = job.spec.checkpoint.storage
+    if not storage.kept:
+        return CHECKPOINT_MOUNT
+    root = CHECKPOINT_MOUNT if storage.s3 is None else storage.s3.path
+    return f"{root}/{storage.sub_path or f'{job.namespace}/{job.name}'}"

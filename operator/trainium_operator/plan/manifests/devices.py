@@ -1,0 +1,51 @@
+"""What worker pods ask of their nodes: extended resources, and the taints that they tolerate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.job_workers import AcceleratorSpec, Device
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec
+
+Json = dict[str, Any]
+
+_UNREACHABLE_SECONDS = 30
+"""How long a pod stays on a node that the control plane lost sight of; the plan acts earlier, this is the net below."""
+
+
+def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
+    """Devices that a worker asks for: all of its node, as the instance type has them, or what the spec says."""
+    if accelerator.resources:
+        return dict(accelerator.resources)
+    if accelerator.device is Device.CUDA:
+        return {"nvidia.com/gpu": str(accelerator.cores())}
+    instance = accelerator.instance()
+    if accelerator.device is not Device.NEURON or instance is None:
+        return {}
+    found = {"aws.amazon.com/neuron": str(instance.devices)}
+    return {**found, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else found
+
+
+def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
+    """Tolerations of the worker pods, as far as the user's are readable."""
+    pod = spec.workers.template.get("spec")
+    theirs = pod.get("tolerations") if isinstance(pod, dict) else None
+    given = theirs if isinstance(theirs, list) else []
+    return (*device_tolerations(spec.workers.accelerator), *(each for each in given if isinstance(each, dict)))
+
+
+def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
+    """Tolerations that the operator itself gives: of the device's taint, and for a while of a node that is lost."""
+    lost = [
+        {
+            "key": f"node.kubernetes.io/{taint}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": _UNREACHABLE_SECONDS,
+        }
+        for taint in ("not-ready", "unreachable")
+    ]
+    device = {Device.NEURON: "aws.amazon.com/neuron", Device.CUDA: "nvidia.com/gpu"}.get(accelerator.device)
+    return [{"key": device, "operator": "Exists"}, *lost] if device else lost

@@ -1,0 +1,50 @@
+"""What every object that belongs to a job carries: its owner, its labels and, of ConfigMaps and budgets, a digest.
+
+Invariant: the digest is of the object's own content, so it is applied once and again only when that changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.worker_env import GROUP, KIND, VERSION
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import JobView
+
+Json = dict[str, Any]
+
+
+def owner_reference(job: JobView) -> Json:
+    """The controller reference that lets the garbage collector delete an object with its job."""
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def content_hash(content: Any) -> str:
+    """A short digest of JSON content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def owned_object(job: JobView, api_version: str, kind: str, name: str, content: Json, component: str) -> Json:
+    """A complete manifest that carries the digest of its own content."""
+    metadata = {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": names.object_labels(job.name, component),
+        "ownerReferences": [owner_reference(job)],
+    }
+    manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
+    return {
+        **manifest,
+        "metadata": {**metadata, "annotations": {names.ANNOTATION_CONTENT_HASH: content_hash(manifest)}},
+    }

@@ -1,0 +1,303 @@
+"""The worker pod: pure construction.
+
+Invariants: a pod has an ordinal and no rank; it holds no API credentials, only a token for the coordinator; it passes
+the `restricted` pod security standard unless its storage is a host path; requests of extended resources equal their
+limits; the user's template cannot change what identifies the pod.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract import worker_env as env
+from trainium_contract.job_workers import Device
+from trainium_contract.recovery import HangSpec
+from trainium_operator.plan.manifests.devices import device_tolerations, extended_resources
+from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
+from trainium_operator.plan.manifests.strategic_merge import merge_template
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.job_storage import StorageSpec
+    from trainium_contract.job_workers import AcceleratorSpec
+    from trainium_contract.trainer_neuron import NeuronConfig
+    from trainium_operator.plan.model.observed import JobView, PlanSettings
+
+Json = dict[str, Any]
+
+WORKER_CONTAINER = "worker"
+PRECOMPILE_CONTAINER = "precompile"
+_OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
+_TOKEN_SECONDS = 3600
+_EXIT_MARGIN_SECONDS = 10
+"""Grace of the pod beyond that of the ranks, for the agent's own farewell."""
+_CACHE_DIRECTORY = "/var/cache/trainium"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Avoided:
+    """Nodes that new pods keep away from, by their label kubernetes.io/hostname."""
+
+    required: tuple[str, ...] = ()
+    """In any case."""
+    preferred: tuple[str, ...] = ()
+    """Unless no other is left."""
+
+
+def worker_pods(job: JobView, settings: PlanSettings, ordinals: range, avoided: Avoided) -> list[Json]:
+    """Complete manifests of the pods with these ordinals, kept away from the avoided nodes.
+
+    They share what they have in common, so nobody may change them.
+    """
+    body = pod_template(job, settings)
+    return [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals]
+
+
+def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Json:
+    name = names.pod_name(job.name, ordinal)
+    metadata = {
+        **body["metadata"],
+        "name": name,
+        "namespace": job.namespace,
+        "ownerReferences": [owner_reference(job)],
+    }
+    spec = dict(body["spec"])
+    if avoided.required or avoided.preferred:
+        spec["affinity"] = _keeping_away(spec.get("affinity") or {}, avoided)
+    if avoided.required:
+        kept_from = {env.ANNOTATION_KEPT_FROM: ",".join(avoided.required)}
+        metadata["annotations"] = {**metadata["annotations"], **kept_from}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def pod_template(job: JobView, settings: PlanSettings) -> Json:
+    """What all workers of a job have in common, the user's template merged in; carries its own digest."""
+    ours = {
+        "metadata": {
+            "annotations": {
+                "karpenter.sh/do-not-disrupt": "true",
+                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            }
+        },
+        "spec": _pod_spec(job, settings),
+    }
+    merged = merge_template(ours, _named(job.spec.workers.template))
+    metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
+    labels = {
+        **(metadata.get("labels") or {}),
+        **names.object_labels(job.name, "worker"),
+        **names.selector_labels(job.name),
+    }
+    if not _fills_its_node(job.spec.workers.accelerator):
+        spec = {**spec, "affinity": _one_per_node(job.name, spec.get("affinity") or {})}
+    if job.spec.precompile.enabled:
+        spec = {**spec, "initContainers": [*(spec.get("initContainers") or []), *_precompiling(job, spec)]}
+    body: Json = {
+        "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
+        "spec": {**spec, "restartPolicy": "Never"},
+    }
+    body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = content_hash(body)
+    return body
+
+
+def template_hash(job: JobView, settings: PlanSettings) -> str:
+    """The digest that pods made now carry."""
+    digest: str = pod_template(job, settings)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
+    return digest
+
+
+def _named(template: Json) -> Json:
+    """The template with its only container, if it has no name, taken for the worker's."""
+    containers = (template.get("spec") or {}).get("containers")
+    if not isinstance(containers, list) or len(containers) != 1 or "name" in containers[0]:
+        return template
+    return {**template, "spec": {**template["spec"], "containers": [{"name": WORKER_CONTAINER, **containers[0]}]}}
+
+
+def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
+    spec, accelerator = job.spec, job.spec.workers.accelerator
+    body: Json = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.recovery.graceful_seconds + _EXIT_MARGIN_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": settings.worker_user,
+            "runAsGroup": settings.worker_user,
+            "fsGroup": settings.worker_user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": device_tolerations(accelerator),
+        "containers": [_container(job, settings)],
+        "volumes": _volumes(job.name, spec),
+    }
+    if accelerator.instance_type:
+        body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
+    if job.spec.scheduling.priority_class_name:
+        body["priorityClassName"] = job.spec.scheduling.priority_class_name
+    if settings.image_pull_secrets:
+        body["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    return body
+
+
+def _container(job: JobView, settings: PlanSettings) -> Json:
+    container: Json = {
+        "name": WORKER_CONTAINER,
+        "image": job.spec.image or settings.image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["trainium-agent"],
+        "env": _environment(job, settings),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "config", "mountPath": env.CONFIG_DIRECTORY, "readOnly": True},
+            {"name": "token", "mountPath": env.TOKEN_PATH.rsplit("/", 1)[0], "readOnly": True},
+            {"name": "shared-memory", "mountPath": env.SHARED_MEMORY_MOUNT},
+            {"name": "cache", "mountPath": _CACHE_DIRECTORY},
+            {"name": "checkpoints", "mountPath": env.CHECKPOINT_MOUNT},
+        ],
+    }
+    extended = extended_resources(job.spec.workers.accelerator)
+    if extended:
+        container["resources"] = {"limits": extended, "requests": extended}
+    return container
+
+
+def _precompiling(job: JobView, spec: Json) -> list[Json]:
+    """The worker's container once more, with another program: it compiles, or fetches what another one compiled."""
+    try:
+        nodes = job.spec.sizes_to_compile()
+    except ValueError:  # the spec contradicts itself, which is told elsewhere
+        return []
+    worker = next((each for each in spec["containers"] if each.get("name") == WORKER_CONTAINER), None)
+    if worker is None or not nodes:
+        return []
+    kept = {key: value for key, value in worker.items() if key not in _OF_A_RUNNING_WORKER}
+    sizes = ["--sizes", ",".join(map(str, nodes)), "--cores-per-node", str(job.spec.workers.accelerator.cores())]
+    command = ["trainium-trainer", "precompile", "--config", env.CONFIG_PATH, *sizes]
+    return [{**kept, "name": PRECOMPILE_CONTAINER, "command": command}]
+
+
+def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
+    try:
+        return job.spec.sizes_for_spares()
+    except ValueError:  # the spec contradicts itself, which is told elsewhere
+        return ()
+
+
+def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
+    """Whether the devices alone keep two workers from one node; anti-affinity makes scheduling several times slower."""
+    return accelerator.instance() is not None and not accelerator.resources
+
+
+def _one_per_node(job: str, affinity: Json) -> Json:
+    """The affinity with the workers of one job kept apart, beside what the user's template asks for."""
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    term = {
+        "labelSelector": {"matchLabels": names.selector_labels(job)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    apart = affinity.get("podAntiAffinity") or {}
+    return {**affinity, "podAntiAffinity": {**apart, key: [*(apart.get(key) or []), term]}}
+
+
+def _keeping_away(affinity: Json, avoided: Avoided) -> Json:
+    """The affinity with these nodes left out, beside what the user's template asks for."""
+    node_affinity = dict(affinity.get("nodeAffinity") or {})
+    if avoided.required:
+        key = "requiredDuringSchedulingIgnoredDuringExecution"
+        # Of several terms one must hold, so each must leave the nodes out.
+        terms = (node_affinity.get(key) or {}).get("nodeSelectorTerms") or [{}]
+        node_affinity[key] = {"nodeSelectorTerms": [_with_expression(term, avoided.required) for term in terms]}
+    if avoided.preferred:
+        key = "preferredDuringSchedulingIgnoredDuringExecution"
+        preference = {"weight": 100, "preference": _with_expression({}, avoided.preferred)}
+        node_affinity[key] = [*(node_affinity.get(key) or []), preference]
+    return {**affinity, "nodeAffinity": node_affinity}
+
+
+def _with_expression(term: Json, nodes: tuple[str, ...]) -> Json:
+    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
+    return {**term, "matchExpressions": [*(term.get("matchExpressions") or []), expression]}
+
+
+def _volumes(job: str, spec: TrainingJobSpec) -> list[Json]:
+    token = {"path": "token", "audience": env.TOKEN_AUDIENCE, "expirationSeconds": _TOKEN_SECONDS}
+    return [
+        {"name": "config", "configMap": {"name": names.config_name(job)}},
+        {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "checkpoints", **_storage(spec.checkpoint.storage)},
+    ]
+
+
+def _storage(storage: StorageSpec) -> Json:
+    if storage.host_path is not None:
+        return {"hostPath": {"path": storage.host_path.path, "type": "DirectoryOrCreate"}}
+    if storage.persistent_volume_claim is not None:
+        return {"persistentVolumeClaim": {"claimName": storage.persistent_volume_claim.claim_name}}
+    return {"emptyDir": {}}
+
+
+def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
+    accelerator, recovery = job.spec.workers.accelerator, job.spec.recovery
+    fields = {
+        env.ENV_NAMESPACE: "metadata.namespace",
+        env.ENV_POD_NAME: "metadata.name",
+        env.ENV_POD_UID: "metadata.uid",
+        env.ENV_POD_IP: "status.podIP",
+        env.ENV_NODE_NAME: "spec.nodeName",
+    }
+    values = {
+        env.ENV_JOB: job.name,
+        # A job that is made again under the same name may take over its predecessor's checkpoints.
+        env.ENV_RUN_ID: job.uid,
+        env.ENV_COORDINATOR: settings.coordinator,
+        env.ENV_PROCESSES_PER_NODE: str(accelerator.cores()),
+        env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
+        env.ENV_GRACE_SECONDS: str(recovery.graceful_seconds),
+        env.ENV_PREFLIGHT: ",".join(job.spec.health.preflight.checks),
+        env.ENV_PREFLIGHT_SECONDS: str(job.spec.health.preflight.budget_seconds),
+        env.ENV_CONFIG: env.CONFIG_PATH,
+        env.ENV_MEMORY_DIRECTORY: env.MEMORY_DIRECTORY,
+        env.ENV_TOKEN_PATH: env.TOKEN_PATH,
+        env.ENV_CA_PATH: env.CA_PATH,
+        # The image's user need not have a home; the cache is the pod's own, never shared between nodes.
+        "XDG_CACHE_HOME": _CACHE_DIRECTORY,
+        **_device_environment(accelerator, job.spec.trainer.neuron),
+    }
+    if settings.cluster:
+        values[env.ENV_CLUSTER] = settings.cluster
+    if job.spec.precompile.enabled:
+        values[env.ENV_IMAGE] = job.spec.image or settings.image
+        if later := _sizes_for_spares(job):
+            values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))
+    if recovery.hang != HangSpec():
+        values[env.ENV_HANG_LIMITS] = recovery.hang.model_dump_json(by_alias=True)
+    references = [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()]
+    return references + [{"name": key, "value": value} for key, value in values.items()]
+
+
+def _device_environment(accelerator: AcceleratorSpec, neuron: NeuronConfig) -> dict[str, str]:
+    if accelerator.device is Device.CPU:
+        return {"OMP_NUM_THREADS": "1"}
+    if accelerator.device is not Device.NEURON:
+        return {}
+    found = {}
+    # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted. Where the
+    # job says otherwise, the trainer sets its own, and refuses a variable that contradicts it.
+    if neuron.retry_failed_compilation:
+        found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
+    if neuron.cache_directory is None:
+        found["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
+    devices = extended_resources(accelerator).get("aws.amazon.com/neuron")
+    if devices is not None:
+        found[env.ENV_NEURON_DEVICES] = devices
+    if "vpc.amazonaws.com/efa" in extended_resources(accelerator):
+        found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    return found

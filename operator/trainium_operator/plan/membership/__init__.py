@@ -1,0 +1,1 @@
+"""Who trains: ranks, generations, sizes."""

@@ -1,0 +1,120 @@
+"""A new generation: its number, its record, and the order of its writes.
+
+Invariants: the status names the new generation before the ConfigMap holds it, and the ConfigMap holds it before the
+coordinator serves it. A number is never one that an agent has been in, so a repeated decision after a crash may take
+other members under the same number only while nobody has seen that number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import MembershipStatus
+from trainium_contract.messages import Membership, Transition
+from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
+from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.model.actions import PublishMembership, event
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from trainium_contract.exit_codes import Cause
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.messages import Member
+    from trainium_operator.plan.model.actions import EventIntent
+    from trainium_operator.plan.view.facts import Facts
+
+
+_FARTHEST_AHEAD = 1_000
+"""A number that an agent claims to be in counts up to this distance: one faulty agent must not use them all up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGeneration:
+    """What a policy decided."""
+
+    members: tuple[Member, ...]
+    transition: Transition
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a policy of this room answers."""
+
+    status: TrainingJobStatus
+    """With the interruption that a new generation ends."""
+    new: NewGeneration | None = None
+    """None while the generation in force stays."""
+    looks: tuple[float, ...] = ()
+    """When to look again (Unix seconds)."""
+
+
+def begin_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> Answer:
+    """The decision in the status, and its publication."""
+    recorded = facts.observed.membership
+    number = next_generation(facts)
+    membership = Membership(
+        generation=number,
+        transition=new.transition,
+        cause=new.cause,
+        members=new.members,
+        processes_per_node=facts.job.spec.workers.accelerator.cores(),
+    )
+    size = len(new.members)
+    status = status.replaced(
+        membership=MembershipStatus(
+            generation=number, attempt=0, size=size, data_parallel=facts.size.data_parallel(size)
+        )
+    )
+    publish = PublishMembership(
+        membership=membership,
+        manifest=membership_map(facts.job, membership),
+        replaces=recorded.generation if recorded else 0,
+    )
+    notes: tuple[EventIntent, ...] = ()
+    if number > facts.job.status.membership.generation:
+        # Decided anew after a crash it has been told already.
+        note = f"Generation {number} begins on {size} nodes ({new.cause.value}, {new.transition.value})."
+        notes = (event(Reason.GENERATION_STARTED, note),)
+    return Answer(status=_with_date_of_decision(facts, status), actions=(publish,), notes=notes)
+
+
+def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Tell the interruption that this generation answers when it was decided on."""
+    index = None if facts.current is None else open_membership_entry(status, facts.current.generation)
+    if index is None or status.history[index].decided_at is not None:
+        return status
+    return replace_entry(status, index, status.history[index].replaced(decided_at=facts.now))
+
+
+def keep_published(facts: Facts) -> tuple[PublishMembership, ...]:
+    """Let the coordinator serve what the ConfigMap records, for instance after a restart of the operator."""
+    current = facts.current
+    if current is None or facts.observed.published >= current.generation:
+        return ()
+    manifest = membership_map(facts.job, current)
+    return (PublishMembership(membership=current, manifest=manifest, replaces=current.generation),)
+
+
+def adopt_recorded(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """The status brought up to a recorded generation that it does not know, as after a lost or edited status."""
+    current = facts.current
+    if current is None or current.generation <= status.membership.generation:
+        return status
+    size = len(current.members)
+    return status.replaced(
+        membership=MembershipStatus(
+            generation=current.generation, attempt=0, size=size, data_parallel=facts.size.data_parallel(size)
+        )
+    )
+
+
+def next_generation(facts: Facts) -> int:
+    """The number of the next generation; a number that was decided on but never recorded is taken again."""
+    recorded = facts.observed.membership.generation if facts.observed.membership else 0
+    known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
+    seen = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]
+    newest = max([recorded, facts.observed.published, *(each for each in seen if each <= known + _FARTHEST_AHEAD)])
+    return max(facts.job.status.membership.generation, newest + 1)

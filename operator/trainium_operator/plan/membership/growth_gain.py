@@ -1,0 +1,38 @@
+"""Policy: growth that nobody asked for is worth its restart.
+
+A step lasts by its passes, so the steps that are left say what the fewer passes of a larger size save. The price is
+what the newest change of the membership took, from the decision to the first new step. While either is not known,
+growth is taken to be worth it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Rung
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
+
+
+def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size: int) -> bool:
+    """Whether growing from `present` to `size` nodes saves more time than it costs."""
+    before, after = facts.size.passes(present), facts.size.passes(size)
+    step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
+    price, total = _price(status), status.progress.total_steps
+    if step is None or price is None or not total or not before:
+        return True
+    left = max(0, total - status.progress.step)
+    return left * step * (1 - after / before) > price
+
+
+def _price(status: TrainingJobStatus) -> float | None:
+    """Seconds from the newest decision on a membership to its first new step; None where none was measured."""
+    for entry in reversed(status.history):
+        if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:
+            waited = max(0.0, entry.decided_at - (entry.failed_at or entry.decided_at))
+            return max(0.0, entry.recovered_seconds - waited)
+    return None

@@ -1,0 +1,121 @@
+"""Policy: who gets which node rank. Survivors keep theirs; a newcomer takes a lost one; as few as possible move.
+
+Neighbouring ranks are near each other in the network: a first generation is ordered by place, and of several newcomers
+the one nearest to the lost rank's neighbours takes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainium_contract.messages import Member
+from trainium_operator.plan.view.facts import is_second_choice
+from trainium_operator.plan.view.topology import nearest_first, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainium_operator.plan.model.observed import NodeView
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.topology import Place
+    from trainium_operator.plan.view.workers import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the choice among newcomers depends on; without it they are taken in their order."""
+
+    nodes: Mapping[str, NodeView] = field(default_factory=dict)
+    last_resort: frozenset[str] = frozenset()
+    """Pod uids of newcomers that are taken only when no other is left."""
+
+
+def surroundings_of(facts: Facts) -> Surroundings:
+    """The nodes, and the newcomers on suspected ones."""
+    doubtful = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
+    return Surroundings(facts.observed.nodes, frozenset(doubtful))
+
+
+def first_order(workers: Sequence[Worker], size: int, around: Surroundings | None = None) -> tuple[Worker, ...]:
+    """The workers of a first generation by rank: the `size` that are nearest to each other, neighbours side by side."""
+    around = around or Surroundings()
+    good = [worker for worker in workers if worker.pod.uid not in around.last_resort]
+    doubtful = [worker for worker in workers if worker.pod.uid in around.last_resort]
+    chosen = [*nearest_first(good, around.nodes), *nearest_first(doubtful, around.nodes)][:size]
+    return tuple(sorted(chosen, key=lambda worker: (_place(worker.pod.node, around), worker.pod.ordinal)))
+
+
+def assign_ranks(
+    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, around: Surroundings | None = None
+) -> tuple[Member, ...]:
+    """Exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
+
+    Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
+    below, each time the one that is nearest to the ranks beside it; whoever is not needed is left out.
+    """
+    around = around or Surroundings()
+    placed = {member.node_rank: member for member in survivors if member.node_rank < size}
+    movers = [member for member in survivors if member.node_rank >= size]
+    joining = [member_of(worker) for worker in newcomers]
+    good = [member for member in joining if member.pod_uid not in around.last_resort]
+    doubtful = [member for member in joining if member.pod_uid in around.last_resort]
+    pools = [_Pool(members, around) for members in (movers, good, doubtful)]
+    for rank in range(size):
+        if rank not in placed:
+            pool = next(each for each in pools if each.left)
+            beside = [placed[other] for other in (rank - 1, rank + 1) if other in placed]
+            placed[rank] = pool.take([_place(each.node_name, around) for each in beside]).replaced(node_rank=rank)
+    return tuple(placed[rank] for rank in range(size))
+
+
+class _Pool:
+    """Members that wait for a rank, found by how much of their place they share; the order given breaks ties."""
+
+    def __init__(self, members: Sequence[Member], around: Surroundings) -> None:
+        self.left = len(members)
+        self._taken: set[str] = set()
+        self._by_start: dict[Place, deque[Member]] = {}
+        for member in members:
+            place = _place(member.node_name, around)
+            for length in range(len(place)):
+                self._by_start.setdefault(place[:length], deque()).append(member)
+
+    def take(self, beside: Sequence[Place]) -> Member:
+        """The first of those that share the longest beginning with a place beside it; the pool must not be empty."""
+        starts = {place[:length] for place in beside for length in range(len(place))} | {()}
+        for start in sorted(starts, key=lambda each: (-len(each), each)):
+            if start and not any(start):
+                continue  # labels that are missing on both sides say nothing
+            found = self._first(start)
+            if found is not None:
+                self.left -= 1
+                self._taken.add(found.pod_uid)
+                return found
+        raise AssertionError("the pool is empty")
+
+    def _first(self, start: Place) -> Member | None:
+        waiting = self._by_start.get(start, deque())
+        while waiting and waiting[0].pod_uid in self._taken:
+            waiting.popleft()
+        return waiting[0] if waiting else None
+
+
+def _place(node: str, around: Surroundings) -> Place:
+    return place_of(node, around.nodes.get(node))
+
+
+def member_of(worker: Worker, rank: int = 0) -> Member:
+    """A member made from what its agent registered; the worker must have an agent."""
+    assert worker.agent is not None
+    registration = worker.agent.registration
+    return Member(
+        pod_uid=worker.pod.uid,
+        pod_name=worker.pod.name,
+        pod_ip=registration.pod_ip,
+        node_name=worker.pod.node,
+        node_rank=rank,
+        rendezvous_port=registration.rendezvous_port,
+        seals=registration.seals,
+    )

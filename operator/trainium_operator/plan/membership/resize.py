@@ -1,0 +1,108 @@
+"""Policy: bring the membership to the desired size while nothing is lost: gracefully, so that no step is lost.
+
+On shrinking the highest ranks leave. On growing, spares join first and are refilled afterwards. A job that had to
+shrink grows back when it has rested and all workers are there, and to a partial size only after a longer wait; in any
+case only for what is worth a restart (`growth_gain`). What the user asks for is done at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import ConditionType, Rung
+from trainium_contract.messages import Transition
+from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry
+from trainium_operator.plan.membership.generation import Decision, NewGeneration
+from trainium_operator.plan.membership.growth_gain import is_worth_growing
+from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
+from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.progress import is_settled
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_FLAPPING_SECONDS = 3600.0
+_LONGEST_REST = 8.0
+
+
+def note_request(facts: Facts, status: TrainingJobStatus, desired: int) -> TrainingJobStatus:
+    """Remember that the user changed the size; until it is reached, a change of size is theirs."""
+    if facts.current is None or status.desired in (0, desired):
+        return status
+    message = f"from {len(facts.current.members)} to {desired} nodes"
+    return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
+
+
+def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """The next generation at another size; none when it fits, or not yet."""
+    assert facts.current is not None
+    present, desired = len(facts.current.members), status.desired
+    if any(worker is not None and worker.finished for _, worker in facts.members):
+        return Decision(status=status)
+    if present == desired:
+        return Decision(status=status)
+    newcomers = newcomers_of(facts)
+    size, looks = (desired, ()) if present > desired else _grown(facts, status, present, len(newcomers))
+    if size == present:
+        return Decision(status=status, looks=looks)
+    members = assign_ranks(facts.current.members, newcomers, size, surroundings_of(facts))
+    new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
+    return Decision(status=_with_entry(facts, status, size), new=new, looks=looks)
+
+
+def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int) -> tuple[int, tuple[float, ...]]:
+    """The size to grow to now, `present` when not yet; and when to look again (Unix seconds)."""
+    if newcomers == 0 or not is_settled(facts):
+        return present, ()
+    resting = 0.0 if is_true(status, ConditionType.RESIZING) else grows_again_at(facts, status)
+    if facts.now < resting:
+        return present, (resting,)
+    size = min(status.desired, present + newcomers)
+    size = size if size == status.desired else facts.size.legal_at_most(size)
+    asked = is_true(status, ConditionType.RESIZING)
+    if size <= present or not (asked or is_worth_growing(facts, status, present, size)):
+        return present, ()
+    if size == status.desired:
+        return size, ()
+    deadline = (status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
+    return (present, (deadline,)) if facts.now < deadline else (size, ())
+
+
+def grows_again_at(facts: Facts, status: TrainingJobStatus) -> float:
+    """Until when growth that nobody asked for rests (Unix seconds): capacity that comes and goes must not flap the job.
+
+    `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
+    eightfold.
+    """
+    faults = [entry for entry in status.history if entry.rung not in (Rung.RESIZE, Rung.GROW, Rung.STOP)]
+    ends = [(entry.failed_at or 0.0) + (entry.recovered_seconds or 0.0) for entry in faults]
+    shrinks = sum(
+        entry.rung is Rung.SHRINK and end > facts.now - _FLAPPING_SECONDS
+        for entry, end in zip(faults, ends, strict=True)
+    )
+    factor = min(_LONGEST_REST, 2.0 ** max(0, shrinks - 1))
+    return max(ends, default=0.0) + facts.job.spec.recovery.rescale_after_seconds * factor
+
+
+def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJobStatus:
+    """The status with the entry of this change of size, unless the generation in force is being left already."""
+    assert facts.current is not None
+    present = len(facts.current.members)
+    if open_membership_entry(status, facts.current.generation) is not None:
+        return status
+    if status.membership.generation != facts.current.generation:
+        return status
+    requested = size < present or is_true(status, ConditionType.RESIZING)
+    return open_interruption(
+        facts,
+        status,
+        cause=Cause.RESIZE if requested else Cause.CAPACITY,
+        rung=Rung.RESIZE if requested else Rung.GROW,
+        failed_at=facts.now,
+        attempt=status.membership.attempt,
+        message=f"from {present} to {size} nodes",
+    )

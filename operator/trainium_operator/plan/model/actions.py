@@ -1,0 +1,132 @@
+"""What a plan asks for (`Plan`): a status, actions, events. Plain frozen data.
+
+Who obeys must hold to these rules:
+
+* The executor writes `Plan.status` first, when it differs from the observed one and with the observed
+  `resource_version` as precondition, then the actions in order, then the events. When a write fails it stops, and the
+  job is planned anew. A crash between any two writes is harmless: the next plan goes on from what it finds.
+* Pods are created with their deterministic names; "already exists" counts as done. Pods are deleted with their uid as
+  precondition; "not found" and "another uid" count as done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.plan.model.sentences import sentence
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.messages import Membership
+    from trainium_operator.plan.model.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyObject:
+    """Server-side apply of a complete manifest (ConfigMap or PodDisruptionBudget)."""
+
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyGroup:
+    """Server-side apply of the object of a gang, of which no copy is kept: it is asked for with the pods, before them.
+
+    Its name follows from its content, so one that exists is the same.
+    """
+
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishMembership:
+    """Write the membership ConfigMap, then let the coordinator serve it.
+
+    The write must be a compare-and-swap (create, or update with resourceVersion): it may only replace a ConfigMap that
+    holds generation `replaces` (0: no ConfigMap) or the very same membership; anything else is a conflict, after which
+    the job is planned anew. So one generation number never stands for two memberships.
+    """
+
+    membership: Membership
+    manifest: dict[str, Any]
+    """The complete ConfigMap."""
+    replaces: int
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    """Create one worker pod."""
+
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePod:
+    """Delete one worker pod, with its uid as precondition."""
+
+    name: str
+    uid: str
+    grace_seconds: int | None
+    """None: the pod's own; 0: at once, without waiting for its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Delete the TrainingJob itself, in the background; only this incarnation, and only as it was observed."""
+
+    uid: str
+    resource_version: str
+
+
+Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DeleteJob
+
+
+class EventType(StrEnum):
+    """Type of a Kubernetes event."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+class EventKind(StrEnum):
+    """What an event is about besides the job."""
+
+    POD = "Pod"
+    NODE = "Node"
+
+
+@dataclass(frozen=True, slots=True)
+class EventIntent:
+    """One event on the TrainingJob, to be emitted after the status write."""
+
+    type: EventType
+    reason: str
+    """One of `reasons.Reason`."""
+    note: str
+    """At most 1,000 characters."""
+    related_kind: EventKind | None = None
+    related_name: str = ""
+
+
+def event(reason: Reason, note: str, *, warning: bool = False, pod: str = "", node: str = "") -> EventIntent:
+    """An event about the job and, if given, a pod or else a node; the note is cut to what an event may hold."""
+    return EventIntent(
+        type=EventType.WARNING if warning else EventType.NORMAL,
+        reason=reason.value,
+        note=sentence(note),
+        related_kind=EventKind.POD if pod else EventKind.NODE if node else None,
+        related_name=pod or node,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do now."""
+
+    status: TrainingJobStatus
+    actions: tuple[Action, ...] = ()
+    events: tuple[EventIntent, ...] = ()
+    requeue_after: float | None = field(default=None)
+    """Seconds after which the job must be planned again even when nothing changes; None: not by time."""

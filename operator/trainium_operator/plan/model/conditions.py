@@ -1,0 +1,49 @@
+"""Setting and reading metav1 conditions; the transition time changes only with the status."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Condition, ConditionStatus, ConditionType, TrainingJobStatus
+from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.model.times import rfc3339
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.reasons import Reason
+
+
+def find_condition(status: TrainingJobStatus, kind: ConditionType) -> Condition | None:
+    """The condition of that type; None when it was never set."""
+    return next((condition for condition in status.conditions if condition.type is kind), None)
+
+
+def is_true(status: TrainingJobStatus, kind: ConditionType) -> bool:
+    """Whether the condition is there and True."""
+    found = find_condition(status, kind)
+    return found is not None and found.status is ConditionStatus.TRUE
+
+
+def is_terminal(status: TrainingJobStatus) -> bool:
+    """Whether the job has ended; both terminal conditions are sticky."""
+    return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
+
+
+def with_condition(
+    status: TrainingJobStatus, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
+) -> TrainingJobStatus:
+    """The status with one condition set; `value` None means Unknown. `observed_generation` is the status's own."""
+    state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[value]
+    old = find_condition(status, kind)
+    since = old.last_transition_time if old is not None and old.status is state else rfc3339(now)
+    new = Condition(
+        type=kind,
+        status=state,
+        reason=reason.value,
+        message=sentence(message),
+        observed_generation=status.observed_generation,
+        last_transition_time=since,
+    )
+    if old is None:
+        return status.replaced(conditions=(*status.conditions, new))
+    changed = tuple(new if condition.type is kind else condition for condition in status.conditions)
+    return status.replaced(conditions=changed)

@@ -1,0 +1,273 @@
+"""What a plan sees (`Observed`) and the operator's own configuration (`PlanSettings`): plain frozen data.
+
+Who fills it must hold to these rules:
+
+* It is built from stores that are in sync: a node that is not in `nodes` does not exist, a pod that is not in `pods`
+  does not exist. Own writes are put into the stores at once.
+* All times are Unix seconds of the operator's clock (`now`'s clock), also `AgentView.heard`; no other machine's clock
+  is compared with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.model.job_id import JobId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+    from trainium_contract.messages import HeartbeatRequest, Membership, RegisterRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One TrainingJob."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    """`metadata.generation`: counts changes of the spec."""
+    deleting: bool
+    spec: TrainingJobSpec
+    status: TrainingJobStatus
+    created: float
+    resource_version: str = ""
+    unknown: tuple[str, ...] = ()
+    """Places in the spec that a newer version wrote and this one left out: what runs is not brought in line with it."""
+
+    @property
+    def id(self) -> JobId:
+        """What its objects and agents are kept by."""
+        return JobId(self.namespace, self.name, self.uid)
+
+
+class PodPhase(StrEnum):
+    """`status.phase` of a pod."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+
+
+STARTING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
+"""Why a container waits when nothing is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """One worker pod of the job (selected by `names.selector_labels`), also while it is being deleted."""
+
+    name: str
+    uid: str
+    ordinal: int
+    """From its name (`names.ordinal_of`)."""
+    phase: PodPhase
+    ip: str = ""
+    node: str = ""
+    """Empty until it is scheduled."""
+    ready: bool = False
+    reason: str = ""
+    """The most telling one: the pod's own (Evicted, NodeLost, ...), else the worker container's terminated or waiting
+    reason (OOMKilled, Error, ImagePullBackOff, ...)."""
+    message: str = ""
+    """The message that belongs to it; for a terminated container its termination message."""
+    exit_code: int | None = None
+    """Of the worker container, once it has terminated."""
+    deleting: bool = False
+    disrupted: bool = False
+    """The pod carries the condition DisruptionTarget: evicted, preempted or drained."""
+    created: float = 0.0
+    scheduled: bool = False
+    unschedulable_message: str = ""
+    """Message of the condition PodScheduled=False, reason Unschedulable."""
+    finished: float | None = None
+    """When the worker container terminated."""
+    template_hash: str = ""
+    """Value of the annotation `worker_env.ANNOTATION_TEMPLATE_HASH`."""
+    kept_from: frozenset[str] = frozenset()
+    """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_KEPT_FROM`)."""
+    gang: str = ""
+    """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
+    gated: bool = False
+    """A scheduling gate holds it back."""
+
+
+class NodeReadiness(StrEnum):
+    """Status of a node's condition Ready; a missing condition is Unknown."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCondition:
+    """One condition of a node besides Ready, as the API server gives it (polarity differs by type)."""
+
+    type: str
+    status: NodeReadiness
+    reason: str = ""
+    message: str = ""
+    since: float | None = None
+    """Last transition; None when it is missing or malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taint:
+    """One taint of a node."""
+
+    key: str
+    value: str = ""
+    effect: str = "NoSchedule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node that exists; the mapping must hold every node that a pod of the job is bound to."""
+
+    name: str
+    ready: NodeReadiness = NodeReadiness.TRUE
+    schedulable: bool = True
+    """Not cordoned."""
+    taints: tuple[Taint, ...] = ()
+    unready_since: float | None = None
+    """Last transition of Ready, when it is not True."""
+    conditions: tuple[NodeCondition, ...] = ()
+    """All but Ready."""
+    deleting: bool = False
+    """It has a deletion time stamp."""
+    provider_id: str = ""
+    """`spec.providerID`: the machine, whatever the node is called; empty when unknown."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that plans read: instance type, network topology, HyperPod health."""
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    """Allocatable extended resources (`aws.amazon.com/neuron`, `vpc.amazonaws.com/efa`); what is malformed is left
+    out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentView:
+    """What the coordinator knows of one pod's agent."""
+
+    registration: RegisterRequest
+    heard: float
+    """When its last message of any kind arrived."""
+    first_heard: float
+    heartbeat: HeartbeatRequest | None = None
+    """The newest one."""
+    progressed: float | None = None
+    """When a heartbeat last brought a higher step than the one before it; None while none has."""
+    step_seconds: float | None = None
+    """Seconds per step as the last two such heartbeats show it: (time - previous) / (step - previous)."""
+    joining_since: float | None = None
+    """When it was first heard to wait for others in its present generation and attempt; None while it does not."""
+    refused: float | None = None
+    """When its port, which had answered before, refused a connection while it was silent; None since it was heard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """What the operator knows about nodes across jobs (`plan/fleet` decides it, one job's plan reads it)."""
+
+    quarantined: frozenset[str] = frozenset()
+    """Names of nodes that no new worker should be put on."""
+    frozen: str = ""
+    """Why nothing may be done to nodes now: too many are bad at once; empty while nodes may be acted on."""
+    suspected: tuple[tuple[str, frozenset[str]], ...] = ()
+    """By namespace: further nodes that only the jobs of that namespace speak against, so only they keep away."""
+
+    def seen_from(self, namespace: str) -> FleetView:
+        """What a job of this namespace goes by."""
+        own = next((nodes for name, nodes in self.suspected if name == namespace), frozenset[str]())
+        return replace(self, quarantined=self.quarantined | own, suspected=())
+
+
+class GangApi(StrEnum):
+    """Gang scheduling that the cluster serves, found at start-up."""
+
+    NONE = "None"
+    WORKLOAD_REF = "WorkloadRef"
+    """scheduling.k8s.io with `pod.spec.workloadRef` (Kubernetes 1.35)."""
+    SCHEDULING_GROUP = "SchedulingGroup"
+    """scheduling.k8s.io with `pod.spec.schedulingGroup` (Kubernetes 1.36 and later)."""
+    COSCHEDULING = "Coscheduling"
+    """scheduling.x-k8s.io PodGroup."""
+    KUEUE = "Kueue"
+    """Pod groups of Kueue; only for jobs that name a queue."""
+
+
+SILENCE_TOLD_SECONDS = 2.0
+"""Two heartbeats; the coordinator tells who has fallen silent, so a member heard more recently needs no look."""
+
+_EVERY_INTERVAL_WORKERS = 256
+"""Jobs of up to so many workers are told of every `status_interval_seconds`; a plan of them takes about 10 ms."""
+_LARGEST_FACTOR = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """The operator's own configuration, as far as plans depend on it."""
+
+    image: str
+    """Worker image of jobs that name none."""
+    coordinator: str
+    """`host:port` that workers reach the coordinator at."""
+    status_interval_seconds: float = 15.0
+    """Shortest time between two status writes that only bring progress."""
+    count_interval_seconds: float = 2.0
+    """Shortest time between two status writes that only count how many workers are there or train."""
+    heartbeat_seconds: float = 1.0
+    reconnect_seconds: float = 10.0
+    """How long agents may take to find a coordinator that has just started; silence counts only after it."""
+    avoid_node_seconds: float = 3600.0
+    """How long new workers keep away from a node that a failure was put down to."""
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    worker_user: int = 1000
+    """uid, gid and fsGroup of worker processes."""
+    gang_apis: Mapping[GangApi, str] = field(default_factory=dict)
+    """Gang scheduling that the cluster serves, each with its `apiVersion`."""
+    cluster: str = ""
+    """uid of the namespace kube-system; empty while it is not known, or may not be."""
+    topology_layers: frozenset[str] = frozenset()
+    """Labels of network layers that nodes of the cluster carry."""
+
+    def status_interval(self, workers: int) -> float:
+        """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
+        return self.status_interval_seconds * min(_LARGEST_FACTOR, max(1.0, workers / _EVERY_INTERVAL_WORKERS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Everything that one plan may depend on, besides `PlanSettings`."""
+
+    job: JobView
+    pods: tuple[PodView, ...]
+    nodes: Mapping[str, NodeView]
+    agents: Mapping[str, AgentView]
+    """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process heard of it."""
+    membership: Membership | None
+    """Read from the ConfigMap `names.membership_name`, see `cluster.membership_record`; None when there is none."""
+    published: int
+    """Generation that the coordinator serves for this job now; 0 for none (for instance after a restart)."""
+    children: Mapping[str, str]
+    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each ConfigMap and PodDisruptionBudget."""
+    ca_bundle: str
+    """PEM of the certificate authorities that agents must trust."""
+    coordinator_since: float
+    """When this operator process began to answer agents as the leader."""
+    now: float
+    creations_from: float = 0.0
+    """Nothing may be created before: the API server refused the last creation (Unix seconds)."""
+    in_the_way: Mapping[str, str] = field(default_factory=dict)
+    """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
+    fleet: FleetView = FleetView()
+    status_written: float = 0.0
+    """When this process last wrote the job's status; 0 when it has not."""

@@ -1,0 +1,91 @@
+"""Reasons of conditions and events, each spelt once: people write alerts against them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """UpperCamelCase reasons; a name once published is not changed."""
+
+    # Sizes
+    AS_REQUESTED = "AsRequested"
+    NODES_IN_RESERVE = "NodesInReserve"
+    FLOORED = "FlooredToLegalSize"
+    NO_LEGAL_SIZE = "NoLegalSize"
+    INVALID_SPEC = "InvalidSpec"
+    # Workers
+    ALL_READY = "AllReady"
+    WAITING_FOR_WORKERS = "WaitingForWorkers"
+    UNSCHEDULABLE = "Unschedulable"
+    WORKER_NOT_STARTING = "WorkerNotStarting"
+    WORKER_FAILED = "WorkerFailed"
+    # Training
+    TRAINING = "Training"
+    NOT_STARTED = "NotStarted"
+    STARTING = "Starting"
+    INTERRUPTED = "Interrupted"
+    RECOVERED = "Recovered"
+    NO_INTERRUPTION = "NoInterruption"
+    GENERATION_STARTED = "GenerationStarted"
+    # Resizing
+    SIZE_REQUESTED = "SizeRequested"
+    CAPACITY_MISSING = "CapacityMissing"
+    AT_SIZE = "AtSize"
+    RESIZED = "Resized"
+    # Checkpoints
+    COMMITTED = "Committed"
+    NOTHING_COMMITTED = "NothingCommitted"
+    STORAGE_UNAVAILABLE = "StorageUnavailable"
+    CHECKPOINT_COMMITTED = "CheckpointCommitted"
+    CHECKPOINT_SKIPPED = "CheckpointSkipped"
+    CHECKPOINT_NOTICE = "CheckpointNotice"
+    # The trainer's monitors
+    LOSS_SPIKE = "LossSpike"
+    LOSS_ALARM = "LossAlarm"
+    STEP_SKIPPED = "StepSkipped"
+    # What the run leaves behind
+    ARTIFACT_WRITTEN = "ArtifactWritten"
+    EVALUATED = "Evaluated"
+    # Suspension
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    NOT_SUSPENDED = "NotSuspended"
+    RESUMED = "Resumed"
+    # For tools
+    PROGRESSING = "Progressing"
+    # The end
+    COMPLETED = "Completed"
+    USER_ERROR = "UserError"
+    NUMERICAL = "NumericalError"
+    OUT_OF_MEMORY = "OutOfMemory"
+    WORKERS_DO_NOT_START = "WorkersDoNotStart"
+    BUDGET_EXHAUSTED = "BudgetExhausted"
+    ACCELERATOR_RUNTIME = "AcceleratorRuntimeError"
+    STOPPED_BY_RULE = "StoppedByRule"
+    # Interruptions that were announced, and those that may be refused
+    INTERRUPTION_NOTICE = "InterruptionNotice"
+    DISRUPTION_ALLOWED = "DisruptionAllowed"
+    DISRUPTION_REFUSED = "DisruptionRefused"
+    # Templates
+    TEMPLATE_CHANGED = "TemplateChanged"
+    # Nodes
+    NODES_HEALTHY = "NodesHealthy"
+    NODE_UNHEALTHY = "NodeUnhealthy"
+    NODE_ACTIONS_FROZEN = "NodeActionsFrozen"
+    CONTACT_LOST = "ContactLost"
+    # Scheduling
+    ADMITTED = "Admitted"
+    WAITING_FOR_GANG = "WaitingForGang"
+    WAITING_FOR_QUEUE = "WaitingForQueue"
+    GANG_TIMED_OUT = "GangTimedOut"
+    GANG_API_MISSING = "GangApiMissing"
+    # Slow nodes
+    STRAGGLER_DETECTED = "StragglerDetected"
+    STRAGGLER_GONE = "StragglerGone"
+    # Checkpoints that do not come
+    CHECKPOINT_OVERDUE = "CheckpointOverdue"
+    # Said by the operator about itself
+    NAME_TAKEN = "NameTaken"
+    WRITE_FAILED = "WriteFailed"
+    UNREADABLE = "Unreadable"

@@ -1,0 +1,131 @@
+"""Policy: how many workers a drain may evict now, as a PodDisruptionBudget; none while too much work is at risk.
+
+An eviction saves before it leaves, but a drain that goes wrong, or meets a fault, falls back to the newest durable
+checkpoint. So none is let through while that is older than `recovery.disruption.maxDurableAgeSeconds`, or while the job
+recovers. The budget counts pods that must stay (`minAvailable`, an integer): `maxUnavailable` would have the disruption
+controller ask the job's scale, which knows nothing of spares, and let one through for each of them.
+
+Invariants: there is no budget before the first step, so nothing is refused then; the object changes only when the
+answer does. Pods that this operator deletes itself, as at the end and on a suspension, are none of its business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.job import CleanPodPolicy, ConditionType, Rung
+from trainium_operator.plan.manifests.owned_object import owned_object
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import ApplyObject
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+from trainium_operator.plan.view.progress import past_steps
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.observed import JobView
+    from trainium_operator.plan.view.facts import Facts
+
+KIND = "PodDisruptionBudget"
+ALL_STAY = 2**31 - 1
+"""`minAvailable` of a budget that lets nothing through, however many pods there are."""
+
+
+def budget(job: JobView, stay: int) -> dict[str, Any]:
+    """The budget that keeps at least `stay` workers; pods that are not ready may always be evicted."""
+    spec = {
+        "minAvailable": stay,
+        "selector": {"matchLabels": names.selector_labels(job.name)},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return owned_object(job, "policy/v1", KIND, job.name, {"spec": spec}, "disruption")
+
+
+@dataclass(frozen=True, slots=True)
+class _Judgement:
+    allowed: bool
+    why: str
+    looks: tuple[float, ...] = ()
+    """When it changes by itself (Unix seconds)."""
+
+
+def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Say whether a disruption is allowed now, and bring the budget in line; call when the status is complete."""
+    ended = is_terminal(status)
+    if ended and facts.job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
+        return Answer(status=status)
+    applied = facts.observed.children.get(f"{KIND}/{facts.job.name}")
+    if applied is None and (ended or not status.start_time):
+        return Answer(status=status)
+    stay, looks = 0, tuple[float, ...]()
+    if not ended:
+        judgement = _judge(facts, status)
+        stay, looks = _must_stay(facts, status, judgement), judgement.looks
+        reason = Reason.DISRUPTION_ALLOWED if judgement.allowed else Reason.DISRUPTION_REFUSED
+        kind = ConditionType.DISRUPTION_ALLOWED
+        status = with_condition(status, kind, judgement.allowed, reason, judgement.why, now=facts.now)
+    if facts.job.spec.suspend and not ended:
+        return Answer(status=status, looks=looks)
+    taken = facts.observed.in_the_way.get(f"{KIND}/{facts.job.name}")
+    if taken is not None and not ended:
+        kind = ConditionType.DISRUPTION_ALLOWED
+        status = with_condition(status, kind, None, Reason.NAME_TAKEN, taken, now=facts.now)
+    if taken is not None and facts.now < facts.observed.creations_from:
+        return Answer(status=status, looks=(*looks, facts.observed.creations_from))
+    manifest = budget(facts.job, stay)
+    if applied == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
+        return Answer(status=status, looks=looks)
+    return Answer(status=status, actions=(ApplyObject(manifest),), looks=looks)
+
+
+def _must_stay(facts: Facts, status: TrainingJobStatus, judgement: _Judgement) -> int:
+    if facts.job.spec.suspend or facts.current is None:
+        return 0
+    if not judgement.allowed:
+        return ALL_STAY
+    spares = len(facts.candidates)
+    return max(0, status.membership.size + spares - max(1, spares))
+
+
+def _judge(facts: Facts, status: TrainingJobStatus) -> _Judgement:
+    if facts.job.spec.suspend or facts.current is None:
+        return _Judgement(True, "the job holds no work that is not saved")
+    recovering = [entry for entry in status.history if _is_open_fault(entry.recovered_seconds, entry.rung)]
+    if recovering:
+        return _Judgement(False, f"the job recovers: {recovering[-1].message}")
+    return _judge_checkpoints(facts, status)
+
+
+def _is_open_fault(recovered_seconds: float | None, rung: Rung) -> bool:
+    """A restart in place is over in a moment and needs all pods that there are; it is not worth two writes."""
+    return recovered_seconds is None and rung not in (Rung.RESIZE, Rung.GROW, Rung.STOP, Rung.IN_PLACE)
+
+
+def _judge_checkpoints(facts: Facts, status: TrainingJobStatus) -> _Judgement:
+    """Whether the newest durable checkpoint is young enough, and when it will not be."""
+    limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
+    if not facts.job.spec.checkpoint.storage.kept:
+        return _Judgement(True, "the job keeps no durable checkpoints (spec.checkpoint.storage is not set)")
+    if past_steps(status) and status.checkpoint.durable_step >= status.progress.step:
+        return _Judgement(True, "every step is done and saved")
+    since = max(_time(status.checkpoint.durable_time), _time(status.start_time), _resumed(facts.job.status))
+    step = status.checkpoint.durable_step
+    newest = f"step {step}, known since {rfc3339(since)}" if step >= 0 else f"none since {rfc3339(since)}"
+    if facts.now >= since + limit:
+        old = f"the newest durable checkpoint ({newest}) is older than maxDurableAgeSeconds ({limit})"
+        return _Judgement(False, old)
+    young = f"durable checkpoints are younger than maxDurableAgeSeconds ({limit})"
+    return _Judgement(True, young, (since + limit,))
+
+
+def _resumed(status: TrainingJobStatus) -> float:
+    """When the job was last resumed: what it had done before was saved then."""
+    found = find_condition(status, ConditionType.SUSPENDED)
+    return 0.0 if found is None else _time(found.last_transition_time)
+
+
+def _time(text: str) -> float:
+    return parse_rfc3339(text) or 0.0

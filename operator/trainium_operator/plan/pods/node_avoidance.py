@@ -1,0 +1,85 @@
+"""Policy: which nodes new pods are kept away from, and from when on one that finds no node may have them again.
+
+Nodes that are bad by what is known of them or in quarantine, and one that has just gone dark for as long as Kubernetes
+may still take it for ready. Invariant: while the fleet is frozen no node is avoided for what its own signals say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_operator.plan.faults.node_signals import Severity
+from trainium_operator.plan.model.node_labels import LABEL_HOST
+from trainium_operator.plan.view.facts import Facts, quarantined_nodes
+from trainium_operator.plan.view.node_problems import problem_of
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.observed import NodeView
+
+MOST_FORBIDDEN = 128
+"""Nodes that a pod's affinity names at most: a longer list would make each pod large for little."""
+_DARK_SECONDS = 300.0
+"""For how long new pods keep away from a node that went dark; by then Kubernetes has marked it and its scheduler keeps
+away by itself (after --node-monitor-grace-period of kube-controller-manager: 50 s unless it was raised)."""
+
+
+def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
+    """Host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
+    bad = _bad_nodes(facts)
+    dark = _dark_nodes(facts, status) - set(bad)
+    released = released_nodes(facts) if dark else frozenset()
+    return (*bad, *sorted(dark - released))[:MOST_FORBIDDEN]
+
+
+def released_nodes(facts: Facts) -> frozenset[str]:
+    """Host names of nodes that pods which find no node keep away from, and need not any longer.
+
+    Among them those that are merely dark: such a pod has nowhere else to go, and is made anew without that demand.
+    """
+    pods = (worker.pod for worker in facts.outsiders)
+    waiting = [pod for pod in pods if pod.kept_from and pod.unschedulable_message and not pod.node]
+    if not waiting:
+        return frozenset()
+    bad = _bad_nodes(facts)
+    if len(bad) == MOST_FORBIDDEN:
+        return frozenset()  # what is not named may be bad all the same
+    kept_from = frozenset[str]().union(*(pod.kept_from for pod in waiting))
+    there = {node.labels.get(LABEL_HOST, name): node for name, node in facts.observed.nodes.items()}
+    return frozenset(name for name in kept_from - set(bad) if name in there and not _is_bad(facts, there[name]))
+
+
+def _is_bad(facts: Facts, node: NodeView) -> bool:
+    """By its own signals: a pod that is let onto it would be taken off at once, and so would the next one."""
+    problem = problem_of(facts.observed, node)
+    return problem is not None and problem.severity >= Severity.DRAIN
+
+
+def _bad_nodes(facts: Facts) -> tuple[str, ...]:
+    """Host names of nodes that are bad by what is known of them, or in quarantine."""
+    bad = {
+        worker.pod.node
+        for worker in facts.workers.values()
+        if (problem := facts.troubles.get(worker.pod.uid)) is not None and problem.severity >= Severity.DRAIN
+    }
+    names = [*sorted(bad), *sorted(quarantined_nodes(facts) - bad)][:MOST_FORBIDDEN]
+    return tuple(_host_name(facts, name) for name in names)
+
+
+def _dark_nodes(facts: Facts, status: TrainingJobStatus) -> frozenset[str]:
+    """Host names of nodes that went dark a moment ago, also by this very plan.
+
+    To prefer others is not enough: a scheduler that favours near neighbours may put a new pod back on the node that was
+    just lost.
+    """
+    if facts.observed.fleet.frozen:
+        return frozenset()
+    since = facts.now - _DARK_SECONDS
+    lost = (record for record in status.failures if record.cause is Cause.NODE_LOST and record.at > since)
+    return frozenset(_host_name(facts, record.node) for record in lost if record.node)
+
+
+def _host_name(facts: Facts, node: str) -> str:
+    known = facts.observed.nodes.get(node)
+    return node if known is None else known.labels.get(LABEL_HOST, node)

@@ -1,0 +1,202 @@
+"""Policy: keep desired + reserve + spares worker pods alive; remove what is lost, hopeless, outdated or too many.
+
+How creation survives a crash: the status raises `nextPodOrdinal` first, then the pods below it are created. Ordinals
+whose creation was cut short are skipped, never used again; a pod whose creation was not noticed is at worst one too
+many, and goes. Members are never surplus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause, Response
+from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
+from trainium_operator.plan.diagnose.node_health import members_to_move
+from trainium_operator.plan.faults.causes import (
+    budget_of,
+    died_by_itself,
+    meaning_of_failure,
+    meaning_of_pod,
+    suspects_node,
+)
+from trainium_operator.plan.faults.failure_budgets import avoided_nodes, backoff_until, has_record_of, record_failure
+from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import event
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
+from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
+from trainium_operator.plan.view.facts import is_unfit
+from trainium_operator.plan.view.progress import is_settled
+
+if TYPE_CHECKING:
+    from trainium_contract.job import FailureRecord, TrainingJobStatus
+    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.model.actions import DeletePod, EventIntent
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+
+def converge_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
+    """Ask for the deletions and creations that bring the pods to what is wanted."""
+    lost = {loss.member.pod_uid for loss in losses}
+    deletions: list[DeletePod] = []
+    for loss in losses:
+        if loss.worker is not None and not loss.stays:
+            deletions += deletion(loss.worker, force=loss.force)
+    outsiders, answer = _sort_outsiders(facts, status)
+    answer = Answer(status=status, actions=tuple(deletions)).then(answer)
+    status = answer.status
+    # Failures that this very plan has counted: their nodes must not get the replacements.
+    avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
+    status = status.replaced(avoided_nodes=avoid)
+    # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
+    staying = len(facts.member_uids - lost)
+    moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
+    wanted = status.desired + facts.size.reserve + facts.job.spec.workers.spares + moving
+    missing = wanted - staying - len(outsiders)
+    if missing > 0:
+        return answer.then(_create(facts, status, missing))
+    surplus = _surplus(facts, status, outsiders, -missing)
+    return answer.then(Answer(status=status, actions=surplus))
+
+
+def _is_left(facts: Facts, status: TrainingJobStatus) -> bool:
+    """Whether the generation in force is about to be left."""
+    return facts.current is not None and status.membership.generation > facts.current.generation
+
+
+def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], Answer]:
+    """Outsiders that count; the others are deleted, except the evidence of workers that do not start."""
+    evidence = start_failures(facts)[-START_ATTEMPTS:]
+    usable: list[Worker] = []
+    deletions: list[DeletePod] = []
+    notes: list[EventIntent] = []
+    wanted = template_hash(facts.job, facts.settings) if facts.outsiders else ""
+    released = released_nodes(facts)
+    for worker in facts.outsiders:
+        if worker in evidence:
+            continue
+        outdated = (not facts.job.unknown and _outdated(worker, wanted)) or _waits_in_vain(worker, released)
+        if worker.alive and not outdated and not is_misplaced(facts, status, worker):
+            if not is_unfit(facts, worker):
+                usable.append(worker)
+            elif _has_left(facts, status, worker):
+                deletions += deletion(worker)
+            continue
+        failure = _failure_of(facts, status, worker)
+        if failure is not None:
+            status = status.replaced(failures=_counted(facts, status, failure))
+            notes.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
+        deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or not worker.ended))
+    return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))
+
+
+def _has_left(facts: Facts, status: TrainingJobStatus, worker: Worker) -> bool:
+    """Whether an outsider on a bad node runs no process of a generation any more, or never did."""
+    beat = worker.heartbeat
+    idle = beat is None or beat.phase is WorkerPhase.STANDBY
+    return idle or facts.current is None or (is_settled(facts) and not _is_left(facts, status))
+
+
+def _outdated(worker: Worker, wanted: str) -> bool:
+    """It never ran and was made from another template: a corrected image or node selector must reach it."""
+    pod = worker.pod
+    return pod.phase is PodPhase.PENDING and worker.agent is None and pod.template_hash not in ("", wanted)
+
+
+def _waits_in_vain(worker: Worker, released: frozenset[str]) -> bool:
+    """It finds no node, and was told to keep away from one that may be used again."""
+    pod = worker.pod
+    return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.kept_from & released)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Of a worker that never became a member; it counts once, by the pod's name."""
+
+    cause: Cause
+    pod: str
+    node: str
+    """The node to keep away from; empty when none is to blame."""
+    note: str
+
+
+def _failure_of(facts: Facts, status: TrainingJobStatus, worker: Worker) -> _Failure | None:
+    failed = worker.pod.phase is PodPhase.FAILED
+    if not (failed or worker.gave_up) or has_record_of(status, worker.pod.name):
+        return None
+    if failed and _was_asked_to_go(facts, worker):
+        return None
+    return _ended(facts, worker) if failed else _unfit(facts, worker)
+
+
+def _was_asked_to_go(facts: Facts, worker: Worker) -> bool:
+    """It ended because somebody deleted it, a user or a plan of ours; a broken device it would have found anyway."""
+    pod = worker.pod
+    return pod.deleting and meaning_of_pod(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
+
+
+def _counted(facts: Facts, status: TrainingJobStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
+    recovery = facts.job.spec.recovery
+    return record_failure(
+        status.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
+    )
+
+
+def _ended(facts: Facts, worker: Worker) -> _Failure:
+    pod = worker.pod
+    found = meaning_of_pod(pod, facts.job.spec.recovery.rules).cause
+    return _Failure(
+        cause=found if budget_of(found) is None else Cause.POD_LOST,
+        pod=pod.name,
+        node=pod.node if died_by_itself(pod) else "",
+        note=(
+            f"Pod {pod.name} on node {pod.node} ended before it could join "
+            f"({found.value}, exit code {pod.exit_code}): {pod.message or pod.reason}"
+        ),
+    )
+
+
+def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
+    """Its preflight failed."""
+    pod, beat = worker.pod, worker.heartbeat
+    if beat is None or beat.verdict is None:
+        return None
+    meaning = meaning_of_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+    blamed = suspects_node(meaning.cause) and meaning.response is not Response.REPLACE_WORKER
+    return _Failure(
+        cause=meaning.cause,
+        pod=pod.name,
+        node=pod.node if blamed else "",
+        note=(
+            f"Pod {pod.name} on node {pod.node} is unfit (exit code {beat.verdict.exit_code}): {beat.verdict.message}"
+        ),
+    )
+
+
+def _create(facts: Facts, status: TrainingJobStatus, missing: int) -> Answer:
+    allowed = max(backoff_until(status.failures, facts.now), facts.observed.creations_from)
+    if facts.now < allowed:
+        return Answer(status=status, looks=(allowed,))
+    highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
+    planned = status.next_pod_ordinal
+    first = max(planned if planned <= names.LAST_ORDINAL else 0, highest + 1)
+    status = status.replaced(next_pod_ordinal=first + missing)
+    ordinals = range(first, first + missing)
+    avoided = Avoided(required=forbidden_nodes(facts, status), preferred=status.avoided_nodes)
+    return create_pods(facts, status, worker_pods(facts.job, facts.settings, ordinals, avoided))
+
+
+def _surplus(facts: Facts, status: TrainingJobStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
+    """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
+    steady = facts.current is None or (is_settled(facts) and not _is_left(facts, status))
+    at_size = facts.current is None or len(facts.current.members) == status.desired
+    victims = sorted(outsiders, key=lambda worker: (not worker.never_ran, worker.warm, -worker.pod.ordinal))
+    going = (worker for worker in victims[:surplus] if worker.never_ran or (steady and at_size))
+    return tuple(action for worker in going for action in deletion(worker))

@@ -1,0 +1,252 @@
+"""The ledger: where the time of a job went, by the definitions of docs/goodput.md.
+
+Wall time runs while a generation is in force. Productive are the steps of the final history at the reference step time
+(`step_time`). The time of an interruption, from the failure to the first new step less that step's reference time, is
+lost to its cause and stages; time before the first step is start-up; what is left over is overhead. Time in the stages
+after the last step (Export, Evaluate) is set aside, less what faults took of it. Invariants:
+productive and lost seconds together are the wall time; overlapping interruptions lose their time once; all follows from
+the status and the observation: another operator goes on where the last one stopped, a repeated plan adds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import Interruption, Rung
+from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_operator.plan.report.interruption_stages import STAGES, split
+from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
+from trainium_operator.plan.view.progress import newest_progress, past_steps
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_MOST_STAGES = 8
+_DOWN = ("Detect", "Decide", "Restart", "Load", STARTUP)
+"""Stages in which nothing trains; steps that are computed again, and slow ones, count as up."""
+
+
+def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """The status with the ledger brought up to now; call when the history is as this plan leaves it."""
+    goodput = _adopted(status.goodput, len(facts.members), facts.job.status.progress.step)
+    held, running = _held_nodes(facts), facts.current is not None
+    if not running and not held:
+        return status.replaced(goodput=goodput.replaced(accounted_until=None, starting=True))
+    since = goodput.accounted_until if goodput.accounted_until is not None else facts.now
+    passed = max(0.0, facts.now - since)
+    nodes = goodput.node_seconds + passed * held
+    goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(nodes, 3))
+    if not running:
+        return status.replaced(goodput=_totalled(facts, goodput.replaced(starting=True), pending=0.0))
+    old = facts.job.status
+    # A fault that is known late began in what was set aside for a stage, so that stands open until all is charged.
+    aside = sum(goodput.stage_seconds.values()) if past_steps(old) else 0.0
+    wall = round(goodput.wall_seconds + aside + passed, 3)
+    goodput = goodput.replaced(wall_seconds=wall)
+    interrupted, starting = _any_open(status.history), goodput.starting
+    lately = 0.0 if interrupted else _lately(facts, passed)
+    goodput = _charge_startup(facts, goodput, 0.0 if interrupted else passed - lately)
+    before = _lost(goodput)
+    goodput, history = _charge_interruptions(facts, status.history, goodput, passed if starting else None)
+    stages = aside + passed - (_lost(goodput) - before)
+    if starting or not past_steps(old) or _any_open(old.history):
+        stages = min(stages, aside + lately)
+    goodput = _set_aside(goodput, old.stage if past_steps(old) else _stage(facts), max(0.0, stages), aside, held)
+    undisturbed = not interrupted and not starting and not _any_open(old.history) and not _stage(facts)
+    goodput = sample_step_time(facts, goodput, clean=undisturbed)
+    pending = _step_in_hand(facts, goodput) if undisturbed else 0.0
+    return status.replaced(goodput=_totalled(facts, goodput, pending=pending), history=history)
+
+
+def _stage(facts: Facts) -> str:
+    """The stage after the last step that the ranks are in; empty for none."""
+    progress = newest_progress(facts)
+    return "" if progress is None or progress.training else progress.stage
+
+
+def _lately(facts: Facts, passed: float) -> float:
+    """How much of the last `passed` seconds the ranks were in the stage that they are in now."""
+    progress = newest_progress(facts)
+    if progress is None or progress.training:
+        return 0.0
+    return min(passed, max(0.0, facts.now - progress.stage_since)) if progress.stage_since else passed
+
+
+def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float, held: int) -> GoodputStatus:
+    """Take the stages' seconds, `before` of them known, out of the wall time: more go to `stage`, fewer from all."""
+    stages = dict(goodput.stage_seconds)
+    if seconds < before:
+        stages = {name: each * seconds / before for name, each in stages.items()}
+    elif stage in stages or len(stages) < _MOST_STAGES:
+        stages[stage] = stages.get(stage, 0.0) + seconds - before
+    else:
+        seconds = before
+    return goodput.replaced(
+        stage_seconds=_present({name: round(each, 3) for name, each in stages.items()}),
+        wall_seconds=round(max(0.0, goodput.wall_seconds - seconds), 3),
+        node_seconds=round(max(0.0, goodput.node_seconds - (seconds - before) * held), 3),
+    )
+
+
+def _adopted(goodput: GoodputStatus, size: int, step: int) -> GoodputStatus:
+    """A ledger that was kept without counting steps goes on from its productive seconds."""
+    if goodput.wall_seconds == 0 or goodput.node_seconds > 0:
+        return goodput
+    kept = goodput.productive_seconds
+    return goodput.replaced(
+        earlier_seconds=kept,
+        earlier_node_seconds=kept * size,
+        starting=False,
+        counted_step=step,
+        node_seconds=goodput.wall_seconds * max(1, size),
+    )
+
+
+def _held_nodes(facts: Facts) -> int:
+    """Nodes that this job's pods hold, spares included, and those that are quarantined for what it saw there."""
+    held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and not worker.ended}
+    return len(held | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
+
+
+def _any_open(history: tuple[Interruption, ...]) -> bool:
+    return any(_is_open(entry) for entry in history)
+
+
+def _is_open(entry: Interruption) -> bool:
+    return entry.recovered_seconds is None and entry.rung is not Rung.STOP
+
+
+def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
+    """Time counts as start-up until a new step is seen; what came after the end of that step does not."""
+    starting = goodput.starting
+    goodput, steps, ended = count_steps(facts, goodput)
+    if not starting:
+        return goodput
+    lost = goodput.lost_seconds.get(STARTUP, 0.0) + passed
+    if steps and passed:
+        after = min(passed, max(0.0, facts.now - ended)) if ended else 0.0
+        lost -= after + steps * (reference_seconds(goodput, len(facts.members)) or 0.0)
+    return _set_loss(goodput, STARTUP, max(0.0, lost), StageSeconds(), startup=True).replaced(
+        starting=not steps and not _stage(facts)
+    )
+
+
+def _charge_interruptions(
+    facts: Facts, history: tuple[Interruption, ...], goodput: GoodputStatus, starting: float | None
+) -> tuple[GoodputStatus, tuple[Interruption, ...]]:
+    """Bring what each interruption lost up to now; one that was closed by an earlier plan is settled.
+
+    `starting`: seconds since the last account, when no step had been made by then.
+    """
+    status = facts.job.status
+    adopted = status.goodput.node_seconds == 0
+    closed = [each for each in status.history if not _is_open(each)]
+    settled = {_identity(each) for each in closed if adopted or each.stages is not None}
+    charged = list(history)
+    covered = 0.0
+    for index in sorted(range(len(history)), key=lambda index: history[index].failed_at or 0.0):
+        entry = history[index]
+        if entry.failed_at is None or entry.rung is Rung.STOP:
+            continue
+        ended = facts.now if _is_open(entry) else entry.failed_at + (entry.recovered_seconds or 0.0)
+        if _identity(entry) not in settled:
+            start = max(entry.failed_at, covered)
+            stages = split(facts, entry, start, max(start, ended - _first_step(facts, goodput, entry)))
+            goodput, stages = _charge(goodput, entry, stages, starting)
+            charged[index] = entry.replaced(stages=stages)
+        covered = max(covered, ended)
+    return goodput, tuple(charged)
+
+
+def _first_step(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
+    """Reference time of the step that ended an interruption: it is productive. Others end without a step."""
+    if _is_open(entry) or facts.job.spec.suspend or _stage(facts):
+        return 0.0
+    return reference_seconds(goodput, len(facts.members)) or 0.0
+
+
+def _charge(
+    goodput: GoodputStatus, entry: Interruption, stages: StageSeconds, starting: float | None
+) -> tuple[GoodputStatus, StageSeconds]:
+    """Add what an interruption lost more than was charged before; never more than there is wall time for."""
+    before = entry.stages or StageSeconds()
+    more = stages.total - before.total
+    startup = goodput.lost_seconds.get(STARTUP, 0.0)
+    if starting is not None and startup > 0 and more > starting:
+        # Until it was known, its time was taken for start-up.
+        goodput = _set_loss(goodput, STARTUP, startup - (more - starting), StageSeconds(), startup=True)
+    room = goodput.wall_seconds - _lost(goodput)
+    if more > room + 0.001 and stages.total > 0:
+        share = max(0.0, room + before.total) / stages.total
+        stages = StageSeconds(**{name: round(getattr(stages, name) * share, 3) for name in STAGES})
+        more = stages.total - before.total
+    delta = StageSeconds(**{name: getattr(stages, name) - getattr(before, name) for name in STAGES})
+    total = goodput.lost_seconds.get(entry.cause.value, 0.0) + more
+    return _set_loss(goodput, entry.cause.value, total, delta), stages
+
+
+def _set_loss(
+    goodput: GoodputStatus, key: str, seconds: float, stages: StageSeconds, *, startup: bool = False
+) -> GoodputStatus:
+    lost, by_stage = dict(goodput.lost_seconds), dict(goodput.lost_by_stage)
+    lost[key] = round(max(0.0, seconds), 3)
+    if startup:
+        by_stage[STARTUP] = lost[key]
+    for name in STAGES:
+        more = getattr(stages, name)
+        if more:
+            stage = name.capitalize()
+            by_stage[stage] = round(max(0.0, by_stage.get(stage, 0.0) + more), 3)
+    return goodput.replaced(lost_seconds=_present(lost), lost_by_stage=_present(by_stage))
+
+
+def _present(seconds: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in seconds.items() if value > 0}
+
+
+def _lost(goodput: GoodputStatus) -> float:
+    return sum(value for key, value in goodput.lost_seconds.items() if key != OVERHEAD)
+
+
+def _step_in_hand(facts: Facts, goodput: GoodputStatus) -> float:
+    """The step that is being made counts for as long as it has lasted, up to the reference."""
+    ended = goodput.window.at
+    if goodput.starting or ended is None or _stage(facts):
+        return 0.0
+    return min(max(0.0, facts.now - ended), reference_seconds(goodput, len(facts.members)) or 0.0)
+
+
+def _totalled(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
+    """The sums and ratios that follow; `pending` seconds belong to the step that is being made."""
+    wall, lost = goodput.wall_seconds, _lost(goodput)
+    available = max(0.0, wall - lost)
+    size = len(facts.members)
+    counted = productive(goodput)
+    if counted is None:
+        useful, node_useful = available, available * size
+    else:
+        seconds, node_seconds = counted
+        useful = min(available, seconds + pending)
+        whole = seconds + pending
+        node_useful = (node_seconds + pending * size) * (useful / whole if whole > 0 else 0.0)
+    overhead = round(available - useful, 3)
+    by_cause = {key: value for key, value in goodput.lost_seconds.items() if key != OVERHEAD}
+    by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
+    down = sum(by_stage.get(stage, 0.0) for stage in _DOWN)
+    return goodput.replaced(
+        productive_seconds=round(useful, 3),
+        lost_seconds=_present({**by_cause, OVERHEAD: overhead}),
+        lost_by_stage=_present({**by_stage, OVERHEAD: overhead}),
+        ratio=_ratio(useful, wall),
+        uptime_ratio=_ratio(wall - down, wall),
+        fleet_ratio=_ratio(node_useful, goodput.node_seconds),
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return round(min(1.0, max(0.0, part / whole)), 4) if whole > 0 else 1.0
+
+
+def _identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
+    return (entry.generation, entry.attempt, entry.time, entry.pod, entry.rung is Rung.IN_PLACE)

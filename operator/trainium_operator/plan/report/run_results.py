@@ -1,0 +1,75 @@
+"""What the run tells beside its steps, in the status: the stage, the artifacts, the figures of the evaluation.
+
+Invariants: a stage stands until ranks that are past their load tell another one, so a recovery does not show as a step
+back; an artifact is kept once, whoever tells it and however often; the list keeps the newest steps and stays short.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.results import MAX_ARTIFACTS, RunStage
+from trainium_operator.plan.view.progress import newest_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.messages import Progress
+    from trainium_contract.results import ArtifactReport, EvaluationFigure
+    from trainium_operator.plan.view.facts import Facts
+
+_DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
+
+
+def note_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
+    """Bring stage, artifacts and evaluation up to date; `reports` are those of the members, by rank."""
+    told = [artifact for report in reports for artifact in report.artifacts]
+    status = status.replaced(
+        artifacts=_merged(status.artifacts, told) if told else status.artifacts,
+        evaluation=next((report.evaluation for report in reports if report.evaluation), status.evaluation),
+    )
+    newest = newest_progress(facts)
+    if newest is None:
+        return status
+    done = None if newest.training or newest.stage_done is None else min(max(newest.stage_done, 0.0), 1.0)
+    return status.replaced(stage=newest.stage, stage_progress=None if done is None else round(done, 2))
+
+
+def total_steps(facts: Facts, newest: Progress) -> int:
+    """Steps of the whole run: those of the spec, or where epochs decide those that the trainer tells; 0: not yet."""
+    trainer = facts.job.spec.trainer
+    if not trainer.epochs:
+        return trainer.steps
+    return newest.total_steps or facts.job.status.progress.total_steps
+
+
+def doing(status: TrainingJobStatus) -> str:
+    """What the workers do, as a participle."""
+    return _DOING.get(status.stage, "training")
+
+
+def place_of(artifact: ArtifactReport) -> tuple[str, int, str]:
+    """What tells one artifact from another."""
+    return artifact.kind, artifact.step, artifact.path
+
+
+def artifact_sentence(artifact: ArtifactReport) -> str:
+    """`Model of step 500 is complete: /checkpoints/... (13,476,839,424 bytes)`."""
+    return f"{artifact.kind} of step {artifact.step} is complete: {artifact.path} ({artifact.bytes:,} bytes)."
+
+
+def evaluation_sentence(figures: Iterable[EvaluationFigure]) -> str:
+    """`perplexity 12.4 -> 5.1, rougeL 0.11 -> 0.37`."""
+    return "The result was measured: " + ", ".join(_told(figure) for figure in figures) + "."
+
+
+def _told(figure: EvaluationFigure) -> str:
+    after = "none" if figure.after is None else f"{figure.after:.4g}"
+    return f"{figure.name} {after}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {after}"
+
+
+def _merged(old: tuple[ArtifactReport, ...], told: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
+    """Each once with its newest figures, the newest steps, oldest first."""
+    known = {place_of(each): each for each in (*old, *told)}
+    return tuple(sorted(known.values(), key=lambda each: each.step)[-MAX_ARTIFACTS:])

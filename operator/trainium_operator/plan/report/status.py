@@ -1,0 +1,215 @@
+"""The status that people read: counts, progress, checkpoints, conditions, and the phase that follows from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import (
+    AlertStatus,
+    CheckpointStatus,
+    ConditionType,
+    Interruption,
+    MembershipStatus,
+    Phase,
+    ProgressStatus,
+    Rung,
+)
+from trainium_contract.messages import AlertKind, Progress, WorkerPhase
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import listed
+from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
+from trainium_operator.plan.pods.gang_policy import note_admission
+from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
+from trainium_operator.plan.report.goodput import account
+from trainium_operator.plan.report.run_results import doing, note_results, total_steps
+from trainium_operator.plan.view.progress import is_settled
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_ALERTS = frozenset(AlertKind)
+
+
+def summarise(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """The status with everything that is derived; call after the policies."""
+    if not _hears_again(facts):
+        return Answer(status=status)
+    status = _counts(facts, status)
+    status = _progress(facts, status)
+    status = _pods_ready(facts, status)
+    status = note_admission(facts, status)
+    status = _running(facts, status)
+    status = _recovering(facts, status)
+    status = _resizing(facts, status)
+    status, looks = judge_checkpoints(facts, status)
+    return Answer(status=status.replaced(phase=_phase(facts, status)), looks=looks)
+
+
+def _hears_again(facts: Facts) -> bool:
+    """False just after a start of the operator, while members have not called yet: what was known still stands."""
+    if facts.current is None or facts.now >= facts.observed.coordinator_since + facts.settings.reconnect_seconds:
+        return True
+    agents = facts.observed.agents
+    return all(uid in agents and agents[uid].heartbeat is not None for uid in facts.member_uids)
+
+
+def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
+    return status.replaced(
+        replicas=len(facts.current.members) if facts.current else 0,
+        ready_replicas=training,
+        spares=len(facts.candidates),
+        membership=_worth(facts, status),
+        selector=names.selector(facts.job.name),
+    )
+
+
+def _worth(facts: Facts, status: TrainingJobStatus) -> MembershipStatus:
+    """What the size in force is worth, and how many warm workers it leaves out beside the spares."""
+    size, reserve = status.membership.size, status.membership.reserve
+    if facts.current is not None and facts.current.generation == status.membership.generation:
+        reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
+    passes, speed = facts.size.passes(size), round(facts.size.speed(size), 3)
+    return status.membership.replaced(passes=passes, speed=speed, reserve=reserve)
+
+
+def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    reports = [beat.progress for _, beat in facts.beats if beat.progress is not None]
+    if reports:
+        newest = reports[0]
+        moved = newest.step != status.progress.step or not status.progress.updated
+        status = status.replaced(
+            progress=ProgressStatus(
+                step=newest.step,
+                total_steps=total_steps(facts, newest),
+                loss=_rounded(newest.loss, 6),
+                tokens_per_second=_rounded(newest.tokens_per_second, 1),
+                updated=rfc3339(facts.now) if moved else status.progress.updated,
+            ),
+            alerts=_newest_alerts(status.alerts, newest),
+            checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
+        )
+        status = note_results(facts, status, reports)
+    if not status.start_time and any(report.step > 0 for report in reports):
+        status = status.replaced(start_time=rfc3339(facts.now))
+    return account(facts, status)
+
+
+def _newest_alerts(old: tuple[AlertStatus, ...], newest: Progress) -> tuple[AlertStatus, ...]:
+    """Of each kind the newest; a run that is resumed and comes to the same step again has nothing new to tell."""
+    known = {alert.kind: alert for alert in old}
+    for alert in newest.alerts:
+        before = known.get(alert.kind)
+        if alert.kind in _ALERTS and (before is None or before.step != alert.step):
+            known[alert.kind] = AlertStatus(kind=alert.kind, step=alert.step, message=alert.message)
+    return tuple(known.values())
+
+
+def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progress]) -> CheckpointStatus:
+    """In memory: the step that every member holds. Durable: committed steps never go back."""
+    complete = facts.current is not None and len(reports) == len(facts.current.members)
+    memory = min(report.memory_step for report in reports) if complete else old.memory_step
+    durable = max(old.durable_step, *(report.durable_step for report in reports))
+    since = rfc3339(facts.now) if durable > old.durable_step else old.durable_time
+    notices = [report.notice for report in reports if report.notice]
+    notice = notices[0] if notices else old.notice
+    return CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    """As many digits as a person reads."""
+    return None if value is None else round(value, digits)
+
+
+def _pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    desired = status.desired
+    members = facts.member_uids
+    there = sum(
+        worker.alive and worker.agent is not None and worker.pod.phase is PodPhase.RUNNING
+        for worker in facts.workers.values()
+        if not worker.finished
+    ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
+    kind = ConditionType.PODS_READY
+    if there >= desired:
+        message = f"{desired} workers are registered"
+        return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
+    reason, why = _missing(facts)
+    message = f"{there} of {desired} workers are registered. {why}"
+    return with_condition(status, kind, False, reason, message, now=facts.now)
+
+
+def _missing(facts: Facts) -> tuple[Reason, str]:
+    taken = [text for place, text in sorted(facts.observed.in_the_way.items()) if not place.startswith(f"{BUDGET}/")]
+    if taken:
+        return Reason.NAME_TAKEN, taken[0]
+    unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
+    if unschedulable:
+        pods = listed(tuple(pod.name for pod in unschedulable))
+        return Reason.UNSCHEDULABLE, f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}"
+    waiting = [
+        worker.pod
+        for worker in facts.workers.values()
+        if worker.pod.phase in (PodPhase.PENDING, PodPhase.FAILED) and worker.pod.reason
+    ]
+    troubled = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
+    if troubled:
+        pod = troubled[-1]
+        return Reason.WORKER_NOT_STARTING, f"{pod.name} on node {pod.node}: {pod.reason} {pod.message}"
+    return Reason.WAITING_FOR_WORKERS, ""
+
+
+def _running(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    kind = ConditionType.RUNNING
+    if is_settled(facts):
+        message = f"{doing(status)} on {status.replicas} nodes"
+        return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
+    if facts.current is None:
+        return with_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
+    if _open_entries(status):
+        return with_condition(status, kind, False, Reason.INTERRUPTED, "see the condition Recovering", now=facts.now)
+    if not is_true(status, kind):
+        return with_condition(status, kind, False, Reason.STARTING, "workers are joining or loading", now=facts.now)
+    return status
+
+
+def _recovering(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    kind = ConditionType.RECOVERING
+    faults = [entry for entry in _open_entries(status) if entry.rung not in (Rung.RESIZE, Rung.GROW)]
+    if not faults:
+        return with_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=facts.now)
+    return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
+
+
+def _resizing(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    if facts.current is None:
+        return status
+    kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
+    requested = is_true(status, kind)
+    if present == desired and not any(entry.rung is Rung.RESIZE for entry in _open_entries(status)):
+        return with_condition(status, kind, False, Reason.AT_SIZE, f"{present} nodes", now=facts.now)
+    if requested or present >= desired:
+        return status
+    message = f"training on {present} of {desired} nodes until more workers are there"
+    return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
+
+
+def _phase(facts: Facts, status: TrainingJobStatus) -> Phase:
+    if facts.job.spec.suspend:
+        return Phase.SUSPENDED if is_true(status, ConditionType.SUSPENDED) else Phase.SUSPENDING
+    if facts.current is None and status.membership.size == 0:
+        return Phase.PENDING
+    if is_true(status, ConditionType.RECOVERING):
+        return Phase.RECOVERING
+    if is_true(status, ConditionType.RESIZING) or _open_entries(status):
+        return Phase.RESIZING
+    return Phase.RUNNING if is_true(status, ConditionType.RUNNING) else Phase.STARTING
+
+
+def _open_entries(status: TrainingJobStatus) -> list[Interruption]:
+    return [entry for entry in status.history if entry.recovered_seconds is None and entry.rung is not Rung.STOP]

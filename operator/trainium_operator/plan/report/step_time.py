@@ -1,0 +1,111 @@
+"""The reference step time, and the steps of the final history that are counted at it.
+
+Invariants: a step counts once, at the size at which it was first completed; the reference of a size is the median of a
+window without interruptions, and falls only when a later window is clearly faster (the first one was slow), so that
+noise does not drag it down; the number of sizes and samples that are kept is bounded.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from trainium_contract.ledger import MAX_SIZES, WINDOW, GoodputStatus, SizeAccount, StepWindow
+from trainium_operator.plan.view.progress import newest_progress
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.view.facts import Facts
+
+_CLEARLY_FASTER = 0.95
+_TIMED_STEPS = 5
+"""Steps that an agent's median must stand for."""
+
+
+def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, int, float]:
+    """Count the steps that are new: the ledger with them, how many, and when the newest ended (agent's clock)."""
+    progress = newest_progress(facts)
+    if progress is None:
+        return goodput, 0, 0.0
+    counted = goodput.counted_step
+    if counted < 0:
+        # A job may go on from a checkpoint of an earlier one: those steps are not its own.
+        counted = min(progress.step, progress.resume_step or 0)
+    new = max(0, progress.step - counted)
+    if new:
+        goodput = _with_steps(goodput, len(facts.members), new)
+    return goodput.replaced(counted_step=counted + new), new, progress.updated
+
+
+def reference_seconds(goodput: GoodputStatus, size: int) -> float | None:
+    """Reference step time at this size; from another size's, were there none: the global batch is the same."""
+    exact = next((each.step_seconds for each in goodput.sizes if each.size == size), None)
+    if exact is not None or size == 0:
+        return exact
+    known = [each for each in goodput.sizes if each.step_seconds is not None]
+    return (known[-1].step_seconds or 0.0) * known[-1].size / size if known else None
+
+
+def productive(goodput: GoodputStatus) -> tuple[float, float] | None:
+    """Counted steps at their reference in seconds and in node seconds; None while there is no reference at all."""
+    seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
+    for each in goodput.sizes:
+        reference = reference_seconds(goodput, each.size)
+        if reference is None:
+            return None
+        seconds += each.steps * reference
+        node_seconds += each.steps * reference * each.size
+    return (seconds, node_seconds) if goodput.sizes or seconds else None
+
+
+def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> GoodputStatus:
+    """Take a sample of the step time since the last one, when nothing interrupted training in between."""
+    window, size, progress = goodput.window, len(facts.members), newest_progress(facts)
+    if not clean or progress is None or progress.updated <= 0:
+        kept = window.samples if window.size == size else ()
+        return goodput.replaced(window=StepWindow(size=size, samples=kept))
+    if window.size != size or window.at is None or progress.step < window.step:
+        kept = window.samples if window.size == size else ()
+        started = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
+        return goodput.replaced(window=started)
+    if progress.step == window.step or progress.updated <= window.at:
+        return goodput
+    sample = _timed(facts) or (progress.updated - window.at) / (progress.step - window.step)
+    samples = (*window.samples, round(sample, 6))
+    goodput = _with_reference(goodput, size, samples)
+    kept = () if len(samples) >= WINDOW else samples
+    moved = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
+    return goodput.replaced(window=moved)
+
+
+def _timed(facts: Facts) -> float | None:
+    """Median step time as the agents measure it; None where they do not."""
+    known = [beat.timing.step_seconds for _, beat in facts.beats if beat.timing and beat.timing.steps >= _TIMED_STEPS]
+    return median(known) if known and min(known) > 0 else None
+
+
+def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...]) -> GoodputStatus:
+    """A full window sets the reference, or corrects it downwards; until the first is full, what there is must do."""
+    value = round(median(samples), 6)
+    account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
+    full, old = len(samples) >= WINDOW, account.step_seconds
+    if old is None or not account.settled or (full and value < _CLEARLY_FASTER * old):
+        account = account.replaced(step_seconds=value, settled=account.settled or full)
+    return _with_account(goodput, account)
+
+
+def _with_steps(goodput: GoodputStatus, size: int, steps: int) -> GoodputStatus:
+    account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
+    return _with_account(goodput, account.replaced(steps=account.steps + steps))
+
+
+def _with_account(goodput: GoodputStatus, account: SizeAccount) -> GoodputStatus:
+    """The ledger with this account as the newest; the oldest beyond the limit becomes a plain sum."""
+    sizes = [each for each in goodput.sizes if each.size != account.size]
+    seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
+    while len(sizes) >= MAX_SIZES:
+        oldest = sizes.pop(0)
+        past = oldest.steps * (reference_seconds(goodput, oldest.size) or 0.0)
+        seconds, node_seconds = seconds + past, node_seconds + past * oldest.size
+    return goodput.replaced(
+        sizes=(*sizes, account), earlier_seconds=round(seconds, 3), earlier_node_seconds=round(node_seconds, 3)
+    )

@@ -1,0 +1,54 @@
+"""Policy: a time in the status that lies in the future counts as now.
+
+It was written by an operator whose clock was ahead, or by hand. Without this a deadline would wait, a back-off hold and
+a throttle stay shut until the clock has caught up, which may be hours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+
+if TYPE_CHECKING:
+    from trainium_contract.job import Interruption, TrainingJobStatus
+    from trainium_operator.plan.model.observed import Observed
+
+_TOLERANCE_SECONDS = 2.0
+
+
+def in_the_present(observed: Observed) -> Observed:
+    """The observation with a status that holds no time of the future."""
+    job = observed.job
+    status = _present(job.status, observed.now)
+    return observed if status is job.status else replace(observed, job=replace(job, status=status))
+
+
+def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+    """The status with such times replaced; the same object when there are none."""
+    present = status
+    if _late(status.waiting_since, now):
+        present = present.replaced(waiting_since=now)
+    if _late(status.leaving_since, now):
+        present = present.replaced(leaving_since=now)
+    if any(_late(record.at, now) for record in status.failures):
+        failures = (record.replaced(at=now) if _late(record.at, now) else record for record in status.failures)
+        present = present.replaced(failures=tuple(failures))
+    if any(_late(entry.failed_at, now) or _late(entry.decided_at, now) for entry in status.history):
+        present = present.replaced(history=tuple(_present_entry(entry, now) for entry in status.history))
+    if _late(status.goodput.accounted_until, now):
+        present = present.replaced(goodput=status.goodput.replaced(accounted_until=now))
+    if _late(parse_rfc3339(status.progress.updated), now):
+        present = present.replaced(progress=status.progress.replaced(updated=rfc3339(now)))
+    return present
+
+
+def _present_entry(entry: Interruption, now: float) -> Interruption:
+    if _late(entry.failed_at, now):
+        entry = entry.replaced(failed_at=now)
+    return entry.replaced(decided_at=now) if _late(entry.decided_at, now) else entry
+
+
+def _late(at: float | None, now: float) -> bool:
+    return at is not None and at > now + _TOLERANCE_SECONDS

@@ -1,0 +1,140 @@
+"""What one plan works with: the observation, sorted into workers and members (`Facts`), and who of them may join.
+
+Invariant: `Facts` never changes during a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.faults.node_signals import Severity
+from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
+from trainium_operator.plan.view.node_problems import troubles_of
+from trainium_operator.plan.view.workers import Worker, contact_of, with_contact, workers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_contract.messages import HeartbeatRequest, Member, Membership
+    from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
+    from trainium_operator.plan.view.size import SizeDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The observation, sorted."""
+
+    observed: Observed
+    settings: PlanSettings
+    size: SizeDecision
+    workers: Mapping[str, Worker]
+    """By pod uid, ascending by ordinal."""
+    current: Membership | None
+    """The generation in force; None before the first and while the job is suspended."""
+    members: tuple[tuple[Member, Worker | None], ...]
+    """The members of the generation in force, by rank, each with its worker unless its pod is gone."""
+    outsiders: tuple[Worker, ...]
+    """Workers that are not in the generation in force, by ordinal."""
+    beats: tuple[tuple[Member, HeartbeatRequest], ...]
+    """The newest heartbeats of the members that are in the generation in force by their own account."""
+    troubles: Mapping[str, NodeProblem]
+    """The worst problem of the node of each worker, by pod uid; see `node_problems`."""
+    counts_from: tuple[float, ...] = ()
+    """When problems of nodes that are too young to count will count (Unix seconds)."""
+    lost_contact: str = ""
+    """Why silence says nothing now, as a sentence; see `contact`."""
+
+    @property
+    def job(self) -> JobView:
+        """The job."""
+        return self.observed.job
+
+    @property
+    def now(self) -> float:
+        """Unix seconds."""
+        return self.observed.now
+
+    @property
+    def status_interval(self) -> float:
+        """Shortest time in seconds between two status writes that only bring progress."""
+        return self.settings.status_interval(self.job.status.desired)
+
+    @property
+    def member_uids(self) -> frozenset[str]:
+        """Pod uids of the generation in force."""
+        return frozenset(member.pod_uid for member, _ in self.members)
+
+    @property
+    def candidates(self) -> tuple[Worker, ...]:
+        """Outsiders on good nodes that can join at once, by ordinal."""
+        return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
+
+
+def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -> Facts:
+    """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
+    current = observed.membership if observed.job.status.membership.size > 0 else None
+    workers = workers_of(observed, settings)
+    contact = contact_of(workers.values(), observed.fleet.frozen)
+    workers = with_contact(workers, contact)
+    listed = current.members if current is not None else ()
+    uids = {member.pod_uid for member in listed}
+    troubles = troubles_of(observed, workers)
+    return Facts(
+        observed=observed,
+        settings=settings,
+        size=size,
+        workers=workers,
+        current=current,
+        members=tuple((member, workers.get(member.pod_uid)) for member in listed),
+        outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
+        beats=() if current is None else _beats(observed, current),
+        troubles=troubles.by_pod,
+        counts_from=troubles.counts_from + _confirmed_at(observed, workers),
+        lost_contact=contact.lost,
+    )
+
+
+def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[float, ...]:
+    """When the silence of workers whose nodes seem to be gone will confirm it (Unix seconds)."""
+    return tuple(
+        observed.now + SILENCE_TOLD_SECONDS - worker.silent_seconds
+        for worker in workers.values()
+        if worker.node is None and worker.pod.node and worker.heard_lately
+    )
+
+
+def _beats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+    found = []
+    for member in current.members:
+        agent = observed.agents.get(member.pod_uid)
+        if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == current.generation:
+            found.append((member, agent.heartbeat))
+    return tuple(found)
+
+
+def newcomers_of(facts: Facts) -> tuple[Worker, ...]:
+    """Workers that can join at once, those on suspected nodes last."""
+    return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))
+
+
+def is_unfit(facts: Facts, worker: Worker) -> bool:
+    """Whether a worker must not get a rank: its node is bad, or in quarantine."""
+    problem = facts.troubles.get(worker.pod.uid)
+    if problem is not None and problem.severity >= Severity.DRAIN:
+        return True
+    return worker.pod.node in quarantined_nodes(facts)
+
+
+def is_second_choice(facts: Facts, worker: Worker) -> bool:
+    """Whether another worker should rather get a rank: something is not as it should be with its node."""
+    if worker.pod.uid in facts.troubles or worker.pod.node in facts.job.status.avoided_nodes:
+        return True
+    return worker.heartbeat is not None and any(not check.passed for check in worker.heartbeat.checks)
+
+
+def quarantined_nodes(facts: Facts) -> frozenset[str]:
+    """Nodes in quarantine, as far as this job heeds it."""
+    fleet = facts.observed.fleet
+    return fleet.quarantined if facts.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()

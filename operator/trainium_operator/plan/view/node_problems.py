@@ -1,0 +1,114 @@
+"""What is wrong with the nodes of a job's workers, debounced: the part of health that other policies read as a fact.
+
+Invariants: a fatal problem counts at once; any other after `spec.health.quarantine.debounceSeconds`, by the age that
+its source tells (one without an age, or from the future, is taken for old); nothing counts for more than a suspicion
+while the fleet is frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.health import PreflightCheck
+from trainium_operator.plan.faults.node_rules import kernel_problem, with_rules
+from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, Severity, problems_of
+from trainium_operator.plan.manifests.devices import extended_resources, tolerations_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_operator.plan.model.observed import NodeView, Observed
+    from trainium_operator.plan.view.workers import Worker
+
+_DETAIL_CHARACTERS = 200
+_CLOCK_SKEW_SECONDS = 60.0
+"""Clocks of nodes may be ahead of ours by this much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Troubles:
+    """The outcome."""
+
+    by_pod: Mapping[str, NodeProblem]
+    """The worst problem of the node of each worker, by pod uid; workers on nodes without one are left out."""
+    counts_from: tuple[float, ...]
+    """When problems that are still too young will count (Unix seconds)."""
+
+
+def troubles_of(observed: Observed, workers: Mapping[str, Worker]) -> Troubles:
+    """Look at the node of each worker."""
+    found: dict[str, NodeProblem] = {}
+    later: set[float] = set()
+    demand: Demand | None = None
+    seen: dict[str, NodeProblem | None] = {}
+    for uid, worker in workers.items():
+        node = worker.node
+        if node is None:
+            continue
+        if node.name not in seen:
+            demand = demand or demand_of(observed.job.spec)
+            seen[node.name] = _worst(node, demand, observed, later)
+        problem = _with_kernel(worker, seen[node.name], observed) or _of_clock(worker)
+        if problem is not None:
+            found[uid] = problem
+    return Troubles(found, tuple(sorted(later)))
+
+
+def problem_of(observed: Observed, node: NodeView) -> NodeProblem | None:
+    """The worst problem of a node that counts now, whether or not it has a worker of the job."""
+    return _worst(node, demand_of(observed.job.spec), observed, set())
+
+
+def demand_of(spec: TrainingJobSpec) -> Demand:
+    """What the job asks of its nodes; a quantity that is not a number is left out."""
+    accelerator = spec.workers.accelerator
+    resources = {name: int(text) for name, text in extended_resources(accelerator).items() if text.isdecimal()}
+    return Demand(resources, tolerations_of(spec))
+
+
+def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]) -> NodeProblem | None:
+    debounce = observed.job.spec.health.quarantine.debounce_seconds
+    for problem in with_rules(node, problems_of(node, demand), observed.job.spec.recovery.rules):
+        due = _due(problem, observed.now, debounce)
+        if due > observed.now:
+            later.add(due)
+            continue
+        return _as_it_counts(problem, observed)
+    return None
+
+
+def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
+    """The worse one of what is known of the node and what its kernel told the worker's agent."""
+    told = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
+    if told is None:
+        return known
+    told = _as_it_counts(told, observed)
+    return told if known is None or told.severity > known.severity else known
+
+
+def _of_clock(worker: Worker) -> NodeProblem | None:
+    """Nothing is decided by a node's clock, but its times mislead readers, and certificates may not verify."""
+    for check in worker.heartbeat.checks if worker.heartbeat is not None else ():
+        if check.check is PreflightCheck.CLOCK and not check.passed:
+            return NodeProblem(
+                Severity.SUSPECT, Cause.HOST, "check Clock", check.detail[:_DETAIL_CHARACTERS].rstrip(".")
+            )
+    return None
+
+
+def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
+    """No more than a suspicion while nodes may not be acted on."""
+    judged = problem.cause is not Cause.PREEMPTED  # a node that announces that it leaves will leave
+    if not observed.fleet.frozen or not judged or problem.severity <= Severity.SUSPECT:
+        return problem
+    return replace(problem, severity=Severity.SUSPECT)
+
+
+def _due(problem: NodeProblem, now: float, debounce: float) -> float:
+    """When it counts; now or earlier when it does already."""
+    if problem.severity is Severity.FATAL or problem.since is None or problem.since > now + _CLOCK_SKEW_SECONDS:
+        return now
+    return min(problem.since, now) + debounce

@@ -1,0 +1,46 @@
+"""How far the run has come, read from the members' newest heartbeats and the status."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.messages import Progress, WorkerPhase
+from trainium_contract.results import RunStage
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+
+def newest_progress(facts: Facts) -> Progress | None:
+    """The lowest rank's newest report, once its processes train."""
+    for _, beat in facts.beats:
+        if beat.progress is not None:
+            trains = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
+            return beat.progress if trains else None
+    return None
+
+
+def has_progress(facts: Facts) -> bool:
+    """Whether the job has ever made a step."""
+    reported = any(beat.progress is not None and beat.progress.step > 0 for _, beat in facts.beats)
+    return reported or facts.job.status.progress.step > 0
+
+
+def last_step(facts: Facts) -> int:
+    """The last step that any member reported in the generation in force, else the status's; -1 when there is none."""
+    reported = [beat.progress.step for _, beat in facts.beats if beat.progress is not None]
+    return max([*reported, facts.job.status.progress.step]) or -1
+
+
+def is_settled(facts: Facts) -> bool:
+    """Whether every member trains in the generation in force."""
+    if facts.current is None:
+        return False
+    training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
+    return training == len(facts.current.members)
+
+
+def past_steps(status: TrainingJobStatus) -> bool:
+    """Whether the run is in a stage after its steps."""
+    return status.stage not in ("", RunStage.TRAIN)

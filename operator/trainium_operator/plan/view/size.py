@@ -1,0 +1,123 @@
+"""Policy: the size to work towards is the best one for the nodes that were requested, within the job's bounds.
+
+The best size for a number of nodes is the one with the fewest passes, and of several the smallest: a step lasts by its
+passes, so what is beyond it would compute nothing. Such nodes are in reserve: they are warm, and replace lost ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.sizes import SizeRule
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import sentence
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.sizes import BatchShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeDecision:
+    """What the spec asks for, in nodes."""
+
+    desired: int
+    """The legal size to work towards; 0 when there is none."""
+    floor: int
+    """The smallest size that the job may shrink to; equals `desired` for a rigid job."""
+    reserve: int = 0
+    """Nodes that were requested beside `desired` and would save no pass."""
+    reason: Reason
+    message: str
+    shape: BatchShape | None
+    """None when the spec is invalid."""
+
+    def legal_at_most(self, nodes: int) -> int:
+        """The best size for so many nodes that the job may run at; 0 when there is none."""
+        return self.shape.best(min(nodes, self.desired), self.floor) if self.shape else 0
+
+    def data_parallel(self, nodes: int) -> int:
+        """Data-parallel degree at this size."""
+        return self.shape.data_parallel(nodes) if self.shape else 0
+
+    def passes(self, nodes: int) -> int:
+        """Micro-batches of a step on each data-parallel rank at this size; 0 when it is not legal."""
+        return self.shape.passes(nodes) if self.shape else 0
+
+    def speed(self, nodes: int) -> float:
+        """Speed at this size as a share of that at the desired one; 0 when either is not legal."""
+        legal = self.shape is not None and self.passes(nodes) and self.passes(self.desired)
+        return self.shape.speed(nodes, self.desired) if self.shape and legal else 0.0
+
+
+def decide_size(spec: TrainingJobSpec) -> SizeDecision:
+    """The size that a spec asks for; never raises: a spec that contradicts itself gives size 0 and a sentence."""
+    workers = spec.workers
+    try:
+        shape = spec.batch_shape()
+    except ValueError as error:
+        message = sentence(f"The configuration contradicts itself: {error}; correct spec.trainer and create it again.")
+        return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=None)
+    requested = workers.replicas if workers.max_replicas is None else min(workers.replicas, workers.max_replicas)
+    smallest = workers.min_replicas or 1
+    largest, desired = shape.floor(requested, smallest), shape.best(requested, smallest)
+    floor = desired if workers.min_replicas is None else min(workers.min_replicas, desired)
+    if desired == 0:
+        return SizeDecision(
+            desired=0,
+            floor=0,
+            reason=Reason.NO_LEGAL_SIZE,
+            message=_none_legal(smallest, requested, shape),
+            shape=shape,
+        )
+    reason, message = _told(workers.replicas, requested, largest, desired, shape)
+    return SizeDecision(
+        desired=desired,
+        floor=floor,
+        reserve=largest - desired,
+        reason=reason,
+        message=sentence(message),
+        shape=shape,
+    )
+
+
+def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
+    """Why the desired size is the one for what was asked."""
+    cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
+    worth = _worth(desired, shape)
+    if desired == asked:
+        return Reason.AS_REQUESTED, f"{desired} nodes{f': {worth}' if shape.filled(desired) < 1 else ''}"
+    reserve = f" {largest - desired} in reserve: more would save no pass." if largest > desired else ""
+    if largest == asked:
+        return Reason.NODES_IN_RESERVE, f"{asked} nodes were requested; {desired} of them train: {worth}.{reserve}"
+    what = "the largest legal size" if largest == desired else "the best size"
+    return Reason.FLOORED, f"{asked} nodes were requested{cut}; {desired} is {what}.{reserve} {_rule(shape)}"
+
+
+def _worth(nodes: int, shape: BatchShape) -> str:
+    passes = shape.passes(nodes)
+    plural = "es" if passes > 1 else ""
+    return f"{passes} pass{plural} a step, {shape.filled(nodes):.0%} of their rows filled"
+
+
+def _rule(shape: BatchShape) -> str:
+    cores = (
+        f"A size is legal when nodes x {shape.cores_per_node} cores is divisible by tensor x pipeline "
+        f"({shape.tensor} x {shape.pipeline})"
+    )
+    if shape.rule is SizeRule.ANY:
+        return f"{cores}."
+    return (
+        f"{cores} and, with elasticity.sizes Even, the global batch ({shape.global_batch_size}) by the data-parallel "
+        f"degree x micro-batch ({shape.micro_batch_size})."
+    )
+
+
+def _none_legal(smallest: int, requested: int, shape: BatchShape) -> str:
+    near = shape.legal_sizes(1, max(2 * requested, 16))
+    advice = f"legal sizes near it are {', '.join(map(str, near[:8]))}" if near else "no small size is legal"
+    return sentence(
+        f"No size from {smallest} to {requested} nodes is legal: {advice}. {_rule(shape)} "
+        "Change spec.workers.replicas (and minReplicas) or spec.trainer.batch."
+    )

@@ -1,0 +1,198 @@
+"""What can be said of one worker: its pod, its agent and its node, seen together.
+
+Invariants: silence is measured by the operator's clock only, and only since the coordinator has been there long enough
+for agents to find it; a worker whose pod is being deleted, has ended or has lost its node is never counted as alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.model.cached_property import cached_property
+from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, NodeReadiness, PodPhase
+from trainium_operator.plan.view.contact import Contact, judge_contact
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from trainium_contract.messages import HeartbeatRequest
+    from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PlanSettings, PodView
+
+_JOINABLE = (
+    WorkerPhase.JOINING,
+    WorkerPhase.LOADING,
+    WorkerPhase.TRAINING,
+    WorkerPhase.YIELDED,
+    WorkerPhase.FAILED,  # stopped because of another member: `gave_up` excludes the one that failed
+)
+_SPARE_SILENCE_FACTOR = 10.0
+_WRITTEN_OFF = frozenset({"node.kubernetes.io/out-of-service", "node.cloudprovider.kubernetes.io/shutdown"})
+"""Set by a person after a power loss, and by the cloud's controller for an instance that was stopped."""
+_IN_CONTACT = Contact()
+_MISSING_FRACTION = 0.1
+"""Of the members that may still be missing, but always one, when the others' calls end the waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker pod that exists in the API; without slots, because what is asked of each again and again is kept."""
+
+    pod: PodView
+    agent: AgentView | None
+    node: NodeView | None
+    """None when it is not scheduled, and when its node is gone."""
+    silent_seconds: float
+    """Since its agent was last heard, not counting the time in which it had no coordinator to talk to."""
+    timeout: float
+    """Silence in seconds from which on it matters."""
+    contact: Contact = _IN_CONTACT
+    """Whether what the control plane and its port say against it counts."""
+
+    @property
+    def heartbeat(self) -> HeartbeatRequest | None:
+        """The agent's newest heartbeat."""
+        return self.agent.heartbeat if self.agent else None
+
+    @cached_property
+    def node_gone(self) -> bool:
+        """The pod is bound to a node that no longer exists, or that somebody who knows has declared dead.
+
+        A copy of the nodes may be old: whoever was heard a moment ago has a node.
+        """
+        if self.node is None:
+            return bool(self.pod.node) and not self.contact.lost and not self.heard_lately
+        return bool(self.node.taints) and _written_off(self.node)
+
+    @property
+    def heard_lately(self) -> bool:
+        """Its agent missed no more than one heartbeat."""
+        return self.agent is not None and self.silent_seconds < SILENCE_TOLD_SECONDS
+
+    @property
+    def node_bad(self) -> bool:
+        """Its node is gone, or its kubelet does not report or reports trouble."""
+        return self.node_gone or (
+            self.node is not None and self.node.ready is not NodeReadiness.TRUE and not self.contact.lost
+        )
+
+    @property
+    def silent(self) -> bool:
+        """Its agent should have been heard and was not."""
+        return self.silent_seconds >= self.timeout
+
+    @property
+    def refuses(self) -> bool:
+        """Nobody listens on its agent's port any more."""
+        return self.agent is not None and self.agent.refused is not None and self.contact.ports_believed
+
+    @property
+    def ended(self) -> bool:
+        """The pod has terminated."""
+        return self.pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def never_ran(self) -> bool:
+        """Its agent was never heard of, and not merely since the operator started a moment ago."""
+        return self.agent is None and (self.silent or self.pod.phase is PodPhase.PENDING)
+
+    @cached_property
+    def alive(self) -> bool:
+        """It is, or may become, a working worker."""
+        if self.pod.deleting or self.ended or self.node_gone:
+            return False
+        if self.agent is None:
+            # Not heard yet is not the same as gone: after an outage of the API server no node is ready.
+            return not (self.node_bad and self.silent)
+        stale = self.silent and (self.node_bad or (not self.contact.lost and self.silent_seconds >= self.stale_after))
+        return not stale and not self.gave_up
+
+    @property
+    def stale_after(self) -> float:
+        """Silence after which a worker outside the membership is given up although its node looks well."""
+        return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
+
+    @cached_property
+    def gave_up(self) -> bool:
+        """Its agent does not restart its processes any more, and it is the one that failed.
+
+        The other members of a generation that was given up are Failed too, without a verdict of their own.
+        """
+        beat = self.heartbeat
+        return beat is not None and beat.phase is WorkerPhase.FAILED and beat.verdict is not None
+
+    @cached_property
+    def warm(self) -> bool:
+        """It can join a generation right now."""
+        beat = self.heartbeat
+        if not self.alive or self.silent or self.node_bad or beat is None or self.pod.phase is not PodPhase.RUNNING:
+            return False
+        return beat.phase in _JOINABLE or (beat.phase is WorkerPhase.STANDBY and beat.ready)
+
+    @cached_property
+    def finished(self) -> bool:
+        """All its ranks ended with code 0."""
+        if self.heartbeat is not None and self.heartbeat.phase is WorkerPhase.FINISHED:
+            return True
+        return self.pod.phase is PodPhase.SUCCEEDED and not self.pod.deleting
+
+
+def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
+    """Every worker by pod uid, in the order of their ordinals."""
+    timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
+    expected = _audible_since(observed, settings)
+    workers: dict[str, Worker] = {}
+    for pod in sorted(observed.pods, key=lambda view: view.ordinal):
+        agent = observed.agents.get(pod.uid)
+        heard = agent.heard if agent is not None and agent.heard >= observed.coordinator_since else expected
+        workers[pod.uid] = Worker(
+            pod=pod,
+            agent=agent,
+            node=observed.nodes.get(pod.node),
+            silent_seconds=max(0.0, observed.now - heard),
+            timeout=timeout,
+        )
+    return workers
+
+
+def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:
+    """The same workers, with what is said against the silent ones believed or not."""
+    if not contact.lost:
+        return workers
+    return {uid: replace(worker, contact=contact) if worker.silent else worker for uid, worker in workers.items()}
+
+
+def contact_of(workers: Collection[Worker], frozen: str) -> Contact:
+    """Whether so many are silent at once that it says nothing; see `contact`."""
+    if not any(worker.silent_seconds >= worker.timeout for worker in workers):
+        return Contact()  # the usual case, of thousands of workers
+    running = [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
+    return judge_contact(
+        running=len(running),
+        silent=sum(worker.silent for worker in running),
+        refusing=sum(worker.refuses for worker in running),
+        frozen=frozen,
+    )
+
+
+def _written_off(node: NodeView) -> bool:
+    """Whether the node carries one of the taints that mean it."""
+    return any(taint.key in _WRITTEN_OFF for taint in node.taints)
+
+
+def _audible_since(observed: Observed, settings: PlanSettings) -> float:
+    """When an agent that was not heard yet should have been (Unix seconds).
+
+    Agents need a while to find a coordinator that took over, so silence counts only after it. That while ends early
+    once nearly all members have called: what they could do, the missing one could too.
+    """
+    latest = observed.coordinator_since + settings.reconnect_seconds
+    if observed.membership is None:
+        return latest
+    members = observed.membership.members
+    known = (observed.agents.get(member.pod_uid) for member in members)
+    called = [max(agent.first_heard, observed.coordinator_since) for agent in known if agent is not None]
+    if not called or len(members) - len(called) > max(1.0, _MISSING_FRACTION * len(members)):
+        return latest
+    return min(latest, max(called))

@@ -1,0 +1,195 @@
+"""The command `trainium-operator simulate`: what goodput a job will have, and what each spare buys.
+
+Invariant: whatever a person gives is checked before the first simulation begins, and refused with a sentence and exit
+code 64 (the contract's for a user's error).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import Progress
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_operator.simulate.errors import InputError, told
+from trainium_operator.simulate.job import make_spec, parse_variation, read_job
+from trainium_operator.simulate.picture import draw_picture
+from trainium_operator.simulate.report import document, show
+from trainium_operator.simulate.stages import StageTimes, learn_stages, read_stages, read_yaml
+from trainium_operator.simulate.study import Case, study
+from trainium_operator.simulate.virtual.failures import FailureModel, Mix
+from trainium_operator.simulate.virtual.schedule import read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MOST_DAYS = 366.0
+MOST_CASES = 200
+
+app = typer.Typer(name="trainium-operator simulate", add_completion=False, pretty_exceptions_enable=False)
+
+_File = Path | None
+
+
+@app.command()
+def simulate(
+    job: Annotated[Path, typer.Argument(help="The manifest of a TrainingJob.", show_default=False)],
+    nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: the job's replicas.")] = None,
+    spares: Annotated[str, typer.Option(help="Spares to try: 2, 0,2,4 or 0..4; default: the job's.")] = "",
+    failures: Annotated[
+        str, typer.Option("--failures-per-1000-node-days", help="Rates to try (docs/simulate.md).")
+    ] = "4,22",
+    days: Annotated[float, typer.Option(help="Days to simulate.")] = 30.0,
+    seeds: Annotated[int, typer.Option(help="Simulations of each case.")] = 20,
+    trace: Annotated[_File, typer.Option(help="CSV of faults: seconds,class,node[,lasts]; in place of rates.")] = None,
+    stages: Annotated[_File, typer.Option(help="YAML with the seconds of the stages of a recovery.")] = None,
+    learn_from: Annotated[_File, typer.Option(help="A job with its status, to take the stages from.")] = None,
+    model: Annotated[_File, typer.Option(help="YAML that changes the failure model.")] = None,
+    mix: Annotated[Mix, typer.Option(help="Which causes the failures have.")] = Mix.AUTO,
+    vary: Annotated[list[str] | None, typer.Option(help="FIELD=VALUE,VALUE: fields of the spec to try.")] = None,
+    goal: Annotated[float | None, typer.Option(help="Strict goodput to judge by, for instance 0.999.")] = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json")] = "table",
+    picture: Annotated[_File, typer.Option(help="Also draw a picture (PNG).")] = None,
+) -> None:
+    """Simulate a job's month with the operator's own plan: goodput, where the time goes, what each spare buys."""
+    _check(days, seeds, goal, output)
+    given = _Given(job, nodes, spares, failures, days, trace, stages, learn_from, model, mix, vary or [])
+    cases = tuple(_cases(given))
+    # Plans make many short-lived objects and no circles: the collector would only search in vain.
+    gc.set_threshold(100_000, 20, 20)
+    rounds = 1 if trace is not None else seeds
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("simulating", total=len(cases) * rounds)
+        results = [study(case, rounds, done=lambda: bar.advance(task)) for case in cases]
+    if output == "json":
+        typer.echo(json.dumps(document(results, goal=goal), indent=2))
+    else:
+        show(Console(width=None if sys.stdout.isatty() else 150), results, goal=goal)
+    if picture is not None:
+        draw_picture(picture, results)
+
+
+class _Given:
+    """What the command line says of the cases."""
+
+    def __init__(
+        self,
+        job: Path,
+        nodes: int | None,
+        spares: str,
+        failures: str,
+        days: float,
+        trace: Path | None,
+        stages: Path | None,
+        learn_from: Path | None,
+        model: Path | None,
+        mix: Mix,
+        vary: list[str],
+    ) -> None:
+        self.job, self.nodes, self.days, self.trace, self.mix = job, nodes, days, trace, mix
+        self.raw = read_job(job)
+        self.spares = parse_counts(spares) if spares else (None,)
+        self.rates = parse_rates(failures) if trace is None else (0.0,)
+        times = StageTimes()
+        if learn_from is not None:
+            times = learn_stages(learn_from, times)
+        self.stages = times if stages is None else read_stages(stages, times)
+        self.model = FailureModel() if model is None else read_model(model)
+        self.variations = tuple(parse_variation(each) for each in vary)
+
+
+def _cases(given: _Given) -> Iterator[Case]:
+    choices = [[(place, value) for value in values] for place, values in given.variations]
+    count = math.prod(map(len, choices)) * len(given.rates) * len(given.spares)
+    if count > MOST_CASES:
+        raise InputError(f"these are {count} cases, more than {MOST_CASES}: give fewer spares, rates or values")
+    for chosen in itertools.product(*choices):
+        for rate, spares in itertools.product(given.rates, given.spares):
+            changes: dict[str, Any] = dict(chosen)
+            spec = make_spec(given.job, given.raw, nodes=given.nodes, spares=spares, changes=changes)
+            places = spec.workers.replicas + spec.workers.spares
+            trace = None if given.trace is None else read_trace(given.trace, slots=places, model=given.model)
+            yield Case(
+                spec=spec,
+                stages=given.stages,
+                model=given.model,
+                mix=given.mix,
+                days=given.days,
+                rate=rate,
+                trace=trace,
+                variation=", ".join(f"{place}={value}" for place, value in chosen),
+            )
+
+
+def _check(days: float, seeds: int, goal: float | None, output: str) -> None:
+    if not 0 < days <= MOST_DAYS:
+        raise InputError(f"--days must be above 0 and at most {MOST_DAYS:g}, not {days:g}")
+    if not 1 <= seeds <= 10_000:
+        raise InputError(f"--seeds must be from 1 to 10,000, not {seeds}")
+    if goal is not None and not 0 < goal < 1:
+        raise InputError(f"--goal must be between 0 and 1, for instance 0.999, not {goal:g}")
+    if output not in ("table", "json"):
+        raise InputError(f"--output must be table or json, not {output!r}")
+
+
+def read_model(path: Path) -> FailureModel:
+    """The failure model with what a YAML file changes. Raises InputError."""
+    document = read_yaml(path)
+    try:
+        return FailureModel.model_validate({} if document is None else document)
+    except ValidationError as error:
+        known = ", ".join(sorted(field.alias or name for name, field in FailureModel.model_fields.items()))
+        raise InputError(f"{path}: {told(error)}. Known are {known}") from error
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`2`, `0,2,4` or `0..4`. Raises InputError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.strip().partition("..")
+        try:
+            found += range(int(first), int(last) + 1) if dots else [int(first)]
+        except ValueError as error:
+            raise InputError(f"--spares must be like 2, 0,2,4 or 0..4, not {text!r}") from error
+    if not found or min(found) < 0:
+        raise InputError(f"--spares must be 0 or more, and a range must rise: {text!r}")
+    return tuple(dict.fromkeys(found))
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """`4,22`. Raises InputError."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--failures-per-1000-node-days must be numbers such as 4,22, not {text!r}") from error
+    if any(not 0 <= rate <= 100_000 for rate in rates):
+        raise InputError(f"--failures-per-1000-node-days must be from 0 to 100,000, not {text!r}")
+    return rates
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit code."""
+    try:
+        app(args=list(arguments), prog_name="trainium-operator simulate", standalone_mode=False)
+    except InputError as error:
+        typer.echo(f"trainium-operator simulate: {error}", err=True)
+        return int(ExitCode.USER_ERROR)
+    except typer.Exit as asked:
+        return asked.exit_code
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's own: an option that does not exist, a value of no use
+            typer.echo(f"trainium-operator simulate: {error.format_message()}", err=True)
+            return int(ExitCode.USER_ERROR)
+        raise
+    return 0

@@ -1,0 +1,192 @@
+"""A study for people, as tables, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from trainium_operator.simulate.study import bought
+from trainium_operator.simulate.virtual.failures import mix_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from rich.console import Console
+
+    from trainium_operator.simulate.study import Estimate, Result
+
+_ROWS = 6
+_LEAST = 0.00005
+"""Shares below are left out of the tables."""
+
+
+def show(console: Console, results: Sequence[Result], *, goal: float | None) -> None:
+    """All tables."""
+    console.print(_goodput(results))
+    for table in (_spares(results), _losses(results), _recoveries(results)):
+        if table.row_count:
+            console.print(table)
+    for sentence in judgement(results, goal):
+        console.print(sentence)
+
+
+def judgement(results: Sequence[Result], goal: float | None) -> Iterator[str]:
+    """Whether a goal of strict goodput is reached, and what to shorten where it is not."""
+    for result in results if goal is not None else ():
+        assert goal is not None
+        reached = result.strict.mean >= goal
+        told = f"{_name(result)}: {_percent(result.strict.mean)} of {_percent(goal)}"
+        if reached:
+            yield f"{told}: reached."
+        elif result.stage_to_shorten:
+            share = result.by_stage[result.stage_to_shorten]
+            yield f"{told}: missed; most is lost in {result.stage_to_shorten} ({_percent(share)}), shorten that first."
+        else:
+            yield f"{told}: missed, by overhead in the steps."
+
+
+def _goodput(results: Sequence[Result]) -> Table:
+    table = _table("Goodput", "case", "strict", "uptime", "work done", "fleet", "worst day", "at other sizes")
+    for result in results:
+        smaller = [
+            f"{size}: {_percent(share)}"
+            for size, share in result.sizes.items()
+            if size != result.case.nodes and share >= _LEAST
+        ]
+        table.add_row(
+            _name(result),
+            _estimate(result.strict),
+            _estimate(result.uptime),
+            _estimate(result.work),
+            _estimate(result.fleet),
+            _percent(result.worst_day),
+            ", ".join(smaller[:3]) or "-",
+        )
+    return table
+
+
+def _spares(results: Sequence[Result]) -> Table:
+    table = _table("What a spare buys, in node-hours a month", "case", "brings", "holds", "pays")
+    for before, after in _pairs(results):
+        gain, cost = bought(before, after)
+        more, rest = after.case.spares - before.case.spares, _name(after).partition(", ")[2]
+        spares = f"spare {after.case.spares}" if more == 1 else f"spares {before.case.spares + 1}..{after.case.spares}"
+        table.add_row(f"{spares}, {rest}", f"{gain:,.1f}", f"{cost:,.0f}", "yes" if gain > cost else "no")
+    return table
+
+
+def _pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
+    """Results that differ in their spares alone, each with the next larger."""
+    for after in results:
+        others = [
+            each
+            for each in results
+            if (each.case.rate, each.case.variation) == (after.case.rate, after.case.variation)
+            and each.case.spares < after.case.spares
+        ]
+        if others:
+            yield max(others, key=lambda each: each.case.spares), after
+
+
+def _losses(results: Sequence[Result]) -> Table:
+    table = _table("Where the time goes", "case", "by cause", "by stage")
+    for result in results:
+        table.add_row(_name(result), _parts(result.by_cause), _parts(result.by_stage))
+    return table
+
+
+def _parts(shares: Mapping[str, float]) -> str:
+    told = [f"{name} {_percent(share)}" for name, share in shares.items() if share >= _LEAST]
+    return ", ".join(told[:_ROWS]) or "nothing to speak of"
+
+
+def _recoveries(results: Sequence[Result]) -> Table:
+    columns = ("case", "cause", "a day", "median", "95th percentile", "longest", "steps lost at most")
+    table = _table("Recoveries, from the failure to the first new step", *columns)
+    for result in results:
+        for number, each in enumerate(result.recoveries[:_ROWS]):
+            table.add_row(
+                _name(result) if number == 0 else "",
+                each.cause,
+                f"{each.a_day:.2f}",
+                f"{each.median:,.1f} s",
+                f"{each.slow:,.1f} s",
+                f"{each.longest:,.0f} s",
+                str(each.steps_lost),
+            )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 or column.startswith(("by ", "cause")) else "right")
+    return table
+
+
+def _name(result: Result) -> str:
+    case = result.case
+    spares = f"{case.spares} spare" + ("" if case.spares == 1 else "s")
+    rate = "the trace" if case.trace is not None else f"{case.rate:g} a 1,000 node-days"
+    return ", ".join(part for part in (spares, rate, case.variation) if part)
+
+
+def _estimate(value: Estimate) -> str:
+    margin = "" if math.isnan(value.margin) else f" ± {value.margin * 100:.3f}"
+    return f"{value.mean * 100:.3f}{margin} %"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.3f} %"
+
+
+def document(results: Sequence[Result], *, goal: float | None) -> dict[str, Any]:
+    """The same as JSON; times in seconds, shares of 1."""
+    gains = {id(after): bought(before, after) for before, after in _pairs(results)}
+    return {"results": [_result(each, gains.get(id(each)), goal) for each in results]}
+
+
+def _result(result: Result, gain: tuple[float, float] | None, goal: float | None) -> dict[str, Any]:
+    case = result.case
+    traced = case.trace is not None
+    return {
+        "nodes": case.nodes,
+        "spares": case.spares,
+        "failuresPer1000NodeDays": None if traced else case.rate,
+        "mix": None if traced else mix_of(case.rate, case.mix).value,
+        "variation": case.variation or None,
+        "days": case.days,
+        "seeds": result.seeds,
+        "strict": _interval(result.strict),
+        "uptime": _interval(result.uptime),
+        "work": _interval(result.work),
+        "fleet": _interval(result.fleet),
+        "worstDay": round(result.worst_day, 6),
+        "lostByCause": {name: round(share, 7) for name, share in result.by_cause.items()},
+        "lostByStage": {name: round(share, 7) for name, share in result.by_stage.items()},
+        "sizes": {str(size): round(share, 7) for size, share in result.sizes.items()},
+        "recoveries": [
+            {
+                "cause": each.cause,
+                "aDay": round(each.a_day, 4),
+                "medianSeconds": round(each.median, 3),
+                "p95Seconds": round(each.slow, 3),
+                "longestSeconds": round(each.longest, 3),
+                "stepsLostAtMost": each.steps_lost,
+            }
+            for each in result.recoveries
+        ],
+        "sparesBring": None if gain is None else {"nodeHours": round(gain[0], 2), "holdNodeHours": round(gain[1], 2)},
+        "goal": None if goal is None else {"strict": goal, "reached": result.strict.mean >= goal},
+        "stageToShorten": result.stage_to_shorten or None,
+        "nodeHours": result.node_hours,
+    }
+
+
+def _interval(value: Estimate) -> dict[str, float | None]:
+    return {
+        "mean": round(value.mean, 7),
+        "margin95": None if math.isnan(value.margin) else round(value.margin, 7),
+    }

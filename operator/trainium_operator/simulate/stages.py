@@ -1,0 +1,140 @@
+"""How long each stage of a recovery takes: a file, what a job's own ledger shows, or what our benchmarks measured.
+
+The defaults are those of the development cluster (docs/benchmarks.md and docs/fault-table.md: four workers, a small
+model): they are the machinery alone. A model's own start-up, its graphs and its state come on top on a real cluster, so
+bring a file (`--stages`) or a job (`--learn-from`).
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from trainium_contract.base import ContractModel
+from trainium_contract.job import Rung, TrainingJobStatus
+from trainium_operator.simulate.errors import InputError, told
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+DEFAULT_STEP_SECONDS = 2.0
+
+
+class StageTimes(ContractModel):
+    """Seconds of each stage, in the order in which they happen."""
+
+    step_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = DEFAULT_STEP_SECONDS
+    """One step at the size that the job asks for; at another size it follows from the micro-batches."""
+    detect_exit_seconds: Seconds = 0.04
+    """From the end of a process until its agent, and the agents of the others, know it."""
+    publish_seconds: Seconds = 0.08
+    """From a decision until the first agents know the new membership."""
+    publish_per_node_seconds: Seconds = 0.0006
+    """What each node adds until the last one knows (0.15 s at 128, 0.67 s at 1,000)."""
+    leave_seconds: Seconds = 0.15
+    """A rank that is asked to leave: after the step in hand, until its state is saved in memory and it is gone."""
+    restart_seconds: Seconds = 0.15
+    """Until the processes of the next attempt are up, from the warm standby."""
+    rendezvous_seconds: Seconds = 0.05
+    """Until they have met and built the model."""
+    load_memory_seconds: Seconds = 0.09
+    """Loading the state from the node's own memory."""
+    load_peer_seconds: Seconds = 0.9
+    """Loading it from a peer's memory or a buddy's copy, where a node is new."""
+    load_durable_seconds: Seconds = 1.5
+    """Loading it from the durable checkpoint."""
+    first_step_seconds: Seconds = 0.0
+    """What the first step after a start takes longer: graphs are loaded, caches are cold."""
+    compile_seconds: Seconds = 0.0
+    """What the first step at a size takes longer whose graphs were not compiled ahead."""
+    pod_seconds: Seconds = 2.2
+    """From the creation of a pod until it runs: scheduling, image, start."""
+    warm_seconds: Seconds = 3.3
+    """From then until its worker can join: preflight, standby processes."""
+    pod_stop_seconds: Seconds = 1.0
+    """From the deletion of a pod until it is gone."""
+    save_stall_seconds: Seconds = 0.02
+    """What a durable save takes from training."""
+    save_seconds: Seconds = 10.0
+    """From the beginning of a durable save until it is committed."""
+
+    def publish(self, nodes: int) -> float:
+        """From a decision until the last of so many nodes knows it."""
+        return self.publish_seconds + self.publish_per_node_seconds * nodes
+
+    def replaced_by(self, given: dict[str, Any]) -> StageTimes:
+        """These times, with those that a mapping of camelCase names gives. Raises ValidationError."""
+        return StageTimes.model_validate({**self.model_dump(by_alias=True), **given})
+
+
+def read_stages(path: Path, base: StageTimes) -> StageTimes:
+    """The times of a YAML file, `stepSeconds: 2.2` and so on; what it leaves out stays. Raises InputError."""
+    document = read_yaml(path)
+    if not isinstance(document, dict):
+        raise InputError(f"{path} must hold a mapping such as 'restartSeconds: 3'; it holds something else")
+    try:
+        return base.replaced_by(document)
+    except ValidationError as error:
+        known = ", ".join(sorted(field.alias or name for name, field in StageTimes.model_fields.items()))
+        raise InputError(f"{path}: {told(error)}. Known are {known}") from error
+
+
+def learn_stages(path: Path, base: StageTimes) -> StageTimes:
+    """What the ledger and the history of a job show (`kubectl get trainingjob NAME -o yaml`). Raises InputError."""
+    document = read_yaml(path)
+    raw = document.get("status") if isinstance(document, dict) else None
+    if not raw:
+        raise InputError(f"{path} has no status to learn from; save one with: kubectl get trainingjob NAME -o yaml")
+    try:
+        status = TrainingJobStatus.model_validate(raw)
+    except ValidationError as error:
+        raise InputError(f"{path}: status: {told(error)}") from error
+    learnt = learnt_from(status)
+    if not learnt:
+        raise InputError(
+            f"{path}: its status has neither a step time nor a recovery yet; take a job that has trained on"
+        )
+    return base.replaced_by(learnt)
+
+
+def learnt_from(status: TrainingJobStatus) -> dict[str, float]:
+    """Medians of what a job's recoveries took, by the name of the stage; only of what it had."""
+    learnt: dict[str, float] = {}
+    sizes = [each for each in status.goodput.sizes if each.step_seconds]
+    if sizes:
+        newest = max(sizes, key=lambda each: each.size)
+        learnt["stepSeconds"] = newest.step_seconds or 0.0
+    over = [entry for entry in status.history if entry.recovered_seconds is not None and entry.stages is not None]
+    in_place = [entry for entry in over if entry.rung is Rung.IN_PLACE]
+    moved = [entry for entry in over if entry.rung in (Rung.SPARE, Rung.REPLACE)]
+    _learn(learnt, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in in_place))
+    _learn(learnt, "restartSeconds", (entry.stages.restart for entry in in_place or moved if entry.stages))
+    # The ledger's Load includes the meeting of the ranks, its Restart what the publication takes.
+    _learn(learnt, "loadMemorySeconds", (entry.stages.load for entry in in_place if entry.stages))
+    _learn(learnt, "loadPeerSeconds", (entry.stages.load for entry in moved if entry.stages))
+    if in_place or moved:
+        learnt["rendezvousSeconds"] = 0.0
+    if moved and not in_place:
+        learnt |= {"publishSeconds": 0.0, "publishPerNodeSeconds": 0.0}
+    return learnt
+
+
+def _learn(learnt: dict[str, float], name: str, seconds: Iterable[float]) -> None:
+    known = list(seconds)
+    if known:
+        learnt[name] = round(median(known), 3)
+
+
+def read_yaml(path: Path) -> Any:
+    """The one document of a YAML file. Raises InputError."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error

@@ -1,0 +1,268 @@
+"""The operator in virtual time: the same `plan` and the same plan of the fleet; the simulated cluster obeys them.
+
+Invariants: the status is what the operator would have written, nothing else is remembered; while the API server is away
+nothing is planned. The interval of status writes that only bring progress is set beyond the end, so that a job at rest
+is not planned again and again: ledger and deadlines follow from times and do not depend on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.job_storage import StorageSpec
+from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeletePod, PublishMembership
+from trainium_operator.plan.model.conditions import is_terminal
+from trainium_operator.plan.model.observed import FleetView, JobView, Observed, PlanSettings
+from trainium_operator.plan.plan import plan
+from trainium_operator.simulate.virtual.timeline import EPOCH
+from trainium_operator.simulate.virtual.training import State
+from trainium_operator.simulate.virtual.workforce import JOB, NAMESPACE
+
+if TYPE_CHECKING:
+    from trainium_contract.job import Interruption, TrainingJobSpec
+    from trainium_contract.messages import Membership
+    from trainium_operator.plan.fleet.memory import Memory
+    from trainium_operator.plan.model.actions import Action
+    from trainium_operator.simulate.virtual.nodes import Nodes
+    from trainium_operator.simulate.virtual.run import Run
+    from trainium_operator.simulate.virtual.timeline import Timeline
+    from trainium_operator.simulate.virtual.workforce import Workforce
+
+_NEVER = 1e12
+_EVENT_SECONDS = 0.02
+"""From a change until the operator's watches have shown it and it is planned."""
+_SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443", status_interval_seconds=_NEVER)
+_WRITES_ALL = replace(_SETTINGS, status_interval_seconds=0.001)
+_CA = "-----BEGIN CERTIFICATE-----\n"
+_PATIENCE = 0.03
+"""Of the time in which nothing has changed: so much later than the operator may a simulated one look."""
+_RECONNECT_SECONDS = 1.0
+"""Until agents have found an operator that is back."""
+
+EntryKey = tuple[int, int, int, str]
+
+
+def _quiet(spec: TrainingJobSpec) -> TrainingJobSpec:
+    """The job without what only tells people, or drains, how old checkpoints are: each look at it would cost a plan."""
+    durable = spec.checkpoint.durable.replaced(every_seconds=None, every_steps=None)
+    return spec.replaced(
+        checkpoint=spec.checkpoint.replaced(storage=StorageSpec(), durable=durable),
+        precompile=spec.precompile.replaced(enabled=False),
+    )
+
+
+class SimulatedOperator:
+    """Plans and acts; `wake()` whenever something has changed."""
+
+    def __init__(self, timeline: Timeline, nodes: Nodes, spec: TrainingJobSpec) -> None:
+        self.status = TrainingJobStatus()
+        self.incarnation = 0
+        """Counts the jobs that a person had to create again."""
+        self.entries: dict[EntryKey, Interruption] = {}
+        """Every interruption that was ever in the history, as it was last seen."""
+        self.plans = 0
+        self.membership: Membership | None = None
+        self.workforce: Workforce
+        self.run: Run
+        self._timeline = timeline
+        self._nodes = nodes
+        self._spec = _quiet(spec)
+        self._children: dict[str, str] = {}
+        self._since = EPOCH - 3600.0
+        self._published = 0
+        self._woken = False
+        self._look = 0
+        self._news_at = 0.0
+        self._written = 0.0
+        self._up = True
+        self._memory: Memory | None = None
+        self._fleet = FleetView()
+        self._fleet_look = 0
+        self._fleet_stale = True
+        self._failures: object = None
+
+    @property
+    def up(self) -> bool:
+        """Whether it reaches the API server."""
+        return self._up
+
+    @property
+    def stopped(self) -> bool:
+        """The job has ended."""
+        return is_terminal(self.status)
+
+    # --- when it looks ----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something has changed."""
+        self._news_at = self._timeline.now
+        if self._up and not self._woken:
+            self._woken = True
+            self._timeline.after(_EVENT_SECONDS, self._reconcile)
+
+    def nodes_changed(self) -> None:
+        """A node has changed."""
+        self._fleet_stale = True
+        self.wake()
+
+    def ticks(self, moments: tuple[float, ...], *, always: bool = False) -> None:
+        """Look at these moments, where a status at rest still waits for figures of the steps."""
+        for moment in moments:
+            self._timeline.at(moment, partial(self._tick, always=always))
+
+    def go_away(self) -> None:
+        """The API server is out of reach, and the operator ends with its Lease."""
+        self._up, self._woken = False, False
+        self._look += 1
+
+    def come_back(self) -> None:
+        """A new process leads, and has heard nobody."""
+        self._up, self._published, self._fleet_stale = True, 0, True
+        self._since = self._timeline.now
+        self._timeline.after(_RECONNECT_SECONDS, self.wake)
+
+    def create_again(self) -> None:
+        """A person deletes the job and creates it anew; it finds its newest checkpoint."""
+        self.incarnation += 1
+        self.status, self.membership, self._published = TrainingJobStatus(), None, 0
+        self._children.clear()
+        self.wake()
+
+    def settle_accounts(self) -> None:
+        """Bring the ledger up to now."""
+        if not self.stopped:
+            self._plan_once(_WRITES_ALL)
+
+    def _tick(self, *, always: bool) -> None:
+        if not self._up or self.stopped or self.run.training.state is not State.RUNNING:
+            return
+        if always or self._waits_for_figures():
+            self._plan_once(_WRITES_ALL)
+
+    def _waits_for_figures(self) -> bool:
+        size = self.run.training.size
+        settled = any(each.size == size and each.settled for each in self.status.goodput.sizes)
+        unreported = any(not each.reported for each in self.status.stragglers)
+        return not settled or unreported or self.run.training.slowness > 1.0
+
+    # --- what it does -----------------------------------------------------------------------------------------------
+
+    def _reconcile(self) -> None:
+        self._woken = False
+        if not self._up or self.stopped:
+            return
+        requeue = self._plan_once(_SETTINGS)
+        self._look += 1
+        number = self._look
+        if requeue is not None and requeue < _NEVER / 2:
+            seconds = self._patient(requeue)
+            self._timeline.after(seconds, lambda: self._reconcile() if number == self._look else None)
+
+    def _patient(self, requeue: float) -> float:
+        """When to look again: the operator polls while somebody is missing, and for hours that would cost much.
+
+        The longer nothing has changed, the seldomer; the end of the wait for capacity is met exactly.
+        """
+        now, since = self._timeline.now, self.status.waiting_since
+        seconds = max(requeue, _PATIENCE * (now - self._news_at))
+        deadline = None if since is None else since + self._spec.recovery.rescale_after_seconds - now
+        return seconds if deadline is None or not 0 < deadline < seconds else max(requeue, deadline)
+
+    def _plan_once(self, settings: PlanSettings) -> float | None:
+        self._look_at_fleet()
+        self.plans += 1
+        result = plan(self._observe(), settings)
+        if result.actions:
+            self._news_at = self._timeline.now
+        if result.status != self.status:
+            self._news_at = self._timeline.now
+            self._written = self._timeline.now
+            self.status = result.status
+            for entry in result.status.history:
+                self.entries[self.incarnation, entry.generation, entry.attempt, entry.time] = entry
+            if result.status.failures != self._failures:
+                self._failures = result.status.failures
+                self._fleet_stale = True
+                self.wake()
+        for action in result.actions:
+            self._act(action)
+        return result.requeue_after
+
+    def _observe(self) -> Observed:
+        now = self._timeline.now
+        known = self.workforce.agents(now, self.run.tell(), deaf_until=self._since)
+        job = JobView(
+            namespace=NAMESPACE,
+            name=JOB,
+            uid=f"job-{self.incarnation}",
+            generation=1,
+            deleting=False,
+            spec=self._spec,
+            status=self.status,
+            created=EPOCH,
+        )
+        return Observed(
+            job=job,
+            pods=tuple(pod.view for pod in self.workforce.pods.values()),
+            nodes=self._nodes.views,
+            agents=known,
+            membership=self.membership,
+            published=self._published,
+            children=self._children,
+            ca_bundle=_CA,
+            coordinator_since=self._since,
+            now=now,
+            fleet=self._fleet,
+            status_written=self._written,
+        )
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case ApplyObject(manifest):
+                metadata = manifest["metadata"]
+                key = f"{manifest['kind']}/{metadata['name']}"
+                self._children[key] = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
+            case PublishMembership(membership):
+                self.membership, self._published = membership, membership.generation
+                self.run.publish(membership)
+            case CreatePod(manifest):
+                self.workforce.create(manifest, self.status.avoided_nodes)
+            case DeletePod(name, uid, grace):
+                self.workforce.delete(name, uid, grace)
+            case _:
+                pass
+
+    def _look_at_fleet(self) -> None:
+        if not self._fleet_stale:
+            return
+        self._fleet_stale = False
+        quarantine = self._spec.health.quarantine
+        records = JobRecords(
+            uid=f"job-{self.incarnation}",
+            name=f"{NAMESPACE}/{JOB}",
+            failures=self.status.failures,
+            takes_part=quarantine.enabled,
+            debounce_seconds=float(quarantine.debounce_seconds),
+        )
+        result = plan_fleet(
+            FleetObserved(
+                nodes=self._nodes.views,
+                carrying=frozenset(pod.view.node for pod in self.workforce.pods.values()) - {""},
+                jobs=(records,),
+                memory=self._memory,
+                now=self._timeline.now,
+                machines=self._nodes.gone,
+            )
+        )
+        self._memory, self._fleet = result.memory, result.view
+        self._fleet_look += 1
+        number = self._fleet_look
+        if result.look_again is not None:
+            self._timeline.after(
+                max(1.0, result.look_again), lambda: self.nodes_changed() if number == self._fleet_look else None
+            )

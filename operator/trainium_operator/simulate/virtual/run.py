@@ -1,0 +1,386 @@
+"""What the agents of a generation do together: leave, meet, load, train, restart in place; and what befalls them.
+
+Invariants: ranks step only when all members are there; a restart in place needs no operator; what was begun for an
+older attempt never goes on (`_epoch`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.messages import (
+    ProcessFailure,
+    Progress,
+    RestartRecord,
+    StepTiming,
+    Transition,
+    WorkerPhase,
+)
+from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
+from trainium_operator.simulate.virtual.training import State, Training
+from trainium_operator.simulate.virtual.workforce import HALF_A_HEARTBEAT, Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.messages import Membership
+    from trainium_operator.simulate.stages import StageTimes
+    from trainium_operator.simulate.virtual.nodes import Slot
+    from trainium_operator.simulate.virtual.timeline import Timeline
+    from trainium_operator.simulate.virtual.workforce import Agent, Pod, Workforce
+
+_NEWEST = 8
+_UNCORRECTABLE = 1202
+"""Status of the Neuron runtime: an uncorrectable error of a core."""
+_CRASHED = 139
+_TIMED_STEPS = 50
+
+
+class Ticks(Protocol):
+    """Moments at which the operator looks at a job at rest, if figures are missing, or always."""
+
+    def __call__(self, moments: tuple[float, ...], *, always: bool = False) -> None:
+        """Look then."""
+
+
+class Run:
+    """The ranks of one job."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        workforce: Workforce,
+        spec: TrainingJobSpec,
+        stages: StageTimes,
+        *,
+        changed: Callable[[], None],
+        ticks: Ticks,
+    ) -> None:
+        """`changed()`: agents tell something new; `ticks(moments)`: the operator is to look then at a job at rest."""
+        self.training = Training(spec, stages)
+        self.membership: Membership | None = None
+        """The generation that the agents are in."""
+        self._timeline = timeline
+        self._workforce = workforce
+        self._spec = spec
+        self._stages = stages
+        self._changed = changed
+        self._ticks = ticks
+        self._epoch = 0
+        self._attempt = 0
+        self._timed: dict[float, StepTiming] = {}
+        self._timed_of: tuple[object, ...] | None = None
+        self._compiled = {*spec.sizes_to_compile(), *spec.sizes_for_spares()} if spec.precompile.enabled else set()
+
+    # --- who is there -----------------------------------------------------------------------------------------------
+
+    def members(self) -> Iterator[tuple[int, Pod | None]]:
+        """Rank and pod of each member; None for a pod that is gone."""
+        by_uid = {pod.view.uid: pod for pod in self._workforce.pods.values()}
+        for member in self.membership.members if self.membership else ():
+            yield member.node_rank, by_uid.get(member.pod_uid)
+
+    def _agents(self) -> list[Agent]:
+        """Agents of the members that work."""
+        return [pod.agent for _, pod in self.members() if pod is not None and _works(pod) and pod.agent is not None]
+
+    def _missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank, pod in self.members() if pod is None or not _works(pod))
+
+    def member_on(self, slot: Slot) -> tuple[int, Agent] | None:
+        """Rank and agent of the member that works in this place."""
+        for rank, pod in self.members():
+            if pod is not None and pod.slot is slot and _works(pod) and pod.agent is not None:
+                return rank, pod.agent
+        return None
+
+    # --- generations ------------------------------------------------------------------------------------------------
+
+    def publish(self, membership: Membership) -> None:
+        """The coordinator serves this generation from now on."""
+        delay = self._stages.publish(len(membership.members))
+        self._timeline.after(delay, lambda: self._adopt(membership))
+
+    def _adopt(self, membership: Membership) -> None:
+        if self.membership is not None and membership.generation <= self.membership.generation:
+            return
+        graceful = membership.transition is Transition.GRACEFUL and self.training.state is State.RUNNING
+        if not graceful:
+            self._enter(membership)
+            return
+        left = self.training.last_step_end(self._timeline.now) + self._stages.leave_seconds
+        self._epoch += 1
+        epoch = self._epoch
+        self._timeline.at(left, lambda: self._enter(membership, saved=True) if epoch == self._epoch else None)
+        # A fault meanwhile begins another epoch, and the generation is entered at once.
+        self._timeline.at(left + self._stages.leave_seconds, lambda: self._enter(membership))
+
+    def _enter(self, membership: Membership, *, saved: bool = False) -> None:
+        """Leave the generation in force for this one; `saved`: all ranks left after the same step, and hold it."""
+        if self.membership is not None and membership.generation <= self.membership.generation:
+            return
+        training, now = self.training, self._timeline.now
+        training.halt(now, State.JOINING)
+        before = {pod.view.uid for _, pod in self.members() if pod is not None}
+        resume = training.step if saved and not self._missing() else training.resume_from(self._missing())
+        old = self._agents()
+        self.membership, self._attempt = membership, 0
+        named = self._agents()
+        for agent in old:
+            agent.generation, agent.attempt, agent.verdict, agent.waiting_for = membership.generation, 0, None, ()
+            agent.turn(WorkerPhase.STANDBY, now)
+        for agent in named:
+            agent.generation, agent.attempt, agent.verdict = membership.generation, 0, None
+        training.size = len(membership.members)
+        newcomers = any(member.pod_uid not in before for member in membership.members)
+        self._begin(resume, newcomers=newcomers)
+        self._changed()
+
+    def _begin(self, resume: int, *, newcomers: bool) -> None:
+        """The members join; when all are there their processes start, load and train."""
+        training, now = self.training, self._timeline.now
+        self._epoch += 1
+        training.state, training.started, training.loaded = State.JOINING, 0.0, 0.0
+        missing = self._missing()
+        for agent in self._agents():
+            agent.waiting_for, agent.attempt = missing[:64], self._attempt
+            agent.turn(WorkerPhase.JOINING, now)
+        if missing:
+            self._changed()
+            return
+        epoch = self._epoch
+
+        def up() -> None:
+            if epoch != self._epoch:
+                return
+            training.state, training.started = State.LOADING, self._timeline.now
+            for agent in self._agents():
+                agent.turn(WorkerPhase.LOADING, self._timeline.now)
+            seconds = training.loading_seconds(resume, newcomers=newcomers)
+            self._timeline.after(seconds, lambda: self._loaded(epoch, resume))
+
+        self._timeline.after(self._stages.restart_seconds, up)
+
+    def _loaded(self, epoch: int, resume: int) -> None:
+        if epoch != self._epoch:
+            return
+        training, now = self.training, self._timeline.now
+        cold = self._stages.compile_seconds if training.size not in self._compiled else 0.0
+        self._compiled.add(training.size)
+        training.run(now, resume, first_step=self._stages.first_step_seconds + cold)
+        for agent in self._agents():
+            agent.turn(WorkerPhase.TRAINING, now)
+        self.pace_changed()
+        self._timeline.at(training.end_of(training.best + 1), lambda: self._made_new_step(epoch))
+
+    def _made_new_step(self, epoch: int) -> None:
+        if epoch != self._epoch or self.training.state is not State.RUNNING:
+            return
+        training, now = self.training, self._timeline.now
+        if training.step_at(now) <= training.best:
+            self._timeline.at(training.end_of(training.best + 1), lambda: self._made_new_step(epoch))
+            return
+        for agent in self._agents():
+            agent.restarts = tuple(
+                record
+                if record.resumed_at is not None or record.generation != agent.generation
+                else record.replaced(resumed_at=now, resume_step=training.resume)
+                for record in agent.restarts
+            )
+        step = training.step_seconds(training.size)
+        self._ticks(tuple(now + number * 2.0 * step for number in range(1, 20)))
+        self._changed()
+
+    def pace_changed(self) -> None:
+        """Another node is the slowest now."""
+        slowest = max((pod.slot.slowness for _, pod in self.members() if pod is not None and pod.slot), default=1.0)
+        training, now = self.training, self._timeline.now
+        before = training.slowness
+        training.slow_down(now, slowest)
+        if slowest > 1.0 and training.state is State.RUNNING:
+            persists = self._spec.recovery.stragglers.persist_steps
+            self._ticks(tuple(now + (steps + 0.5) * training.pace for steps in (1, 20, 20 + persists, 30 + persists)))
+        elif before != slowest:
+            # The steps are faster than when the reference was taken, perhaps.
+            step = training.step_seconds(training.size) if training.size else 1.0
+            self._ticks(tuple(now + number * 2.0 * step for number in range(1, 20)), always=True)
+            self._changed()
+
+    # --- what befalls them ------------------------------------------------------------------------------------------
+
+    def crash(self, slot: Slot) -> None:
+        """A process of the member in this place ends; all restart in place."""
+        if self.member_on(slot) is None or self.training.state is State.IDLE:
+            return
+        self._stop(State.STALLED)
+        self._later(
+            self._stages.detect_exit_seconds, lambda at: self._restart_in_place(slot, at, Cause.CRASH, _CRASHED)
+        )
+
+    def hang(self, slot: Slot, forever: float) -> None:
+        """A rank stands still, and the others with it, until its agent finds it (else for so long)."""
+        if self.member_on(slot) is None or self.training.state is not State.RUNNING:
+            return
+        limits, step = self._spec.recovery.hang, self.training.pace
+        limit = max(limits.step_floor_seconds, limits.step_factor * step) if limits.enabled else forever
+        self._stop(State.STALLED)
+        self._later(limit, lambda at: self._restart_in_place(slot, at, Cause.HANG, int(ExitCode.HUNG)))
+
+    def lose_device(self, slot: Slot) -> None:
+        """The device of the member in this place breaks: its agent gives up, the others wait for another."""
+        if self.member_on(slot) is None or self.training.state is State.IDLE:
+            return
+        self._stop(State.STALLED)
+        code, status = int(ExitCode.DEVICE_FAULT), _UNCORRECTABLE
+        self._later(self._stages.detect_exit_seconds, lambda at: self._give_up(slot, at, code, status))
+
+    def diverge(self, slot: Slot) -> None:
+        """A loss that is not finite: skipped where the job bears it, else the ranks end with the code for it."""
+        if self.member_on(slot) is None or self.training.state is not State.RUNNING:
+            return
+        if self._spec.trainer.non_finite_tolerance > 0:
+            return
+        self._stop(State.STALLED)
+        self._later(0.0, lambda at: self._give_up(slot, at, int(ExitCode.NUMERICAL), None))
+
+    def lose_power(self, slots: list[Slot]) -> None:
+        """Nodes without power: who trained with them waits in a collective and tells nothing."""
+        hit = any(self.member_on(slot) is not None for slot in slots)
+        for slot in slots:
+            self._workforce.lose_power(slot)
+        if hit and self.training.state is State.RUNNING:
+            self._stop(State.STALLED)
+        elif hit and self.training.state in (State.JOINING, State.LOADING):
+            self._stop(State.JOINING)
+            for agent in self._agents():
+                agent.waiting_for = self._missing()[:64]
+                agent.turn(WorkerPhase.JOINING, self._timeline.now)
+        if any(True for slot in slots for _ in self._workforce.on(slot)):
+            self._timeline.after(SILENCE_TOLD_SECONDS - HALF_A_HEARTBEAT, self._changed)
+
+    def _stop(self, state: State) -> None:
+        self._epoch += 1
+        self.training.halt(self._timeline.now, state)
+
+    def _later(self, seconds: float, what: Callable[[float], None]) -> None:
+        """`what(at)` with the time of the fault, unless something else comes before."""
+        epoch, at = self._epoch, self._timeline.now
+        self._timeline.after(seconds, lambda: what(at) if epoch == self._epoch else None)
+
+    def _failure(self, agent: Agent, rank: int, at: float, code: int, status: int | None) -> ProcessFailure:
+        return ProcessFailure(
+            sequence=agent.failures[-1].sequence + 1 if agent.failures else 0,
+            generation=agent.generation,
+            attempt=agent.attempt,
+            rank=rank,
+            exit_code=code,
+            step=self.training.step,
+            message="simulated",
+            runtime_status=status,
+            at=at,
+        )
+
+    def _restart_in_place(self, slot: Slot, at: float, cause: Cause, code: int) -> None:
+        found = self.member_on(slot)
+        if found is None:
+            return
+        rank, victim = found
+        now, step = self._timeline.now, self.training.step
+        victim.failures = (*victim.failures, self._failure(victim, rank, at, code, None))[-_NEWEST:]
+        self._attempt += 1
+        for agent in self._agents():
+            record = RestartRecord.model_construct(
+                sequence=agent.restarts[-1].sequence + 1 if agent.restarts else 0,
+                generation=agent.generation,
+                attempt=self._attempt,
+                cause=cause if agent is victim else Cause.PEER_LOST,
+                failed_at=at,
+                detected_at=now,
+                resumed_at=None,
+                step_before=step,
+                resume_step=None,
+            )
+            agent.restarts = (*agent.restarts, record)[-_NEWEST:]
+        self._begin(self.training.resume_from(self._missing()), newcomers=False)
+        self._changed()
+
+    def _give_up(self, slot: Slot, at: float, code: int, status: int | None) -> None:
+        found = self.member_on(slot)
+        if found is None:
+            return
+        rank, victim = found
+        now = self._timeline.now
+        failure = self._failure(victim, rank, at, code, status)
+        victim.failures = (*victim.failures, failure)[-_NEWEST:]
+        victim.verdict = failure
+        for agent in self._agents():
+            if agent is victim:
+                agent.turn(WorkerPhase.FAILED, now)
+            else:
+                agent.waiting_for = (rank,)
+                agent.turn(WorkerPhase.JOINING, now)
+        self.training.state = State.JOINING
+        self._changed()
+
+    def abandon(self) -> None:
+        """The job is over: only what was committed is kept."""
+        self._stop(State.IDLE)
+        self.membership, self._attempt = None, 0
+        self.training.size = 0
+
+    # --- what they tell ---------------------------------------------------------------------------------------------
+
+    def tell(self) -> Ranks:
+        """What the heartbeats of the members say now."""
+        training, now = self.training, self._timeline.now
+        if self.membership is None:
+            return Ranks(progress=None, leader="", stepped=None, step_seconds=None, timings={})
+        training.account(now)
+        step, ended = training.step_at(now), training.ended_at(now)
+        progress = Progress.model_construct(
+            **_QUIET,
+            step=step,
+            memory_step=step,
+            durable_step=training.durable,
+            resume_step=training.resume,
+            updated=ended,
+            started=training.started,
+            loaded=training.loaded,
+        )
+        return Ranks(
+            progress=progress,
+            leader=self.membership.members[0].pod_uid,
+            stepped=ended or None,
+            step_seconds=training.pace,
+            timings=self._timings(step - training.resume),
+        )
+
+    def _timings(self, made: int) -> Mapping[float, StepTiming]:
+        training = self.training
+        clean = training.step_seconds(training.size)
+        paces = {pod.slot.slowness for pod in self._workforce.pods.values() if pod.slot is not None}
+        of = (training.state is State.RUNNING, clean, min(_TIMED_STEPS, made), training.slowness, frozenset(paces))
+        if of != self._timed_of:
+            self._timed_of = of
+            self._timed = {
+                slowness: StepTiming.model_construct(
+                    steps=of[2], step_seconds=clean * training.slowness, own_seconds=clean * slowness
+                )
+                for slowness in paces
+                if of[0]
+            }
+        return self._timed
+
+
+_QUIET = {
+    name: field.default
+    for name, field in Progress.model_fields.items()
+    if name not in ("step", "memory_step", "durable_step", "resume_step", "updated", "started", "loaded")
+}
+
+
+def _works(pod: Pod) -> bool:
+    """Its agent is there and can be reached."""
+    return pod.agent is not None and pod.agent.silent_since is None
