@@ -1,0 +1,28 @@
+"""What people use from outside the cluster: `kubectl trn`, and `TrainingJob` for Python programs.
+
+Invariants: imports the contract alone, neither operator nor trainer; needs a kubeconfig and no right that kubectl
+would not need; importing this package loads nothing, so that a command starts fast (decision 0086).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainium_client.errors import ClientError
+    from trainium_client.job import JobFailedError, TrainingJob
+
+__all__ = ["ClientError", "JobFailedError", "TrainingJob"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names above, loaded when they are first asked for."""
+    if name == "ClientError":
+        from trainium_client.errors import ClientError  # noqa: PLC0415
+
+        return ClientError
+    if name in __all__:
+        from trainium_client import job  # noqa: PLC0415
+
+        return getattr(job, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

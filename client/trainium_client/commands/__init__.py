@@ -1,0 +1,1 @@
+"""The commands of `kubectl trn`: they read, call the pure core and print."""

@@ -1,0 +1,216 @@
+"""Commands that look at workers and machines: ranks, stacks, checkpoints, nodes, release."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from trainium_client.api import JSON_PATCH, Api, Asked, Json, Missing
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    JobName,
+    Kubeconfig,
+    Namespace,
+    Output,
+    emit,
+    open_api,
+    say,
+)
+from trainium_client.errors import ClientError, NotFoundError
+from trainium_client.inside import ask_all, json_lines, run_inside
+from trainium_client.reading import read_members
+from trainium_client.views.checkpoints import checkpoint_root, checkpoint_rows
+from trainium_client.views.job import job_view
+from trainium_client.views.machines import MachineView, find_machine, machine_views
+from trainium_client.views.raw import mapping, text
+from trainium_client.views.workers import pod_rows, rank_rows
+from trainium_contract.exit_codes import ExitCode
+
+ASKED_UNASKED = 64
+"""Workers that are asked for their steps without being told to: more of them take the API server's time."""
+_SHOWN = 40
+_MONITOR = ("python", "-m", "trainium_trainer.monitor")
+_STACKS = ("python", "-m", "trainium_trainer.agent.show_stacks")
+_LOOK_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
+
+OperatorNamespace = Annotated[
+    str,
+    typer.Option("--operator-namespace", envvar="TRAINIUM_OPERATOR_NAMESPACE", help="Where the operator is installed."),
+]
+Quarantine = Annotated[str, typer.Option("--quarantine", help="The ConfigMap of the operator's memory of machines.")]
+DEFAULT_NAMESPACE = "trainium-system"
+DEFAULT_QUARANTINE = "trainium-operator-quarantine"
+
+
+def ranks(
+    name: JobName,
+    steps: Annotated[
+        bool | None, typer.Option("--steps/--no-steps", help=f"Ask each worker; default: up to {ASKED_UNASKED}.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_SHOWN} slowest.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
+    """Rank -> pod -> node -> step, the slowest first."""
+    api = open_api(namespace, context, kubeconfig)
+    members = read_members(api, name)
+    job = api.job(name)
+    told: dict[str, Any] = {}
+    ended = text(mapping(job, "status"), "phase") in {"Completed", "Failed"}
+    asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
+    if asks:
+        told = ask_all([row.pod for row in members.rows], lambda pod: json_lines(run_inside(api, pod, _MONITOR)))
+    rows = rank_rows(members, told, mapping(job, "status"), time.time())
+
+    def page(value: Any, _now: float, width: int) -> Any:
+        from trainium_client.render.tables import ranks_page  # noqa: PLC0415
+
+        return ranks_page(value, width, None if every else _SHOWN)
+
+    emit(output, rows, page)
+    if not asks and steps is None and output is Format.TEXT:
+        say("the job has ended, so nobody was asked for a step" if ended
+            else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
+
+
+def stacks(
+    name: JobName,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only the worker of this rank.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
+    """What every rank executes now: Python stacks, asked for by a signal; training goes on."""
+    api = open_api(namespace, context, kubeconfig)
+    members = read_members(api, name)
+    wanted = members.rows
+    if rank is not None:
+        row = members.of_rank(rank)
+        if row is None:
+            raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
+        wanted = (row,)
+    told = ask_all([row.pod for row in wanted], lambda pod: json_lines(run_inside(api, pod, _STACKS)))
+    found: list[dict[str, Any]] = []
+    for row in wanted:
+        said = told[row.pod]
+        if isinstance(said, str):
+            found.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": said})
+            continue
+        for each in said:
+            number = row.rank * members.processes_per_node + int(each.get("localRank", 0))
+            if rank is None or number == rank:
+                found.append({"pod": row.pod, "node": row.node, "rank": number, **each})
+    if output is Format.JSON:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return
+    for each in found:
+        head = f"rank {each['rank']}" if each["rank"] is not None else "no rank"
+        sys.stdout.write(f"--- {head} in {each['pod']} on {each['node']}\n{each['stack'] or each['whyNot']}\n")
+
+
+def checkpoints(
+    name: JobName,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
+    """Checkpoints that a resume could use; with a running worker also what lies on storage."""
+    api = open_api(namespace, context, kubeconfig)
+    job = api.job(name)
+    view = job_view(job, now=time.time())
+    rows, note = on_storage(api, job, verify=verify)
+    if verify and rows is None:
+        raise ClientError(f"the checkpoints cannot be verified: {note}")
+
+    def page(_value: Any, now: float, width: int) -> Any:
+        from trainium_client.render.tables import checkpoints_page  # noqa: PLC0415
+
+        return checkpoints_page(view, rows, note, now=now, width=width)
+
+    emit(output, {"known": view.checkpoints, "storage": rows, "note": note}, page)
+    if verify and any(each.problem for each in rows or ()):
+        raise ClientError("a checkpoint is damaged; set it aside with `trainium-trainer inspect --repair`")
+
+
+def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
+    """The list that a running worker makes, or why there is none."""
+    table = api.pod_table(text(mapping(job, "metadata"), "name"))
+    if isinstance(table, Missing):
+        return None, table.why
+    running = [row.name for row in pod_rows(table) if row.state == "Running"]
+    if not running:
+        return None, "no worker runs that could look into storage; docs/watch.md says how to look without one"
+    command = ["python", "-m", "trainium_trainer", "inspect", checkpoint_root(job), "--json"]
+    command += ["--verify"] if verify else []
+    try:
+        seconds = _VERIFY_SECONDS if verify else _LOOK_SECONDS
+        printed = run_inside(api, running[0], command, seconds=seconds, accepted=(0, ExitCode.USER_ERROR))
+    except ClientError as error:
+        return None, str(error)
+    rows = checkpoint_rows(printed.out.decode(errors="replace"))
+    return rows, "" if rows is not None else f"{running[0]} printed something else than a list of checkpoints"
+
+
+def nodes(
+    operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
+    quarantine: Quarantine = DEFAULT_QUARANTINE,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
+    """Machines that faults were put down to: state, how long, and the evidence."""
+    api = open_api(operator_namespace, context, kubeconfig)
+
+    def page(value: Any, now: float, width: int) -> Any:
+        from trainium_client.render.tables import machines_page  # noqa: PLC0415
+
+        return machines_page(value, now, width)
+
+    emit(output, read_machines(api, quarantine), page)
+
+
+def release(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Node or machine, as `nodes` lists them.")],
+    operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
+    quarantine: Quarantine = DEFAULT_QUARANTINE,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Take a machine out of quarantine; what was held against it does not count again."""
+    api = open_api(operator_namespace, context, kubeconfig)
+    machines = read_machines(api, quarantine)
+    found = find_machine(machines, node)
+    if found is None:
+        known = ", ".join(each.node or each.key for each in machines) or "none"
+        raise NotFoundError(f"nothing is held against {node}; remembered: {known}")
+    key = found.key.replace("~", "~0").replace("/", "~1")
+    asked = Asked("patch", "configmaps", operator_namespace, quarantine)
+    path = f"/api/v1/namespaces/{operator_namespace}/configmaps/{quarantine}"
+    api.call("PATCH", asked, path, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
+    say(f"{found.node or found.key} is released ({found.state}, {len(found.strikes)} strikes); "
+        "the operator reads it within 15 seconds")  # fmt: skip
+
+
+def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
+    """What the operator remembers; nothing before the first strike."""
+    asked = Asked("get", "configmaps", api.namespace, quarantine)
+    found = api.readable(asked, f"/api/v1/namespaces/{api.namespace}/configmaps/{quarantine}")
+    if isinstance(found, Missing):
+        if found.why.startswith("you may not"):
+            raise ClientError(found.why)
+        say(f"there is no ConfigMap {quarantine} in namespace {api.namespace} (--operator-namespace, --quarantine)")
+        return ()
+    table = api.readable(Asked("list", "nodes"), "/api/v1/nodes", query={"includeObject": "None"},
+                         accept="application/json;as=Table;v=v1;g=meta.k8s.io")  # fmt: skip
+    names = None if isinstance(table, Missing) else [row.name for row in pod_rows(table)]
+    return machine_views(found, names)

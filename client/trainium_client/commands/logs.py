@@ -1,0 +1,211 @@
+"""`logs`: the lines of one rank, wherever it runs; with --follow across restarts and pods."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainium_client.api import Api, Missing
+from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
+from trainium_client.errors import ClientError
+from trainium_client.inside import ask_all
+from trainium_client.reading import decode_members, read_members
+from trainium_client.views.raw import mapping, plain, text
+from trainium_client.views.workers import pod_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_client.views.workers import MemberRow, Members
+
+_POLL_SECONDS = 2.0
+_OLD_PODS = 8
+"""Pods that are looked through for what a rank said before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a pod's log."""
+
+    stamp: str
+    """RFC 3339 with fractions, as the kubelet writes it; comparable as text within one pod."""
+    words: str
+
+
+def split_line(raw: bytes) -> Line:
+    """Time stamp and words."""
+    stamp, _, words = raw.decode(errors="replace").rstrip("\r").partition(" ")
+    return Line(stamp, words)
+
+
+def words_of(rank: int, line: Line, *, every: bool) -> str | None:
+    """What a rank said, without its mark; None for a line of another."""
+    if every:
+        return line.words
+    mark = f"[rank {rank}] "
+    return line.words.removeprefix(mark) if line.words.startswith(mark) else None
+
+
+def logs(
+    name: JobName,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Which rank.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, into its next pod as well.")] = False,
+    previous: Annotated[bool, typer.Option("--previous", "-p", help="The pod that had this rank before.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All lines of its pod: other ranks and the agent too.")] = False,
+    tail: Annotated[int, typer.Option("--tail", min=-1, help="Only the last lines of the pod; -1 for all.")] = -1,
+    timestamps: Annotated[bool, typer.Option("--timestamps", help="Write the time before each line.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """What one rank writes, followed across restarts and pods."""
+    api = open_api(namespace, context, kubeconfig)
+    members = read_members(api, name)
+    member = members.of_rank(rank)
+    if member is None:
+        raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
+    printer = _Printer(rank, every=every, timestamps=timestamps)
+    if previous:
+        _previous(api, name, members, printer)
+    elif follow:
+        _follow(api, name, member, printer, tail)
+    else:
+        query = {"timestamps": "true", **({"tailLines": str(tail)} if tail >= 0 else {})}
+        for line in _read(api, member, query):
+            printer.write(line)
+
+
+class _Printer:
+    """Writes the lines of one rank."""
+
+    def __init__(self, rank: int, *, every: bool, timestamps: bool) -> None:
+        self._rank, self._every, self._timestamps = rank, every, timestamps
+        self._safe = sys.stdout.isatty()
+
+    def write(self, line: Line) -> bool:
+        """Whether it was a line of the rank."""
+        said = words_of(self._rank, line, every=self._every)
+        if said is None:
+            return False
+        # A program's output must not steer the person's terminal; a file gets it as it is.
+        said = plain(said) if self._safe else said
+        sys.stdout.write(f"{line.stamp} {said}\n" if self._timestamps else f"{said}\n")
+        return True
+
+
+def _read(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[Line]:
+    path = f"/api/v1/namespaces/{api.namespace}/pods/{member.pod}/log"
+    with api.connection.stream(path, query={"container": "worker", **query}) as stream:
+        if stream.status >= 400:
+            raise ClientError(_no_log(stream.status, member, api.namespace))
+        yield from map(split_line, stream.lines())
+
+
+def _no_log(status: int, member: MemberRow, namespace: str) -> str:
+    if status == 403:
+        return f"you may not get pods/log in namespace {namespace}; ask for a Role with verb 'get' on 'pods/log'"
+    if status == 404:
+        return f"{member.pod} is gone, and its log with it; what it said last is in `kubectl trn why`"
+    where = f" on node {member.node}" if member.node else ""
+    return f"the log of {member.pod}{where} cannot be read (the API server answered {status}): its node may be gone"
+
+
+def _previous(api: Api, name: str, members: Members, printer: _Printer) -> None:
+    """The newest pod that is no member any more and whose log has lines of the rank."""
+    table = api.pod_table(name)
+    if isinstance(table, Missing):
+        raise ClientError(table.why)
+    there = {row.pod for row in members.rows}
+    old = [row.name for row in pod_rows(table) if row.name not in there]
+    old.sort(key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True)
+    found = ask_all(old[:_OLD_PODS], lambda pod: api.log(pod, query={"timestamps": "true"}))
+    for pod in old[:_OLD_PODS]:
+        log = found[pod]
+        lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
+        if sum(printer.write(line) for line in lines):
+            say(f"-- that was {pod}")
+            return
+    raise ClientError(
+        "no pod is left that had this rank before: earlier attempts in the same pod are in its log "
+        f"(`kubectl trn logs {name}` without --previous), what a lost pod said last is in `kubectl trn why {name}`"
+    )
+
+
+def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int) -> None:
+    """The rank's lines, pod after pod, until the job has ended."""
+    last, current = "", member
+    rank = printer._rank  # noqa: SLF001 - one module
+    while True:
+        query = {"timestamps": "true", "follow": "true"}
+        query |= {"sinceTime": _whole_seconds(last)} if last else {"tailLines": str(tail)} if tail >= 0 else {}
+        last = _follow_pod(api, name, current, query, last, printer)
+        succeeding = _next(api, name, rank, current)
+        if succeeding is None:
+            return
+        if succeeding.pod != current.pod:
+            say(f"-- rank {rank} is now in {succeeding.pod} on {succeeding.node}")
+            last, tail = "", -1
+        current = succeeding
+
+
+def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], last: str, printer: _Printer) -> str:
+    """Until the pod ends or the rank leaves it; the time stamp of the newest line."""
+    path = f"/api/v1/namespaces/{api.namespace}/pods/{member.pod}/log"
+    rank, done = printer._rank, threading.Event()  # noqa: SLF001 - one module
+    with api.connection.stream(path, query={"container": "worker", **query}) as stream:
+        if stream.status >= 400:
+            # The pod may be starting, or just gone: who has the rank next is asked after a moment.
+            if stream.status == 403:
+                raise ClientError(_no_log(403, member, api.namespace))
+            time.sleep(_POLL_SECONDS)
+            return last
+
+        def leave_with_the_rank() -> None:
+            while not done.wait(_POLL_SECONDS):
+                members = decode_members(api.membership(name))
+                row = members.of_rank(rank) if members else None
+                if row is not None and row.pod != member.pod:
+                    stream.close()
+                    return
+
+        watcher = threading.Thread(target=leave_with_the_rank, daemon=True)
+        watcher.start()
+        try:
+            for raw in stream.lines():
+                line = split_line(raw)
+                if line.stamp > last:
+                    last = line.stamp
+                    printer.write(line)
+                    sys.stdout.flush()
+        finally:
+            done.set()
+    return last
+
+
+def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | None:
+    """Who has the rank now; None once the job has ended or is gone, or has no such rank any more for good."""
+    while True:
+        status = mapping(api.job(name), "status")
+        phase = text(status, "phase")
+        if phase in {"Completed", "Failed"}:
+            say(f"-- the job has {'failed' if phase == 'Failed' else 'completed'}")
+            return None
+        members = decode_members(api.membership(name))
+        row = members.of_rank(rank) if members else None
+        if row is not None:
+            if row.pod == current.pod:
+                time.sleep(_POLL_SECONDS)
+            return row
+        if members is not None and members.rows:
+            say(f"-- there is no rank {rank} at this size ({members.ranks} ranks); waiting for it")
+        time.sleep(_POLL_SECONDS)
+
+
+def _whole_seconds(stamp: str) -> str:
+    """What the API takes as `sinceTime`."""
+    return f"{stamp[:19]}Z"

@@ -1,0 +1,72 @@
+"""`report`: a job as a page that can be sent to others."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainium_client.commands.inspect import on_storage
+from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
+from trainium_client.errors import ClientError
+from trainium_client.inside import run_inside
+from trainium_client.reading import Screen, read_screen
+from trainium_client.render.report import Report, report_html
+from trainium_client.render.words import size
+from trainium_client.views.checkpoints import metrics_path
+from trainium_client.views.curve import CurvePoint, read_curve
+from trainium_client.views.interruptions import interruptions
+from trainium_client.views.raw import mapping
+
+if TYPE_CHECKING:
+    from trainium_client.api import Api
+
+
+def report(
+    name: JobName,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File; default: NAME.html.")] = None,
+    metrics: Annotated[
+        Path | None, typer.Option("--metrics", help="metrics.jsonl of the run; default: read in the worker of rank 0.")
+    ] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """One self-contained page: loss, interruptions, where the time went, workers, checkpoints, artifacts."""
+    api, now = open_api(namespace, context, kubeconfig), time.time()
+    screen = read_screen(api, name, now)
+    notes: list[str] = []
+    curve = _curve(api, screen, metrics, notes)
+    rows, why_not = on_storage(api, screen.job, verify=False)
+    if rows is None:
+        notes.append(f"checkpoints on storage: {why_not}")
+    entries = interruptions(mapping(screen.job, "status"))
+    page = report_html(Report(screen.view, entries, screen.members, rows, curve, tuple(notes)), now)
+    path = output or Path(f"{name}.html")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
+    say(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {each}" for each in notes))
+
+
+def _curve(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
+    if metrics is not None:
+        try:
+            with metrics.open(encoding="utf-8", errors="replace") as lines:
+                return read_curve(lines)
+        except OSError as error:
+            raise ClientError(f"cannot read {metrics}: {error.strerror or error}") from error
+    if screen.view.ended or screen.members is None or not screen.members.rows:
+        notes.append(
+            "loss curve: no worker runs that could read it; give --metrics FILE (docs/watch.md, files of a run)"
+        )
+        return ()
+    try:
+        printed = run_inside(api, screen.members.rows[0].pod, ("cat", metrics_path(screen.job)))
+    except ClientError as error:
+        notes.append(f"loss curve: {error}; give --metrics FILE")
+        return ()
+    return read_curve(printed.out.decode(errors="replace").splitlines())

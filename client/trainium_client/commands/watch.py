@@ -1,0 +1,92 @@
+"""`watch`: the screen of `status`, live; a line for each change where the output is no terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    JobName,
+    Kubeconfig,
+    Namespace,
+    Output,
+    open_api,
+    terminal,
+)
+from trainium_client.errors import NoClusterError
+from trainium_client.reading import read_screen
+from trainium_contract.worker_env import GROUP, PLURAL, VERSION
+
+if TYPE_CHECKING:
+    from trainium_client.api import Api
+
+_SLOWEST_SECONDS = 5.0
+"""Workers and ages are looked at anew this often, even if nothing has changed."""
+_FASTEST_SECONDS = 0.5
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def watch(
+    name: JobName,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
+    """The screen of `status`, live, until the job has ended."""
+    api = open_api(namespace, context, kubeconfig)
+    shown, changed = "", threading.Event()
+    version = str(api.job(name)["metadata"].get("resourceVersion") or "")
+    threading.Thread(target=_tell_changes, args=(api, name, version, changed), daemon=True).start()
+    here = terminal()
+    while True:
+        changed.clear()
+        now = time.time()
+        view = read_screen(api, name, now).view
+        if output is Format.JSON:
+            from trainium_client.render.machine import to_wire  # noqa: PLC0415
+
+            line = json.dumps(to_wire(view), ensure_ascii=False)
+            sys.stdout.write(f"{line}\n")
+        elif here.interactive:
+            from trainium_client.render.page import show  # noqa: PLC0415
+            from trainium_client.render.status import status_page  # noqa: PLC0415
+
+            here = terminal()
+            page = show(status_page(view, now=now, width=here.width), width=here.width, colour=here.colour)
+            sys.stdout.write(f"{_CLEAR}{page}")
+        else:
+            from trainium_client.render.status import status_line  # noqa: PLC0415
+            from trainium_client.render.words import clock  # noqa: PLC0415
+
+            line = status_line(view)
+            if line != shown:
+                sys.stdout.write(f"{clock(now)}  {line}\n")
+            shown = line
+        sys.stdout.flush()
+        if view.ended:
+            return
+        time.sleep(_FASTEST_SECONDS)
+        changed.wait(_SLOWEST_SECONDS - _FASTEST_SECONDS)
+
+
+def _tell_changes(api: Api, name: str, version: str, changed: threading.Event) -> None:
+    """Set `changed` at each event of the job; without the right to watch, the slow look must do."""
+    path = f"/apis/{GROUP}/{VERSION}/namespaces/{api.namespace}/{PLURAL}"
+    while True:
+        query = {"watch": "true", "fieldSelector": f"metadata.name={name}", "resourceVersion": version}
+        try:
+            with api.connection.stream(path, query=query) as stream:
+                if stream.status >= 400:
+                    return
+                for _ in stream.lines():
+                    changed.set()
+        except NoClusterError:
+            pass
+        version = ""  # from now on, whatever that is
+        time.sleep(_SLOWEST_SECONDS)

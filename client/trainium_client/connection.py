@@ -1,0 +1,246 @@
+"""HTTPS to the API server with the standard library, so that a command starts fast; raw bytes in and out.
+
+Invariants: TLS is verified unless the kubeconfig says otherwise; a connection is used by one thread at a time; a
+request that may have been carried out is never sent twice; credentials never reach a message.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import ssl
+import tempfile
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode, urlsplit
+
+from trainium_client.errors import NoClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trainium_client.kubeconfig import Access
+
+ANSWER_SECONDS = 30.0
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One HTTP answer."""
+
+    status: int
+    body: bytes
+
+
+class LineStream:
+    """Lines of an answer that is still coming; `close` may be called from another thread and ends it."""
+
+    def __init__(self, status: int, response: http.client.HTTPResponse, connection: http.client.HTTPConnection) -> None:
+        self.status = status
+        self.closed = False
+        self._response = response
+        self._connection = connection
+
+    def rest(self) -> bytes:
+        """All that is left, of an answer that is an error."""
+        return self._response.read(_CHUNK)
+
+    def lines(self) -> Iterator[bytes]:
+        """Line by line without its end, until the server or `close` ends it."""
+        part = b""
+        try:
+            while chunk := self._response.read1(_CHUNK):
+                *whole, part = (part + chunk).split(b"\n")
+                yield from whole
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            if not self.closed:
+                raise NoClusterError(f"the connection to the API server broke: {error}") from error
+        if part:
+            yield part
+
+    def close(self) -> None:
+        """End it; a reader in another thread sees the end."""
+        self.closed = True
+        socket = self._connection.sock
+        with contextlib.suppress(OSError):
+            if socket is not None:
+                socket.shutdown(2)
+        self._connection.close()
+
+
+class Connection:
+    """The API server of one `Access`."""
+
+    def __init__(self, access: Access, *, seconds: float = ANSWER_SECONDS) -> None:
+        self.access = access
+        self._parts = urlsplit(access.server)
+        self._seconds = seconds
+        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._context = tls_context(access) if self._parts.scheme == "https" else None
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """What sockets are wrapped with; None for plain HTTP."""
+        return self._context
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the API server."""
+        return self._parts.hostname or "", self._parts.port or (443 if self._context else 80)
+
+    def path(self, path: str, query: Mapping[str, str] | None = None) -> str:
+        """The path as the server sees it, behind a proxy with a path of its own as well."""
+        return f"{self._parts.path.rstrip('/')}{path}" + (f"?{urlencode(query)}" if query else "")
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Answer:
+        """One exchange. Raises NoClusterError when there is no answer."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
+        for attempt in (1, 2):
+            kept = self._kept()
+            connection = kept or self._open(self._seconds)
+            try:
+                self._send(connection, method, self.path(path, query), data, headers)
+                response = connection.getresponse()
+                answer = Answer(response.status, response.read())
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                # The server may close an idle connection at any time; only what changes nothing is asked again.
+                if kept is None or attempt == 2 or method != "GET":
+                    raise self._no_answer(error) from error
+            else:
+                self._idle.append(connection)
+                return answer
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Close what is idle; the object can be used again."""
+        while (kept := self._kept()) is not None:
+            kept.close()
+
+    def _kept(self) -> http.client.HTTPConnection | None:
+        """An idle connection; other threads may take the last one at any time."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    @contextlib.contextmanager
+    def stream(self, path: str, *, query: Mapping[str, str], silence: float | None = None) -> Iterator[LineStream]:
+        """A GET that is read line by line on a connection of its own; `silence` seconds without a byte end it."""
+        connection = self._open(self._seconds)
+        try:
+            try:
+                self._send(connection, "GET", self.path(path, query), None, {"Accept": "*/*"})
+                response = connection.getresponse()
+                if connection.sock is not None:
+                    connection.sock.settimeout(silence)
+            except (OSError, http.client.HTTPException) as error:
+                raise self._no_answer(error) from error
+            yield LineStream(response.status, response, connection)
+        finally:
+            connection.close()
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None, own: dict[str, str]
+    ) -> None:
+        connection.putrequest(method, path, skip_accept_encoding=True)
+        for name, value in (*own.items(), *self.access.headers, ("User-Agent", "kubectl-trn")):
+            connection.putheader(name, value)
+        if data is not None:
+            connection.putheader("Content-Length", str(len(data)))
+        connection.endheaders(data)
+
+    def _open(self, seconds: float) -> http.client.HTTPConnection:
+        host, port = self.address
+        proxy = proxy_of(self.access, self._parts.scheme, host)
+        target = urlsplit(proxy) if proxy else None
+        to_host, to_port = (target.hostname or "", target.port or 3128) if target else (host, port)
+        connection: http.client.HTTPConnection
+        if self._context is not None:
+            connection = _NamedConnection(to_host, to_port, self._context, self.access.server_name, seconds)
+        else:
+            connection = http.client.HTTPConnection(to_host, to_port, timeout=seconds)
+        if target:
+            connection.set_tunnel(host, port, proxy_headers(target.username, target.password))
+        return connection
+
+    def _no_answer(self, error: Exception) -> NoClusterError:
+        why = str(error) or type(error).__name__
+        return NoClusterError(
+            f"no answer from the API server {self.access.server} (context {self.access.context or 'none'}): {why}"
+        )
+
+
+class _NamedConnection(http.client.HTTPSConnection):
+    """HTTPS whose certificate may have to bear another name than the host's (`tls-server-name`)."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext, server_name: str, seconds: float) -> None:
+        super().__init__(host, port, context=context, timeout=seconds)
+        self._trn_context, self._trn_name = context, server_name
+
+    def connect(self) -> None:
+        if not self._trn_name:
+            super().connect()
+            return
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._trn_context.wrap_socket(self.sock, server_hostname=self._trn_name)
+
+
+def tls_context(access: Access) -> ssl.SSLContext:
+    """What the kubeconfig says of certificates. Raises NoClusterError when one cannot be used."""
+    try:
+        context = ssl.create_default_context(cadata=access.authority.decode() if access.authority else None)
+        # Authorities of managed clusters lack the key identifiers that Python 3.13's strict flag demands.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        if not access.verify:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if access.certificate:
+            _load_identity(context, access)
+    except (ssl.SSLError, ValueError, OSError) as error:
+        raise NoClusterError(f"no cluster: a certificate of the kubeconfig cannot be used: {error}") from error
+    return context
+
+
+def _load_identity(context: ssl.SSLContext, access: Access) -> None:
+    """The library takes files only; they are private and gone at once."""
+    with tempfile.TemporaryDirectory(prefix="kubectl-trn-") as folder:
+        path = Path(folder) / "identity.pem"
+        path.touch(mode=0o600)
+        path.write_bytes(access.certificate + b"\n" + access.key)
+        context.load_cert_chain(path)
+
+
+def proxy_of(access: Access, scheme: str, host: str) -> str:
+    """The proxy of the kubeconfig, else of the environment; empty for none."""
+    if access.proxy:
+        return access.proxy
+    if not any(name.lower() == f"{scheme}_proxy" for name in os.environ):
+        return ""
+    # Imported here: few have a proxy, and it takes a tenth of what a command may take.
+    from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415
+
+    return "" if proxy_bypass(host) else getproxies().get(scheme, "")
+
+
+def proxy_headers(user: str | None, password: str | None) -> dict[str, str]:
+    """What a proxy with a login wants to see."""
+    if not user:
+        return {}
+    pair = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
+    return {"Proxy-Authorization": f"Basic {pair}"}

@@ -1,0 +1,158 @@
+"""Running a program inside a worker, as `kubectl exec` does: the API server's WebSocket, protocol v4.
+
+Invariants: what comes back is bounded; a program that fails is a sentence, not a stack; many workers are asked at once.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from trainium_client.connection import proxy_of
+from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainium_client.api import Api
+
+_PROTOCOL = "v4.channel.k8s.io"
+_OUT, _ERROR, _STATUS = 1, 2, 3
+MOST_BYTES = 256 * 2**20
+AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a program printed."""
+
+    out: bytes
+    error: bytes
+
+
+def run_inside(
+    api: Api,
+    pod: str,
+    command: Sequence[str],
+    *,
+    seconds: float = 60.0,
+    most: int = MOST_BYTES,
+    accepted: tuple[int, ...] = (0,),
+) -> Output:
+    """Run it in the container `worker`. Raises ClientError when it cannot be run or exits with another code."""
+    # Imported here: few commands look inside a worker. The package has no annotations.
+    try:
+        import websocket  # noqa: PLC0415
+    except ImportError as error:
+        raise ClientError(
+            "looking inside a worker needs websocket-client: install trainium-operator[client]"
+        ) from error
+
+    client: Any = websocket
+    connection = api.connection
+    query = [("command", part) for part in command]
+    query += [("container", "worker"), ("stdout", "true"), ("stderr", "true")]
+    host, port = connection.address
+    scheme = "wss" if connection.tls else "ws"
+    shown = f"[{host}]" if ":" in host else host
+    path = connection.path(f"/api/v1/namespaces/{api.namespace}/pods/{quote(pod)}/exec")
+    url = f"{scheme}://{shown}:{port}{path}?{urlencode(query)}"
+    options: dict[str, Any] = {"context": connection.tls} if connection.tls else {}
+    if connection.access.server_name:
+        options["server_hostname"] = connection.access.server_name
+    try:
+        socket = client.create_connection(
+            url, timeout=seconds, sslopt=options, subprotocols=[_PROTOCOL], enable_multithread=False,
+            header=[f"{name}: {value}" for name, value in connection.access.headers], suppress_origin=True,
+            **_proxy(proxy_of(connection.access, "https" if connection.tls else "http", host)),
+        )  # fmt: skip
+    except client.WebSocketBadStatusException as error:
+        raise _refused(error.status_code, api.namespace, pod) from error
+    except (client.WebSocketException, OSError) as error:
+        raise ClientError(f"cannot run a program in {pod}: {error}") from error
+    try:
+        return _read(socket, client, pod, most, accepted)
+    finally:
+        socket.shutdown()  # not `close`: that leaves a socket open whose server has left already
+
+
+def ask_all(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, Any]:
+    """What `ask` says of each pod, or the sentence of its failure; several at once."""
+
+    def one(pod: str) -> Any:
+        try:
+            return ask(pod)
+        except ForbiddenError:
+            raise
+        except ClientError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(pods, pool.map(one, pods), strict=True))
+
+
+def json_lines(output: Output) -> list[dict[str, Any]]:
+    """The objects that a program printed, one a line; other lines are left out."""
+    found = []
+    for line in output.out.decode(errors="replace").splitlines():
+        try:
+            each = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(each, dict):
+            found.append(each)
+    return found
+
+
+def _read(socket: Any, client: Any, pod: str, most: int, accepted: tuple[int, ...]) -> Output:
+    channels: dict[int, bytearray] = {_OUT: bytearray(), _ERROR: bytearray(), _STATUS: bytearray()}
+    try:
+        while True:
+            code, data = socket.recv_data()
+            if code == client.ABNF.OPCODE_CLOSE:
+                break
+            if data and data[0] in channels:
+                channels[data[0]] += data[1:]
+            if sum(map(len, channels.values())) > most:
+                raise ClientError(f"the program in {pod} prints more than {most} bytes")
+    except (client.WebSocketConnectionClosedException, ConnectionError):
+        pass  # the server closes without a farewell once the program has ended
+    except (client.WebSocketException, OSError) as error:
+        raise ClientError(f"the program in {pod} gave no answer in time: {error}") from error
+    output = Output(bytes(channels[_OUT]), bytes(channels[_ERROR]))
+    _check(bytes(channels[_STATUS]), output, pod, accepted)
+    return output
+
+
+def _check(status: bytes, output: Output, pod: str, accepted: tuple[int, ...]) -> None:
+    try:
+        found = json.loads(status) if status else {}
+    except ValueError:
+        found = {}
+    causes = (found.get("details") or {}).get("causes") or ()
+    codes = [str(each.get("message")) for each in causes if each.get("reason") == "ExitCode"]
+    if found.get("status") == "Success" or any(code == str(number) for code in codes for number in accepted):
+        return
+    said = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(found.get("message") or "cut off")]
+    raise ClientError(f"{pod}: {said[0]}")
+
+
+def _proxy(url: str) -> dict[str, Any]:
+    if not url:
+        return {}
+    parts = urlsplit(url)
+    login = (parts.username, parts.password) if parts.username else None
+    return {"http_proxy_host": parts.hostname, "http_proxy_port": parts.port or 3128, "http_proxy_auth": login,
+            "proxy_type": "http"}  # fmt: skip
+
+
+def _refused(code: int, namespace: str, pod: str) -> ClientError:
+    if code == 403:
+        asked = f"create pods/exec in namespace {namespace}"
+        return ForbiddenError(f"you may not {asked}; ask for a Role with verb 'create' on 'pods/exec'")
+    if code == 404:
+        return NotFoundError(f"{pod} is gone")
+    return ClientError(f"cannot run a program in {pod}: the API server answered {code}")

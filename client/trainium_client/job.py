@@ -1,0 +1,192 @@
+"""`TrainingJob`: apply a job, wait for it, read it and end it from a Python program or a notebook.
+
+Invariants: every method is one or a few calls to the API server and keeps nothing, so what it returns is how things are
+now; what goes wrong is a `ClientError` with a sentence; waiting has a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from trainium_client.api import Api, Missing
+from trainium_client.connection import Connection
+from trainium_client.errors import ClientError, NotFoundError
+from trainium_client.kubeconfig import find_access
+from trainium_client.reading import read_members, read_screen, read_story
+from trainium_client.views.events import EventView, event_views
+from trainium_client.views.raw import mapping, text
+from trainium_contract.worker_env import GROUP, KIND, VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainium_client.views.job import JobView
+    from trainium_client.views.story import Story
+    from trainium_contract.job import TrainingJobSpec
+
+_Result = TypeVar("_Result")
+_MANAGER = "trainium-client"
+_POLL_SECONDS = 2.0
+
+
+class JobFailedError(ClientError):
+    """The job that was waited for has failed; the sentence is its verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """One TrainingJob of a cluster, by its name."""
+
+    name: str
+    spec: Mapping[str, Any] | None = None
+    """What to apply; None for a job that is there already."""
+    namespace: str = ""
+    """Empty: that of the kubeconfig's context."""
+    context: str | None = None
+    kubeconfig: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Labels and annotations to apply."""
+
+    @classmethod
+    def from_spec(cls, name: str, spec: TrainingJobSpec, **where: Any) -> TrainingJob:
+        """A job from the contract's typed model."""
+        return cls(name, spec.to_wire(), **where)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
+        """A job from a manifest. Raises ClientError when the file holds none."""
+        try:
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ClientError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        metadata = mapping(found, "metadata")
+        if mapping({"it": found}, "it").get("kind") != KIND or not text(metadata, "name"):
+            raise ClientError(f"{path} holds no {KIND} with a name")
+        kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+        place = {"namespace": text(metadata, "namespace"), **where}
+        return cls(text(metadata, "name"), mapping(found, "spec"), metadata=kept, **place)
+
+    def apply(self) -> TrainingJob:
+        """Create the job, or change it to this spec (server-side apply)."""
+        if self.spec is None:
+            raise ClientError(f"there is no spec of {self.name} to apply: give one, or use from_file")
+        manifest = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND}
+        spec = dict(self.spec)
+
+        def send(api: Api) -> None:
+            metadata = {**self.metadata, "name": self.name, "namespace": api.namespace}
+            api.apply_job({**manifest, "metadata": metadata, "spec": spec}, _MANAGER)
+
+        self._with(send)
+        return self
+
+    def status(self) -> JobView:
+        """The job as `kubectl trn status` shows it."""
+        return self._with(lambda api: read_screen(api, self.name, time.time()).view)
+
+    def why(self, entry: int | None = None) -> Story:
+        """The last interruption, or the verdict, with the lines of the log that show it."""
+        return self._with(lambda api: read_story(api, self.name, time.time(), entry))
+
+    def events(self) -> tuple[EventView, ...]:
+        """What happened, the newest first."""
+
+        def read(api: Api) -> tuple[EventView, ...]:
+            uid = text(mapping(api.job(self.name), "metadata"), "uid")
+            return event_views(_there(api.events(self.name)), uid=uid)
+
+        return self._with(read)
+
+    def logs(self, rank: int = 0, *, tail: int | None = None) -> list[str]:
+        """What a rank wrote in its present pod; `tail` looks at the last lines of the pod only."""
+
+        def read(api: Api) -> list[str]:
+            member = read_members(api, self.name).of_rank(rank)
+            if member is None:
+                raise ClientError(f"there is no rank {rank} of {self.name}")
+            query = {"timestamps": "true", **({} if tail is None else {"tailLines": str(tail)})}
+            mark = f"[rank {rank}] "
+            lines = [line.partition(" ")[2] for line in str(_there(api.log(member.pod, query=query))).splitlines()]
+            return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+
+        return self._with(read)
+
+    def wait(
+        self,
+        until: str = "Completed",
+        *,
+        seconds: float = 24 * 3600.0,
+        told: Callable[[JobView], None] | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> JobView:
+        """The job once it is in that phase; `told` hears of each look at it.
+
+        Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            view = self.status()
+            if told is not None:
+                told(view)
+            if view.phase == until:
+                return view
+            if view.phase == "Failed":
+                raise JobFailedError(view.verdict or f"{self.name} failed")
+            if view.ended:
+                raise ClientError(f"{self.name} has {view.phase.lower()}, and was waited for to be {until}")
+            if time.monotonic() >= deadline:
+                raise ClientError(f"{self.name} is {view.phase or 'not answered'} after {seconds:.0f} s, not {until}")
+            pause(_POLL_SECONDS)
+
+    def scale(self, size: int) -> None:
+        """Another number of nodes."""
+        self._with(lambda api: api.scale_job(self.name, size))
+
+    def suspend(self) -> None:
+        """Save and give the nodes back."""
+        self._with(lambda api: api.patch_job(self.name, {"spec": {"suspend": True}}))
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint."""
+        self._with(lambda api: api.patch_job(self.name, {"spec": {"suspend": False}}))
+
+    def delete(self) -> None:
+        """Delete the job and its pods; checkpoints stay. A job that is not there is no error."""
+
+        def remove(api: Api) -> None:
+            uid = text(mapping(api.job(self.name), "metadata"), "uid")
+            api.delete_job(self.name, uid, foreground=False)
+
+        try:
+            self._with(remove)
+        except NotFoundError:
+            return
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        from trainium_client.render.report import facts_html  # noqa: PLC0415 - only notebooks need it
+
+        return facts_html(self.status())
+
+    def _api(self) -> Api:
+        access = find_access(self.kubeconfig, self.context, os.environ)
+        return Api(Connection(access), self.namespace or access.namespace)
+
+    def _with(self, read: Callable[[Api], _Result]) -> _Result:
+        api = self._api()
+        try:
+            return read(api)
+        finally:
+            api.connection.close()
+
+
+def _there(found: _Result | Missing) -> _Result:
+    if isinstance(found, Missing):
+        raise ClientError(found.why)
+    return found

@@ -1,0 +1,102 @@
+"""Reading what a page needs, several objects at once, so that a far API server costs one round trip and not five."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_client.api import Missing
+from trainium_client.errors import ClientError
+from trainium_client.views.events import event_views
+from trainium_client.views.interruptions import InterruptionView, interruptions
+from trainium_client.views.job import JobView, job_view
+from trainium_client.views.raw import mapping
+from trainium_client.views.story import Story, tell
+from trainium_client.views.workers import Members, members_view, pod_rows, workers_view
+from trainium_contract.recorded_membership import recorded_membership
+
+if TYPE_CHECKING:
+    from trainium_client.api import Api, Json
+
+
+_LOG_LINES = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """The screen of a job, and what it was made of."""
+
+    view: JobView
+    job: Json
+    members: Members | None
+
+
+def read_screen(api: Api, name: str, now: float) -> Screen:
+    """A job with its workers and events; what one may not read is named on the screen."""
+    with ThreadPoolExecutor(3) as pool:
+        membership = pool.submit(api.membership, name)
+        table = pool.submit(api.pod_table, name)
+        events = pool.submit(api.events, name)
+        job = api.job(name)
+        found: list[Any] = [membership.result(), table.result(), events.result()]
+    record, rows, told = found
+    members = decode_members(record)
+    uid = str(job.get("metadata", {}).get("uid") or "")
+    workers = None if isinstance(rows, Missing) else workers_view(pod_rows(rows), members)
+    # A job that never began has no membership: that is no gap in what is shown.
+    gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", told))
+                 if isinstance(each, Missing))  # fmt: skip
+    if isinstance(record, Missing) and record.why.startswith("you may not"):
+        gaps = (*gaps, f"which pods are members: {record.why}")
+    happened = () if isinstance(told, Missing) else event_views(told, uid=uid)
+    view = job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
+    return Screen(view, job, members)
+
+
+def read_members(api: Api, name: str) -> Members:
+    """Who trains. Raises ClientError with why nobody does, or why it cannot be known."""
+    record = api.membership(name)
+    members = decode_members(record)
+    if members is not None and members.rows:
+        return members
+    api.job(name)  # an unknown job is the better sentence
+    if isinstance(record, Missing) and record.why.startswith("you may not"):
+        raise ClientError(f"which pod has which rank cannot be read: {record.why}")
+    raise ClientError(
+        f"the workers of {name} have not begun together yet, so there are no ranks; see: kubectl trn status {name}"
+    )
+
+
+def decode_members(record: Json | Missing) -> Members | None:
+    """The membership in a ConfigMap; None when there is none that can be read."""
+    if isinstance(record, Missing):
+        return None
+    try:
+        return members_view(recorded_membership(record))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def read_story(api: Api, name: str, now: float, which: int | None = None) -> Story:
+    """The story of an interruption, with the lines of the log that show it."""
+    job = api.job(name)
+    view = job_view(job, now=now)
+    entries = interruptions(mapping(job, "status"))
+    if which is not None and not 0 < which <= len(entries):
+        raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
+    chosen = entries[which - 1] if which is not None else entries[-1] if entries else None
+    log, note = _log_of(api, chosen)
+    return tell(job, which=which, log=log, log_note=note, advice=view.advice)
+
+
+def _log_of(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
+    """The log of the worker that failed, with time stamps, or why there is none."""
+    if entry is None or not entry.pod:
+        return "", ""
+    found = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
+    if not isinstance(found, Missing):
+        return found, ""
+    if "not found" in found.why:
+        return "", f"{entry.pod} is gone, and its log with it"
+    return "", f"the log cannot be read: {found.why}"

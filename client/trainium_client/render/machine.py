@@ -1,0 +1,31 @@
+"""`-o json`: the typed values with camelCase keys, for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+_UNDERSCORE = re.compile(r"_([a-z0-9])")
+
+
+def to_wire(value: Any) -> Any:
+    """The value as JSON knows it; keys of mappings are data and stay as they are."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {camel(each.name): to_wire(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): to_wire(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_wire(each) for each in value]
+    return value
+
+
+def as_json(value: Any) -> str:
+    """Indented, one line break at the end."""
+    return json.dumps(to_wire(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def camel(name: str) -> str:
+    """snake_case as camelCase."""
+    return _UNDERSCORE.sub(lambda found: found[1].upper(), name)

@@ -1,0 +1,108 @@
+"""A page of text: lines of labels and values, and tables that fit any width.
+
+Invariants: no markup is read from what is shown; no line is wider than the page; without colour there is no escape
+sequence; no line ends in blanks.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_GAP = 2
+STYLES = {
+    "Running": "green", "Completed": "green", "Recovering": "yellow", "Resizing": "yellow", "Starting": "cyan",
+    "Pending": "cyan", "Suspending": "magenta", "Suspended": "magenta", "Failed": "bold red", "True": "green",
+    "Quarantined": "red", "Permanent": "bold red", "Probation": "yellow",
+}  # fmt: skip
+"""Colours of words that mean the same everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column; those with the lowest `keep` are left out first where the page is narrow."""
+
+    title: str
+    keep: int = 5
+    right: bool = False
+    fold: bool = False
+    """May be broken over lines; at most one column of a table should."""
+
+
+def show(what: RenderableType, *, width: int, colour: bool) -> str:
+    """The text of a page."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=max(20, width), force_terminal=colour, color_system="standard" if colour else None,
+        legacy_windows=False, highlight=False, markup=False, emoji=False, no_color=not colour,
+    )  # fmt: skip
+    console.print(what)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+
+
+def word(text: str, style: str = "") -> Text:
+    """A word in the colour that it has everywhere."""
+    return Text(text, style or STYLES.get(text, ""))
+
+
+def labelled(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Labels and values; rows without a value are left out."""
+    grid = Table.grid(padding=(0, _GAP, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        if value:
+            grid.add_row(Text(label), value if isinstance(value, Text) else Text(value))
+    return grid
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
+    """A table in kubectl's manner that is no wider than the page."""
+    kept = _fitting(columns, rows, width)
+    found = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
+    for at in kept:
+        column = columns[at]
+        found.add_column(
+            Text(column.title), justify="right" if column.right else "left", no_wrap=not column.fold,
+            overflow="fold" if column.fold else "ellipsis",
+        )  # fmt: skip
+    for row in rows:
+        found.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in (row[at] for at in kept)))
+    return found
+
+
+def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
+    """Which columns fit; one that folds needs no more than twelve places."""
+    needs = []
+    for at, column in enumerate(columns):
+        widest = max((len(row[at]) for row in rows), default=0)
+        needs.append(max(len(column.title), min(widest, 24) if column.fold else widest) + _GAP)
+    kept = list(range(len(columns)))
+    while len(kept) > 1 and sum(needs[at] for at in kept) > width + _GAP:
+        least = min(columns[at].keep for at in kept)
+        kept.remove(next(at for at in reversed(kept) if columns[at].keep == least))
+    return kept
+
+
+def bar(share: float, width: int) -> str:
+    """Progress as a bar of that many places."""
+    full = round(max(0.0, min(1.0, share)) * width)
+    return "━" * full + "╌" * (width - full)
+
+
+def heading(text: str) -> Text:
+    """A heading with a line before it."""
+    return Text(f"\n{text}", style="bold")
+
+
+def stacked(*parts: RenderableType | None) -> Group:
+    """One below the other."""
+    return Group(*(part for part in parts if part is not None))

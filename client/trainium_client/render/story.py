@@ -1,0 +1,76 @@
+"""`why`: an interruption or the verdict as a story."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from trainium_client.render.page import heading, labelled, stacked
+from trainium_client.render.words import clock, duration, shortened
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from trainium_client.views.story import Story
+
+
+_LONGEST = 240
+"""Of what was seen, where the log's own lines follow; JSON has all of it."""
+
+
+def story_page(story: Story) -> RenderableType:
+    """The story, from the sign to the first new step."""
+    entry = story.entry
+    if entry is None:
+        said = story.verdict or "nothing has interrupted this job"
+        return stacked(Text(f"{story.namespace}/{story.name} is {story.phase or 'not answered yet'}: {said}"),
+                       *(Text(f"- {each}") for each in story.advice))  # fmt: skip
+    seconds = {name: value for name, value in entry.stages.items() if value}
+    stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+    steps = _steps(entry.step_before, entry.resume_step, entry.steps_lost)
+    end = (
+        ""
+        if entry.stopped
+        else "the recovery is under way"
+        if entry.open
+        else f"after {duration(entry.recovered_seconds)}"
+    )
+    return stacked(
+        Text(_title(story), "bold"),
+        labelled([
+            ("When", f"{clock(entry.at)} UTC" + (f", known {duration(entry.detected_seconds)} later"
+                                                   if entry.detected_seconds is not None else "")),
+            ("Who", " on ".join(each for each in (entry.pod, entry.node) if each) or "no one worker"),
+            ("Cause", entry.cause),
+            ("Seen", shortened(entry.message, _LONGEST) if story.log_lines else entry.message),
+            ("Answer", entry.answer + (f", {entry.pods_replaced} pods joined" if entry.pods_replaced else "")),
+            ("Trained on", "" if entry.stopped else end),
+            ("Seconds", stages),
+            ("Steps", steps),
+        ]),
+        *_log(story),
+        *([heading("What to do"), *(Text(f"- {each}") for each in story.advice)] if story.advice else []),
+    )  # fmt: skip
+
+
+def _title(story: Story) -> str:
+    entry = story.entry
+    assert entry is not None
+    where = f"generation {entry.generation}.{entry.attempt}"
+    if entry.stopped:
+        return f"{story.namespace}/{story.name} stopped for good in {where}"
+    return f"{story.namespace}/{story.name} was interrupted in {where} (entry {story.number} of {story.kept})"
+
+
+def _steps(before: int | None, resumed: int | None, lost: int | None) -> str:
+    parts = [] if before is None else [f"{before} was the last one before"]
+    parts += [] if resumed is None else [f"went on from {resumed}"]
+    parts += [] if lost is None else [f"{lost} computed again"]
+    return ", ".join(parts)
+
+
+def _log(story: Story) -> list[RenderableType]:
+    if not story.log_lines:
+        return [heading("Log"), Text(story.log_note, "dim")] if story.log_note else []
+    return [heading(f"Log of {story.log_pod} at that time"), *(Text(f"  {line}") for line in story.log_lines)]

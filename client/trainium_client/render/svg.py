@@ -1,0 +1,113 @@
+"""Pictures of a report as inline SVG. Pure; all text is escaped here."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_client.views.curve import CurvePoint
+
+WIDTH, HEIGHT = 960, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 30
+COLOURS = ("#2f9e63", "#c2453d", "#d08a1d", "#3f77c4", "#8a5bc0", "#5f6b76", "#b0497f", "#2a9aa5")
+
+
+class Axis:
+    """Values of a range as places on a line."""
+
+    def __init__(self, low: float, high: float, begin: float, end: float) -> None:
+        self.low, self.high = (low, high) if high > low else (low - 0.5, low + 0.5)
+        self._begin, self._end = begin, end
+
+    def at(self, value: float) -> float:
+        """The place of a value; what is outside is at the edge."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return round(self._begin + share * (self._end - self._begin), 1)
+
+    def marks(self, count: int) -> list[float]:
+        """Evenly spread values."""
+        return [self.low + (self.high - self.low) * at / count for at in range(count + 1)]
+
+
+def loss_chart(curve: Sequence[CurvePoint], marks: Sequence[tuple[int, str]]) -> str:
+    """Loss by step with its spread, validation loss as dots, interruptions (step, what) as lines."""
+    if not curve:
+        return ""
+    values = [each.loss for each in curve] + [each.validation for each in curve if each.validation is not None]
+    across = Axis(curve[0].step, curve[-1].step, _LEFT, WIDTH - _RIGHT)
+    up = Axis(min(values), max(values), HEIGHT - _BOTTOM, _TOP)
+    line = " ".join(f"{across.at(each.step)},{up.at(each.loss)}" for each in curve)
+    above = " ".join(f"{across.at(each.step)},{up.at(each.highest)}" for each in curve)
+    below = " ".join(f"{across.at(each.step)},{up.at(each.lowest)}" for each in reversed(curve))
+    parts = [
+        *(_text(_LEFT - 6, up.at(value) + 4, f"{value:.3g}", "end") for value in up.marks(4)),
+        *(_line(_LEFT, up.at(value), WIDTH - _RIGHT, up.at(value), "grid") for value in up.marks(4)),
+        *(_text(across.at(value), HEIGHT - 10, f"{value:.0f}", "middle") for value in across.marks(6)),
+        f'<polygon points="{above} {below}" class="spread"/>',
+        f'<polyline points="{line}" class="curve"/>',
+        *(
+            f'<circle cx="{across.at(each.step)}" cy="{up.at(each.validation)}" r="3" class="validation"/>'
+            for each in curve
+            if each.validation is not None
+        ),
+        *(
+            _line(across.at(step), _TOP, across.at(step), HEIGHT - _BOTTOM, "mark", title)
+            for step, title in marks
+            if curve[0].step <= step <= curve[-1].step
+        ),
+    ]
+    return _svg(HEIGHT, parts, "Loss by step")
+
+
+def share_bar(parts: Sequence[tuple[str, float]]) -> str:
+    """Shares of a whole as one bar with a legend."""
+    total = sum(value for _, value in parts)
+    if total <= 0:
+        return ""
+    x, drawn, legend = 0.0, [], []
+    for at, (name, value) in enumerate(parts):
+        colour, width = COLOURS[at % len(COLOURS)], WIDTH * value / total
+        title = f"{name}: {value:.1f} s, {100 * value / total:.1f} %"
+        drawn.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="28" fill="{colour}">{_title(title)}</rect>')
+        legend.append(f'<span class="key"><i style="background:{colour}"></i>{escape(title)}</span>')
+        x += width
+    return f'{_svg(28, drawn, "Where the time went")}<p class="legend">{"".join(legend)}</p>'
+
+
+def timeline(begin: float, end: float, spans: Sequence[tuple[str, float, float, str]]) -> str:
+    """Rows of spans (row, from, to, what) between two moments."""
+    rows = list(dict.fromkeys(row for row, _, _, _ in spans))
+    if not rows or end <= begin:
+        return ""
+    across, height = Axis(begin, end, 150, WIDTH - _RIGHT), 24 * len(rows) + 8
+    parts = []
+    for at, row in enumerate(rows):
+        y = 24 * at + 4
+        parts += [_text(144, y + 14, row, "end"), _line(150, y + 10, WIDTH - _RIGHT, y + 10, "grid")]
+        for _, since, until, title in (span for span in spans if span[0] == row):
+            x = across.at(since)
+            width = max(3.0, across.at(until) - x)
+            colour = COLOURS[1 + at % (len(COLOURS) - 1)]
+            place = f'x="{x}" y="{y + 2}" width="{width:.1f}" height="16" rx="2" fill="{colour}"'
+            parts.append(f"<rect {place}>{_title(title)}</rect>")
+    return _svg(height, parts, "Interruptions by time")
+
+
+def _svg(height: int, parts: Sequence[str], label: str) -> str:
+    inside = "".join(parts)
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{inside}</svg>'
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _line(x: float, y: float, x2: float, y2: float, kind: str, title: str = "") -> str:
+    return f'<line x1="{x}" y1="{y}" x2="{x2}" y2="{y2}" class="{kind}">{_title(title) if title else ""}</line>'
+
+
+def _title(words: str) -> str:
+    return f"<title>{escape(words)}</title>"

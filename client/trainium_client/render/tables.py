@@ -1,0 +1,131 @@
+"""Pages that are tables: history, goodput, ranks, checkpoints, machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
+from trainium_client.render.words import ago, clock, duration, figure, share, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from trainium_client.views.checkpoints import CheckpointRow
+    from trainium_client.views.goodput import GoodputView
+    from trainium_client.views.interruptions import InterruptionView
+    from trainium_client.views.job import JobView
+    from trainium_client.views.machines import MachineView
+    from trainium_client.views.workers import RankRow
+
+_BAR = 20
+
+
+def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:
+    """The interruptions, oldest first, with the number that `why --entry` takes."""
+    if not entries:
+        return Text("nothing has interrupted this job")
+    columns = (
+        Column("#", 9, right=True), Column("TIME", 6), Column("CAUSE", 9), Column("ANSWER", 8), Column("WORKER", 5),
+        Column("NODE", 3), Column("SECONDS", 7, right=True), Column("LOST", 6, right=True),
+        Column("SEEN", 2, fold=True),
+    )  # fmt: skip
+    rows = [
+        (str(at), clock(each.at)[5:], each.cause, each.rung, each.pod or "-", each.node or "-",
+         "-" if each.stopped else "open" if each.open else figure(each.recovered_seconds, 3),
+         "-" if each.steps_lost is None else str(each.steps_lost), " ".join(each.message.split())[:160])
+        for at, each in enumerate(entries, 1)
+    ]  # fmt: skip
+    return table(columns, rows, width)
+
+
+def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
+    """Where the time went."""
+    if goodput.ratio is None:
+        return Text("nothing is counted yet: no workers have begun together")
+    wall = goodput.wall_seconds or 1.0
+    columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
+    parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
+    rows = [(name, f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR)) for name, seconds in parts]
+    stages = [(name, f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
+              for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])]  # fmt: skip
+    by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
+    sizes = [(str(each.size), str(each.steps), duration(each.step_seconds)) for each in goodput.sizes]
+    after = ", ".join(f"{name} {duration(each)}" for name, each in goodput.stage_seconds.items())
+    ledger: list[RenderableType] = [
+        labelled([
+            ("Goodput", f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)} (strict)"),
+            ("Uptime", share(goodput.uptime_ratio)),
+            ("Fleet", f"{share(goodput.fleet_ratio)} of {goodput.node_seconds / 3600:.1f} node hours"),
+            ("After steps", after),
+        ]),
+        heading("Where the time went"),
+        table(columns, rows, width),
+    ]  # fmt: skip
+    if stages:
+        ledger += [heading("What was lost, by stage"), table((Column("STAGE", 9), *columns[1:]), stages, width)]
+    if sizes:
+        ledger += [heading("Steps by size"), table(by_size, sizes, width)]
+    return stacked(*ledger)
+
+
+def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> RenderableType:
+    """Ranks, the slowest first."""
+    columns: list[Column] = [
+        Column("RANK", 9, right=True), Column("POD", 8), Column("NODE", 6), Column("STEP", 8, right=True),
+        Column("STEP TIME", 5, right=True), Column("LAST STEP", 4, right=True), Column("PHASE", 3),
+        Column("SLOWER", 3, right=True), Column("NOTE", 1, fold=True),
+    ]  # fmt: skip
+    shown = rows if most is None else rows[:most]
+    cells = [
+        (str(each.rank), each.pod, each.node, "-" if each.step is None else str(each.step), duration(each.step_seconds),
+         ago(each.seconds_since_step) or "-", each.phase or "-",
+         "-" if each.slowdown is None else f"x{each.slowdown:.2f}", each.note)
+        for each in shown
+    ]  # fmt: skip
+    if not any(each.note for each in shown):
+        columns.pop()
+    left = len(rows) - len(shown)
+    return stacked(table(columns, cells, width), Text(f"… and {left} more (--all)") if left else None)
+
+
+def checkpoints_page(
+    view: JobView, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
+) -> RenderableType:
+    """What a resume could use, and what lies on storage where a worker can look."""
+    checkpoints = view.checkpoints
+    known = labelled([
+        ("Storage", "nothing committed yet" if checkpoints.durable_step is None
+         else f"step {checkpoints.durable_step}, {ago(checkpoints.durable_age_seconds)}"),
+        ("Memory", "" if checkpoints.memory_step is None else f"step {checkpoints.memory_step}, on every member"),
+        ("Notice", Text(checkpoints.notice, "yellow")),
+    ])  # fmt: skip
+    if rows is None:
+        return stacked(known, Text(note, "dim") if note else None)
+    columns = (Column("NAME", 9), Column("STATE", 8), Column("AGE", 5, right=True), Column("SIZE", 6, right=True),
+               Column("RANKS", 3, right=True), Column("PROBLEM", 4, fold=True))  # fmt: skip
+    cells = [
+        (each.name, word(each.state, "red" if each.problem else "green"),
+         "-" if each.created is None else duration(max(0.0, now - each.created)), size(each.bytes), each.world,
+         each.problem)
+        for each in rows
+    ]  # fmt: skip
+    return stacked(known, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None)
+
+
+def machines_page(machines: Sequence[MachineView], now: float, width: int) -> RenderableType:
+    """Machines that are remembered, with why."""
+    if not machines:
+        return Text("no machine is remembered: no fault was put down to one")
+    columns = (Column("NODE", 9), Column("STATE", 8), Column("FOR", 7, right=True), Column("STRIKES", 6, right=True),
+               Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
+    rows = [
+        (each.node + (" (gone)" if each.present is False else "") or each.key, word(each.state),
+         duration(max(0.0, each.until - now)) if each.until is not None else "-", str(len(each.strikes)), each.machine,
+         "; ".join(f"{strike.cause} {clock(strike.at)[5:16]} by {strike.by}" for strike in reversed(each.strikes[-3:])))
+        for each in machines
+    ]  # fmt: skip
+    return table(columns, rows, width)

@@ -1,0 +1,70 @@
+"""Numbers and times as people read them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
+
+
+def duration(seconds: float | None) -> str:
+    """`2h5m`: the two largest units; below ten seconds with a decimal, below one in milliseconds."""
+    if seconds is None:
+        return "-"
+    if 0 < seconds < 10:
+        return f"{1000 * seconds:.0f}ms" if seconds < 0.95 else f"{seconds:.1f}s".replace(".0s", "s")
+    parts: list[str] = []
+    left = round(seconds)
+    for size, unit in _UNITS:
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count}{unit}" if count else "")
+        if len(parts) == 2:
+            break
+    return "".join(parts) or "0s"
+
+
+def ago(seconds: float | None) -> str:
+    """`5m ago`."""
+    return "" if seconds is None else f"{duration(seconds)} ago"
+
+
+def figure(value: float | None, digits: int = 4) -> str:
+    """A measured number."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def count(value: float) -> str:
+    """12.3k, 4.5M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def share(value: float | None) -> str:
+    """97.3 %."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def clock(at: float | None) -> str:
+    """A moment in UTC; empty when there is none."""
+    if at is None or not -6e10 < at < 2e11:
+        return ""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def shortened(text: str, most: int) -> str:
+    """The beginning, on one line."""
+    words = " ".join(text.split())
+    return words if len(words) <= most else f"{words[:most].rstrip()} …"
+
+
+def size(bytes_: int) -> str:
+    """1.5 GiB."""
+    value = float(bytes_)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return ""

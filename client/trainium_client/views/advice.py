@@ -1,0 +1,58 @@
+"""What a person should do now, most urgent first; empty when the answer is: nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainium_client.views.job import ConditionView, JobView
+
+STALE_SECONDS = 120.0
+"""Nobody has written of a job that trains for so long: six times the longest interval of the operator."""
+_WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
+
+
+def advise(view: JobView) -> tuple[str, ...]:
+    """Sentences, each with what to do."""
+    if not view.phase:
+        return (
+            (
+                "No operator has answered this job yet. If that lasts for more than a minute it does not run: "
+                "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator"
+            ),
+        )
+    if view.phase == "Failed":
+        return (
+            f"{view.verdict or 'The job failed; it gave no verdict.'}",
+            f"See why: kubectl trn why {view.name}. Go on from the newest checkpoint: kubectl trn retry {view.name}",
+        )
+    found = list(_troubles(view))
+    if view.phase == "Suspended":
+        found.append(f"It waits for you: kubectl trn resume {view.name}")
+    return tuple(found)
+
+
+def _troubles(view: JobView) -> list[str]:
+    found: list[str] = []
+    conditions = {each.type: each for each in view.conditions}
+    if view.stale and view.written_seconds_ago is not None:
+        found.append(
+            f"What is shown is {view.written_seconds_ago:.0f} s old: the operator does not write. Look at it: "
+            "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator (training goes on without it)"
+        )
+    pods = conditions.get("PodsReady")
+    if not view.ended and pods is not None and pods.status == "False" and pods.reason in _WAITING:
+        found.append(pods.message)
+    admitted = conditions.get("Admitted")
+    if not view.ended and admitted is not None and admitted.status == "False" and view.phase == "Pending":
+        found.append(admitted.message)
+    checks = (("SizeLegal", "False"), ("CheckpointHealthy", "False"), ("NodesHealthy", "False"))
+    found += [_told(conditions[kind]) for kind, bad in checks if kind in conditions and conditions[kind].status == bad]
+    resizing = conditions.get("Resizing")
+    if not view.ended and resizing is not None and resizing.reason == "CapacityMissing":
+        found.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")
+    return [sentence for sentence in found if sentence]
+
+
+def _told(condition: ConditionView) -> str:
+    return condition.message or f"{condition.type} is {condition.status}: {condition.reason}"

@@ -1,0 +1,72 @@
+"""Durable checkpoints as `trainium-trainer inspect --json` tells them inside a worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_client.views.raw import mapping, number, text, whole
+from trainium_contract.worker_env import CHECKPOINT_MOUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_KEPT = ("hostPath", "persistentVolumeClaim", "s3")
+"""Storage that outlives a pod."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """One checkpoint or milestone."""
+
+    name: str
+    """Folder."""
+    state: str
+    step: int
+    bytes: int
+    tokens: int | None
+    world: str
+    """Ranks that wrote it: data x tensor x pipeline parallel."""
+    created: float | None
+    """Unix seconds."""
+    problem: str
+
+
+def checkpoint_root(job: Mapping[str, Any]) -> str:
+    """Where this job's checkpoints are, as its workers see them."""
+    metadata, storage = mapping(job, "metadata"), mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
+    if not any(storage.get(kind) for kind in _KEPT):
+        return CHECKPOINT_MOUNT
+    root = text(mapping(storage, "s3"), "path") or CHECKPOINT_MOUNT
+    return f"{root}/{text(storage, 'subPath') or text(metadata, 'namespace') + '/' + text(metadata, 'name')}"
+
+
+def metrics_path(job: Mapping[str, Any]) -> str:
+    """Where the figures of each step are; what is appended to needs a folder, so never in a bucket."""
+    root = checkpoint_root(job)
+    return f"{CHECKPOINT_MOUNT if '://' in root else root}/metrics.jsonl"
+
+
+def checkpoint_rows(printed: str) -> tuple[CheckpointRow, ...] | None:
+    """The list; None when this is not what `inspect` prints."""
+    try:
+        found = json.loads(printed)
+    except ValueError:
+        return None
+    if not isinstance(found, list):
+        return None
+    return tuple(_row(each) for each in found if isinstance(each, dict))
+
+
+def _row(raw: dict[str, object]) -> CheckpointRow:
+    return CheckpointRow(
+        name=text(raw, "folder"),
+        state=text(raw, "state"),
+        step=whole(raw, "step", -1),
+        bytes=whole(raw, "size"),
+        tokens=None if number(raw, "tokens") is None else whole(raw, "tokens"),
+        world=text(raw, "world"),
+        created=number(raw, "created"),
+        problem=text(raw, "problem"),
+    )

@@ -1,0 +1,91 @@
+"""Machines that faults were put down to: the operator's memory of them (docs/node-health.md), with the evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_client.views.raw import mapping, plain, seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_NO_MACHINES = frozenset({"about", "accounted"})
+
+
+@dataclass(frozen=True, slots=True)
+class StrikeView:
+    """One failure that counts against a machine."""
+
+    at: float | None
+    cause: str
+    by: str
+    """The job, or the node's own report."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineView:
+    """One machine."""
+
+    key: str
+    """Entry of the ConfigMap."""
+    machine: str
+    node: str
+    state: str
+    until: float | None
+    quarantines: int
+    strikes: tuple[StrikeView, ...]
+    """Oldest first."""
+    present: bool | None = None
+    """A node of that name is there; None where nodes could not be listed."""
+
+
+def machine_views(config_map: Mapping[str, Any], nodes: Sequence[str] | None) -> tuple[MachineView, ...]:
+    """The machines, those that are kept away from first; entries that cannot be read are shown by their key."""
+    data = mapping(config_map, "data")
+    found = [_machine(str(key), value, nodes) for key, value in data.items() if key not in _NO_MACHINES]
+    order = ("Permanent", "Quarantined", "Probation", "Watched")
+    ranks = {state: at for at, state in enumerate(order)}
+    return tuple(sorted(found, key=lambda each: (ranks.get(each.state, len(order)), each.node, each.key)))
+
+
+def find_machine(machines: Sequence[MachineView], name: str) -> MachineView | None:
+    """By node, machine or key."""
+    return next((each for each in machines if name in {each.node, each.machine, each.key}), None)
+
+
+def _machine(key: str, value: Any, nodes: Sequence[str] | None) -> MachineView:
+    try:
+        entry = yaml.safe_load(value) if isinstance(value, str) else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        return MachineView(plain(key), plain(key), "", "Unreadable", None, 0, ())
+    node = plain(str(entry.get("node") or ""))
+    strikes = entry.get("strikes")
+    return MachineView(
+        key=key,
+        machine=plain(str(entry.get("machine") or key)),
+        node=node,
+        state=plain(str(entry.get("state") or "Watched")),
+        until=_time(entry.get("until")),
+        quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
+        strikes=tuple(_strike(plain(str(line))) for line in strikes) if isinstance(strikes, list) else (),
+        present=None if nodes is None or not node else node in nodes,
+    )
+
+
+def _strike(line: str) -> StrikeView:
+    at, _, rest = line.partition(" ")
+    cause, _, by = rest.partition(" ")
+    return StrikeView(seconds_of(at), cause, by)
+
+
+def _time(value: Any) -> float | None:
+    """YAML reads an unquoted time stamp as a time, so both are taken."""
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return seconds_of(str(value)) if value is not None else None

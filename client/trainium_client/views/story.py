@@ -1,0 +1,85 @@
+"""Why training stopped: the last interruption, or the verdict, as a story with the log lines that show it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_client.views.interruptions import InterruptionView, interruptions
+from trainium_client.views.raw import mapping, plain, seconds_of, text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MOST_LINES = 12
+_BEFORE_SECONDS = 30.0
+_AFTER_SECONDS = 2.0
+_AROUND = 4
+_TELLING = re.compile(
+    r"(?i)error|exception|traceback|fault|fail|killed|signal|exit|ended with|stood still|refus|cannot|lost|leav|nrt_"
+    r"|out of mem|warn"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """One interruption, told; `entry` is None when nothing has interrupted the job."""
+
+    name: str
+    namespace: str
+    phase: str
+    verdict: str
+    entry: InterruptionView | None
+    number: int
+    """Which one of those that are kept, from 1, the oldest first."""
+    kept: int
+    log_pod: str
+    log_lines: tuple[str, ...]
+    log_note: str
+    """Why there are no lines."""
+    advice: tuple[str, ...]
+
+
+def tell(
+    job: Mapping[str, Any], *, which: int | None = None, log: str = "", log_note: str = "", advice: tuple[str, ...] = ()
+) -> Story:
+    """The story of one entry of the history (from 1; the last when not given) with the log of its pod."""
+    status, metadata = mapping(job, "status"), mapping(job, "metadata")
+    entries = interruptions(status)
+    chosen = len(entries) if which is None else which
+    entry = entries[chosen - 1] if 0 < chosen <= len(entries) else None
+    lines = telling_lines(log, entry) if entry is not None else ()
+    note = log_note
+    if entry is not None and not lines and not note:
+        note = "no one worker failed" if not entry.pod else f"the log of {entry.pod} has no lines of that time"
+    return Story(
+        name=text(metadata, "name"),
+        namespace=text(metadata, "namespace"),
+        phase=text(status, "phase"),
+        verdict=text(status, "verdict"),
+        entry=entry,
+        number=chosen if entry is not None else 0,
+        kept=len(entries),
+        log_pod=entry.pod if entry is not None else "",
+        log_lines=lines,
+        log_note=note,
+        advice=advice,
+    )
+
+
+def telling_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
+    """The lines of a log with time stamps that show the interruption: near its time, those of trouble first."""
+    if entry.at is None:
+        return ()
+    until = max(entry.at, entry.detected_at or entry.at) + _AFTER_SECONDS
+    near = []
+    for line in log.splitlines():
+        stamp, _, words = line.partition(" ")
+        at = seconds_of(stamp)
+        if at is not None and entry.at - _BEFORE_SECONDS <= at <= until and words.strip():
+            near.append(plain(words)[:400])
+    telling = [at for at, words in enumerate(near) if _TELLING.search(words)]
+    # Of both the last ones are nearest to the cause, and a few lines around say what was going on.
+    kept = set(telling[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
+    return tuple(near[at] for at in sorted(kept))

@@ -1,0 +1,162 @@
+"""The workers of a job: which pods there are, and which rank runs where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_client.views.raw import mapping, number, objects, plain, text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
+
+
+@dataclass(frozen=True, slots=True)
+class PodRow:
+    """One worker pod."""
+
+    name: str
+    state: str
+    """As kubectl shows it: Running, Pending, Error, CrashLoopBackOff, Terminating."""
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """One member of the generation in force."""
+
+    rank: int
+    """Node rank."""
+    pod: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who trains."""
+
+    generation: int
+    processes_per_node: int
+    rows: tuple[MemberRow, ...]
+
+    def of_rank(self, rank: int) -> MemberRow | None:
+        """The worker of a rank; None when there is no such rank."""
+        at = rank // self.processes_per_node
+        return self.rows[at] if rank >= 0 and at < len(self.rows) else None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows) * self.processes_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersView:
+    """Pods by what they are."""
+
+    members: dict[str, int]
+    """Members by the state of their pod."""
+    others: dict[str, int]
+    """Pods that are no members (spares, newcomers, those that ended) by their state."""
+    not_well: tuple[PodRow, ...]
+    """Pods that are neither running nor completed; at most ten."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """What one rank does now."""
+
+    rank: int
+    pod: str
+    node: str
+    step: int | None = None
+    phase: str = ""
+    step_seconds: float | None = None
+    seconds_since_step: float | None = None
+    slowdown: float | None = None
+    """Of its worker: its own work in a step in units of the median member's, where the operator tells."""
+    note: str = ""
+    """Why nothing is known of it."""
+
+
+def members_view(record: Mapping[str, Any]) -> Members:
+    """Who trains, by the record of the membership."""
+    rows = [
+        MemberRow(whole(each, "nodeRank"), text(each, "podName"), text(each, "nodeName"))
+        for each in objects(record, "members")
+    ]
+    rows.sort(key=lambda row: row.rank)
+    return Members(whole(record, "generation"), max(1, whole(record, "processesPerNode", 1)), tuple(rows))
+
+
+def pod_rows(table: Mapping[str, Any]) -> tuple[PodRow, ...]:
+    """Pods from the server's table."""
+    columns = [_CELLS.get(text(each, "name"), "") for each in objects(table, "columnDefinitions")]
+    found = []
+    for row in objects(table, "rows"):
+        values = row.get("cells")
+        cells = dict(zip(columns, values, strict=False)) if isinstance(values, list) else {}
+        found.append(PodRow(*(plain(str(cells.get(key) or "")) for key in ("name", "state", "node"))))
+    return tuple(found)
+
+
+def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView:
+    """Pods counted by what they are; without a membership all are others."""
+    names = {row.pod for row in members.rows} if members else set()
+    of_members, of_others = dict[str, int](), dict[str, int]()
+    for row in rows:
+        counts = of_members if row.name in names else of_others
+        counts[row.state] = counts.get(row.state, 0) + 1
+    gone = len(names - {row.name for row in rows})
+    if gone and rows:
+        of_members["gone"] = gone
+    unwell = tuple(row for row in rows if row.state not in {"Running", "Completed"})
+    return WorkersView(of_members, of_others, unwell[:10])
+
+
+def rank_rows(
+    members: Members, told: Mapping[str, Sequence[Mapping[str, Any]] | str], status: Mapping[str, Any], now: float
+) -> tuple[RankRow, ...]:
+    """All ranks, the slowest first; `told` has what the monitor of each pod said, or why it said nothing."""
+    slow = {text(each, "pod"): number(each, "slowdown") for each in objects(status, "stragglers")}
+    rows = []
+    for member in members.rows:
+        said = told.get(member.pod, "")
+        records = {} if isinstance(said, str) else {whole(each, "localRank"): each for each in said}
+        note = said if isinstance(said, str) else ""
+        for local in range(members.processes_per_node):
+            rank = member.rank * members.processes_per_node + local
+            rows.append(_rank(rank, member, records.get(local), slow.get(member.pod), note, now))
+    return tuple(sorted(rows, key=_slowness))
+
+
+def _rank(
+    rank: int, member: MemberRow, record: Mapping[str, Any] | None, slowdown: float | None, note: str, now: float
+) -> RankRow:
+    if record is None:
+        return RankRow(rank, member.pod, member.node, slowdown=slowdown, note=note)
+    updated, step = number(record, "updated"), whole(record, "step", -1)
+    return RankRow(
+        rank=rank,
+        pod=member.pod,
+        node=member.node,
+        step=None if step < 0 else step,
+        phase=text(record, "phase").capitalize(),
+        step_seconds=number(record, "step_seconds"),
+        seconds_since_step=max(0.0, now - updated) if updated else None,
+        slowdown=slowdown,
+    )
+
+
+def _slowness(row: RankRow) -> tuple[float, float, float, int]:
+    """Those that are behind, then those that the operator calls stragglers, then those with the longest step."""
+    behind = float("inf") if row.step is None else float(row.step)
+    behind = -1.0 if row.note else behind
+    return (behind, -(row.slowdown or 0.0), -(row.step_seconds or 0.0), row.rank)
+
+
+def metadata_name(raw: Mapping[str, Any]) -> str:
+    """Name of an object."""
+    return text(mapping(raw, "metadata"), "name")
