@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainium_devcluster.api import ApiError
-from trainium_devcluster.binaries import FLEET_PROGRAMS, ensure_binaries
+from trainium_devcluster.binaries import CLUSTER_PROGRAMS, FLEET_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
 from trainium_devcluster.errors import ClusterError
@@ -159,11 +159,13 @@ def run(
 @app.command()
 def binaries(
     fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which plays fleets of fake nodes.")] = False,
+    helm: Annotated[bool, typer.Option("--helm", help="Only helm, which renders the chart: no control plane.")] = False,
 ) -> None:
     """Fetch or build all programs into the cache, and print the folder."""
     if fleet:
         ensure_binaries(programs=FLEET_PROGRAMS)
-    sys.stdout.write(f"{ensure_binaries().folder}\n")
+    programs = frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS
+    sys.stdout.write(f"{ensure_binaries(programs=programs).folder}\n")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from trainium_devcluster.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_devcluster.cluster import Cluster
+    from trainium_devcluster.handle import ClusterHandle
 
 _STOP_SECONDS = 20.0
 
@@ -24,7 +24,7 @@ _STOP_SECONDS = 20.0
 class Faults:
     """The fault controls of one running cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterHandle) -> None:
         self._cluster = cluster
 
     # --- whole nodes -------------------------------------------------------------------------------------------------

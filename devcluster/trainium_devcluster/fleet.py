@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trainium_devcluster.api import ApiClient
-    from trainium_devcluster.cluster import Cluster
+    from trainium_devcluster.handle import ClusterHandle
     from trainium_devcluster.progress import Write
 
 LARGEST = 10_000
@@ -52,13 +52,13 @@ class FleetShape:
 class Fleet:
     """The fake nodes of one cluster."""
 
-    def __init__(self, cluster: Cluster, shape: FleetShape) -> None:
+    def __init__(self, cluster: ClusterHandle, shape: FleetShape) -> None:
         self._cluster = cluster
         self.shape = shape
         self.nodes: list[str] = []
 
     @classmethod
-    def create(cls, cluster: Cluster, nodes: int, shape: FleetShape | None = None, *, write: Write) -> Fleet:
+    def create(cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, write: Write) -> Fleet:
         """Register `nodes` nodes and return when a worker could be put on each; raises ClusterError."""
         if not 0 <= nodes <= LARGEST:
             raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {LARGEST}.")

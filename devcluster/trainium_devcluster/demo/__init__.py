@@ -1,5 +1,1 @@
-"""The demo: one TrainingJob on a real control plane, taken through faults, compared with an undisturbed run.
-
-Invariants: it does only what a person could do (helm, kubectl, the cluster's fault commands); it measures by
-its own clock and from the files that the trainer leaves, and it imports nothing of operator, trainer or contract.
-"""
+"""The demo: one TrainingJob on a real control plane, taken through faults, compared with an undisturbed run."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from trainium_devcluster.node.api import Api, ApiError, Unreachable
 from trainium_devcluster.node.objects import Json, name, namespace, uid
 from trainium_devcluster.node.reflector import Reflector
+from trainium_devcluster.node.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 
@@ -126,8 +127,6 @@ class Provisioner:
                 raise
 
     async def _reclaim(self, volume: Json) -> None:
-        from trainium_devcluster.node.volumes import remove_tree  # noqa: PLC0415 - the two modules name each other
-
         annotations = volume["metadata"].get("annotations") or {}
         path = Path((volume["spec"].get("hostPath") or {}).get("path", "/"))
         if annotations.get(_PROVISIONED_BY) != PROVISIONER or path.parent != self._folder:

@@ -22,8 +22,8 @@ from trainium_devcluster.node.events import Severity
 from trainium_devcluster.node.launching import Command, Exit, Launcher, LaunchError, Process
 from trainium_devcluster.node.logs import LogWriter, last_lines
 from trainium_devcluster.node.objects import Json, parse_time
+from trainium_devcluster.node.removal import remove_tree
 from trainium_devcluster.node.status import ContainerView, Kind, Running, State, Terminated, Waiting, exit_reason
-from trainium_devcluster.node.volumes import remove_tree
 
 _log = logging.getLogger(__name__)
 

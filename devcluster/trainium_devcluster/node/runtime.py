@@ -33,9 +33,9 @@ from trainium_devcluster.node.pod import PodRunner
 from trainium_devcluster.node.programs import program_folders
 from trainium_devcluster.node.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.registration import Registration
+from trainium_devcluster.node.removal import remove_tree
 from trainium_devcluster.node.server import NodeServer
 from trainium_devcluster.node.services import NodeServices
-from trainium_devcluster.node.volumes import remove_tree
 
 _log = logging.getLogger(__name__)
 

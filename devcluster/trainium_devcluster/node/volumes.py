@@ -8,7 +8,6 @@ is a tmpfs of its own with the size asked for, which vanishes with the node as i
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import stat
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from trainium_devcluster.node.isolation import Isolation
 from trainium_devcluster.node.objects import Json, namespace, uid
 from trainium_devcluster.node.payloads import FileContent
 from trainium_devcluster.node.reflector import ObjectCache
+from trainium_devcluster.node.removal import remove_tree
 from trainium_devcluster.node.tokens import TokenSource
 from trainium_devcluster.node.waiting import until
 
@@ -223,19 +223,6 @@ def check_host_path(source: Json) -> Path:
     if kind in demands and not (path.exists() and demands[kind](path.stat().st_mode)):
         raise VolumeError(f"hostPath type check failed: {path} is not a {kind}")
     return path
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove `folder` with all below it, also directories that were made unreadable (overlay work directories are)."""
-
-    def unlock(_: object, path: str, __: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(path, stat.S_IRWXU)  # noqa: PTH101 - rmtree gives text
-            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)  # noqa: PTH108, PTH112
-
-    shutil.rmtree(folder, onerror=unlock)
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)
 
 
 def _mode(source: Json) -> int:

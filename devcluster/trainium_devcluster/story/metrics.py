@@ -6,6 +6,7 @@ Times are Unix seconds of this machine.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,10 @@ class StepLog:
                 self.recomputed.append((step, record["time"]))
         self.steps.update(fresh)
 
+    def losses(self) -> dict[int, float]:
+        """Step -> its loss."""
+        return {step: float(record["loss"]) for step, record in self.steps.items()}
+
     @property
     def newest(self) -> int:
         """The highest step seen; 0 before the first."""
@@ -65,11 +70,33 @@ class StepLog:
 
 def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
     """Whether every step saw a whole global batch and no sample was seen twice; for runs within the first epoch."""
+    seen = _samples(folder)
+    every = [sample for samples in seen.values() for sample in samples]
+    whole = sorted(seen) == list(range(1, steps + 1)) and all(len(samples) == batch for samples in seen.values())
+    return whole and len(set(every)) == len(every)
+
+
+def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int) -> bool:
+    """Whether each epoch had every sample exactly once, in whole global batches but for the last one of the epoch."""
+    seen = _samples(folder)
+    if steps <= 0 or steps % epochs or not set(seen) <= set(range(1, steps + 1)):
+        return False
+    length = steps // epochs
+    every = sorted({sample for samples in seen.values() for sample in samples})
+    if every != list(range(len(every))) or -(-len(every) // batch) != length:
+        return False
+    for first in range(1, steps + 1, length):
+        batches = [seen.get(step, []) for step in range(first, first + length)]
+        if any(len(samples) != batch for samples in batches[:-1]) or sorted(itertools.chain(*batches)) != every:
+            return False
+    return True
+
+
+def _samples(folder: Path) -> dict[int, list[int]]:
+    """Step -> the samples that all ranks recorded for it."""
     seen: dict[int, list[int]] = {}
     for path in folder.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             seen.setdefault(record["step"], []).extend(record["samples"])
-    every = [sample for samples in seen.values() for sample in samples]
-    whole = sorted(seen) == list(range(1, steps + 1)) and all(len(samples) == batch for samples in seen.values())
-    return whole and len(set(every)) == len(every)
+    return seen

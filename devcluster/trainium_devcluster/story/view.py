@@ -53,7 +53,7 @@ class View:
         assert self._job is not None
         _, status, newest, steps = self._job
         loss = f", loss {newest['loss']:.4f}" if newest else ""
-        return f"{status.get('phase', 'Pending')}, step {newest.get('step', 0)}/{steps}{loss}, {_workers(status)}"
+        return f"{_phase(status)}, step {newest.get('step', 0)}/{steps or '?'}{loss}, {_workers(status)}"
 
     def _panel(self) -> Panel | Text:
         if self._job is None:
@@ -61,18 +61,18 @@ class View:
         title, status, newest, steps = self._job
         progress, checkpoint = status.get("progress") or {}, status.get("checkpoint") or {}
         table = Table.grid(padding=(0, 3))
-        table.add_row("phase", Text(status.get("phase", "Pending"), style="bold"), "workers", _workers(status))
+        table.add_row("phase", Text(_phase(status), style="bold"), "workers", _workers(status))
         loss = f"{newest['loss']:.4f}" if newest else "-"
         rate = progress.get("tokensPerSecond")
         table.add_row("loss", loss, "tokens/s", f"{rate:,.0f}" if rate else "-")
         newest_memory, newest_durable = checkpoint.get("memoryStep", -1), checkpoint.get("durableStep", -1)
         table.add_row(
             "step",
-            f"{newest.get('step', 0)} of {steps}",
+            f"{newest.get('step', 0)} of {steps or '?'}",
             "checkpoint",
             f"memory {_step(newest_memory)}, durable {_step(newest_durable)}",
         )
-        bar = ProgressBar(total=steps, completed=newest.get("step", 0), width=60)
+        bar = ProgressBar(total=steps or None, completed=newest.get("step", 0), width=60)
         return Panel(Group(table, Text(), bar), title=title, title_align="left")
 
     def __enter__(self) -> Self:
@@ -87,6 +87,15 @@ class View:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def _phase(status: dict[str, Any]) -> str:
+    """The phase, with the stage when it is one after training: `Running (Evaluate 40 %)`."""
+    phase: str = status.get("phase", "Pending")
+    progress = status.get("stageProgress")
+    if phase != "Running" or progress is None:
+        return phase
+    return f"{phase} ({status.get('stage')} {progress:.0%})"
 
 
 def _workers(status: dict[str, Any]) -> str:

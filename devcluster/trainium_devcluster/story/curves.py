@@ -1,0 +1,140 @@
+"""What became of a job's loss curve under faults, beside that of an undisturbed run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ACROSS_SIZES = 1e-5
+"""Largest relative difference of two runs of one curve at different sizes: sums in another order."""
+_RESIZE = "resize"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One disturbance and what it cost; seconds from the disturbance, by the demo's own clock where it can tell."""
+
+    kind: str
+    step: int
+    """Newest step when it happened."""
+    detected_seconds: float | None
+    recovered_seconds: float | None
+    """To the end of the first new step."""
+    pause_seconds: float | None
+    """Between the last step before and the first new step after."""
+    steps_lost: int
+    pods_replaced: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The losses of both runs by step, and what was done to the first."""
+
+    steps: int
+    loss: dict[int, float]
+    reference: dict[int, float]
+    faults: tuple[Fault, ...]
+
+    @property
+    def first_resize_step(self) -> int | None:
+        """The last step at the reference's size; None when all are."""
+        return min((fault.step for fault in self.faults if fault.kind.startswith(_RESIZE)), default=None)
+
+    @property
+    def max_difference(self) -> float:
+        """Largest relative difference of the two loss curves."""
+        return max((self.difference(step) for step in self.loss if step in self.reference), default=float("nan"))
+
+    @property
+    def identical_before_resize(self) -> bool:
+        """Whether the curves agree bit for bit while the size is the reference's."""
+        last = self.first_resize_step or self.steps
+        return all(self.loss.get(step) == self.reference.get(step) for step in range(1, last + 1))
+
+    @property
+    def same(self) -> bool:
+        """Whether both are whole and one curve: equal at equal size, equal but for rounding after a resize."""
+        every = set(range(1, self.steps + 1))
+        whole = self.steps > 0 and set(self.loss) == every == set(self.reference)
+        return whole and self.identical_before_resize and self.max_difference <= ACROSS_SIZES
+
+    def difference(self, step: int) -> float:
+        """Relative difference of the two losses at `step`."""
+        return abs(self.loss[step] - self.reference[step]) / abs(self.reference[step])
+
+    def to_json(self) -> dict[str, Any]:
+        """Part of a report.json."""
+        return {
+            "steps": self.steps,
+            "finalLoss": self.loss.get(self.steps),
+            "faults": [{_camel(name): value for name, value in asdict(fault).items()} for fault in self.faults],
+            "lossCurve": [self.loss[step] for step in sorted(self.loss)],
+            "referenceLossCurve": [self.reference[step] for step in sorted(self.reference)],
+            "maxLossDifference": self.max_difference,
+            "identicalBeforeResize": self.identical_before_resize,
+        }
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(part.capitalize() for part in others)
+
+
+def fault_table(faults: tuple[Fault, ...]) -> Table:
+    """The faults, one a row."""
+    shown = Table(title="What was done to the job, and what it cost")
+    for heading in ("fault", "at step", "detected", "first new step", "pause", "steps lost", "pods replaced"):
+        shown.add_column(heading, justify="left" if heading == "fault" else "right")
+    for fault in faults:
+        shown.add_row(
+            fault.kind,
+            str(fault.step),
+            _seconds(fault.detected_seconds),
+            _seconds(fault.recovered_seconds),
+            _seconds(fault.pause_seconds),
+            str(fault.steps_lost),
+            str(fault.pods_replaced),
+        )
+    return shown
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def draw(curves: Curves, top: Axes, bottom: Axes) -> None:
+    """Both curves with the faults into `top`, their difference into `bottom`."""
+    steps = sorted(curves.reference)
+    losses = [curves.reference[step] for step in steps]
+    top.plot(steps, losses, color="#b8c4d6", linewidth=6, label="undisturbed run")
+    steps = sorted(curves.loss)
+    top.plot(steps, [curves.loss[step] for step in steps], color="#1f4e9c", linewidth=1.4, label="run with faults")
+    for number, fault in enumerate(curves.faults):
+        for axis in (top, bottom):
+            axis.axvline(fault.step, color="#c0392b", linewidth=0.8, linestyle=":")
+        cost = "" if fault.recovered_seconds is None else f"\n{fault.recovered_seconds:.1f} s, {fault.steps_lost} lost"
+        top.annotate(
+            fault.kind + cost,
+            (fault.step, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -4 - 26 * (number % 2)),
+            textcoords="offset points",
+            fontsize=8,
+            color="#c0392b",
+            va="top",
+        )
+    top.set_ylabel("training loss")
+    top.legend(loc="lower left", frameon=False)
+    both = [step for step in steps if step in curves.reference]
+    bottom.plot(both, [curves.difference(step) for step in both], color="#1f4e9c", linewidth=1.2)
+    bottom.set_yscale("symlog", linthresh=1e-8)
+    bottom.set_ylim(bottom=0)
+    bottom.set_ylabel("relative\ndifference")
+    bottom.set_xlabel("optimizer step")
+    for axis in (top, bottom):
+        axis.spines[["top", "right"]].set_visible(False)

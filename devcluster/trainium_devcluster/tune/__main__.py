@@ -1,0 +1,63 @@
+"""`python -m trainium_devcluster.tune`: what `make tune` runs. Ends with 1 unless all is as it should be."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.story.command import REPOSITORY, cluster, console, fresh, how_to_look
+from trainium_devcluster.story.curves import fault_table
+from trainium_devcluster.story.view import View
+from trainium_devcluster.tune import report
+from trainium_devcluster.tune.material import prepare
+from trainium_devcluster.tune.story import TuneStory
+
+
+def tune(
+    *,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster up and say how to use it.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the report, the picture and the run's files.")] = Path(
+        "out/tune"
+    ),
+    name: Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")] = None,
+) -> None:
+    """Tune a base model by LoRA on a real control plane, through real faults, and compare answers before and after."""
+    screen, out, started = console(), fresh(out), time.monotonic()
+    try:
+        with View(screen) as view:
+            (out / "material").mkdir()
+            prepare(out / "material", view.say)
+            with cluster(view, name or ("tune" if keep else None), keep=keep) as running:
+                result = TuneStory(running, view, REPOSITORY, out).tell(started)
+        report.write(result, out)
+    except ClusterError as error:
+        screen.print(f"tune: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    curves = result.curves
+    for table in (fault_table(curves.faults), report.answer_table(result.evaluation)):
+        screen.print(table)
+    screen.print(report.figure_table(result.evaluation))
+    screen.print(
+        f"largest relative difference of the loss curves: {curves.max_difference:.1e}"
+        f"{', none before the resize' if curves.identical_before_resize else ''}\n"
+        f"every sample seen once an epoch: {'yes' if result.every_sample_once else 'NO'}; goodput "
+        f"{result.goodput:.1%}; {result.seconds:.0f} s in all\n"
+        f"merged model: {result.model}   adapter: {result.adapter}\n"
+        f"picture: {out / 'tune.png'}   report: {out / 'report.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if keep:
+        screen.print(how_to_look(running.name), highlight=False, soft_wrap=True)
+    for problem in result.problems:
+        screen.print(problem, style="red", markup=False)
+    if result.problems:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(tune)

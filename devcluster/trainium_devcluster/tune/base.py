@@ -1,0 +1,145 @@
+"""The base model: trained once from documentation, then taken from the user's cache.
+
+Invariants: a folder of the cache is named by a digest of its configuration and of all its text, appears by one rename
+when it is whole, and is never changed; a training that was cut off is continued by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_devcluster.binaries.cache import cache_root
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.story.metrics import StepLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+CONFIGURATION: dict[str, Any] = {
+    "model": {
+        "numLayers": 4,
+        "hiddenSize": 192,
+        "intermediateSize": 512,
+        "numAttentionHeads": 6,
+        "numKeyValueHeads": 6,
+    },
+    "data": {"sequenceLength": 128, "tokenizer": {"vocabSize": 2048}},
+    "batch": {"globalSize": 16, "microSize": 8},
+    "steps": 500,
+    "optimizer": {"learningRate": 3.0e-3, "beta2": 0.98},
+    "schedule": {"kind": "WarmupStableDecay", "warmupSteps": 25, "decaySteps": 200, "finalRatio": 0.02},
+    "monitor": {"tensorboard": False},
+}
+_RANKS = 2
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base model."""
+
+    folder: Path
+    """In Hugging Face's form, with its tokenizer."""
+    cached: bool
+    seconds: float
+
+
+def base_model(texts: Iterable[str], say: Callable[[str], None], *, root: Path | None = None) -> Base:
+    """The base of these texts; trained when the cache has none. Raises ClusterError when that fails."""
+    began = time.monotonic()
+    corpus = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    cache = (cache_root() if root is None else root) / "tune"
+    folder = cache / f"base-{identity(corpus, CONFIGURATION)}"
+    if folder.is_dir():
+        return Base(folder, cached=True, seconds=time.monotonic() - began)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _alone(folder.with_suffix(".lock"), say):
+            if not folder.is_dir():
+                _make(folder, corpus, say)
+    except OSError as error:
+        raise ClusterError(
+            f"The base model cannot be kept in {cache} ({error}): free space there, or set TRAINIUM_CACHE to another "
+            "folder."
+        ) from error
+    return Base(folder, cached=False, seconds=time.monotonic() - began)
+
+
+def identity(corpus: str, configuration: dict[str, Any]) -> str:
+    """Digest of all that the base follows from."""
+    content = json.dumps(configuration, sort_keys=True) + "\0" + corpus
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("the base model is being trained by another process; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, corpus: str, say: Callable[[str], None]) -> None:
+    work = folder.with_suffix(".partial")
+    work.mkdir(exist_ok=True)
+    (work / "documentation.jsonl").write_text(corpus)
+    config = {
+        **CONFIGURATION,
+        "data": {
+            **CONFIGURATION["data"],
+            "source": str(work / "documentation.jsonl"),
+            "cacheDirectory": str(work / "cache"),
+        },
+        "checkpoint": {"path": str(work / "run"), "durable": {"everySteps": 100, "keepLast": 1}},
+    }
+    (work / "base.yaml").write_text(yaml.safe_dump(config))
+    ranks = str(min(_RANKS, len(os.sched_getaffinity(0))))
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "-m", "trainium_trainer", "train"]
+    say(f"the base model is trained on {len(corpus) / 1e6:.1f} MB of Python's documentation, once")
+    _run([*launcher, "--config", str(work / "base.yaml")], work, say)
+    shutil.rmtree(work / "model", ignore_errors=True)
+    (tokenizer,) = (work / "cache").glob("tokenizer-*")
+    export = ["-m", "trainium_trainer", "export", str(work / "run"), str(work / "model")]
+    _run([*export, "--tokenizer", str(tokenizer), "--dtype", "float32"], work, say)
+    (work / "model").rename(folder)
+    shutil.rmtree(work)
+
+
+def _run(command: list[str], work: Path, say: Callable[[str], None]) -> None:
+    """Run a command of the trainer, telling of its steps."""
+    log, steps = work / "log.txt", StepLog(work / "run" / "metrics.jsonl")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as output,
+        subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, env=environment) as process,
+    ):
+        try:
+            while process.poll() is None:
+                try:
+                    process.wait(_SECONDS_BETWEEN_LINES)
+                except subprocess.TimeoutExpired:
+                    steps.refresh()
+                    if steps.newest:
+                        loss = steps.losses()[steps.newest]
+                        say(f"base model: step {steps.newest}/{CONFIGURATION['steps']}, loss {loss:.3f}")
+        finally:
+            process.terminate()  # of one that has ended: nothing
+    if process.returncode:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+        raise ClusterError(f"The base model could not be made, see {log}:\n{last}")

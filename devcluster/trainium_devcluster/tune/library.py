@@ -1,0 +1,112 @@
+"""What the standard library's source says about itself: modules, classes and functions, with signature and docstring.
+
+Invariants: files are parsed, never imported or run; the order is that of sorted paths and of the source text, so one
+Python build gives one library everywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sysconfig
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "pydoc_data"}
+)
+_OWNERS = frozenset({"self", "cls"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function or method."""
+
+    name: str
+    owner: str
+    """The class, with those around it and a dot between; empty for a function of the module."""
+    arguments: str
+    """As in the source, without annotations, `self` and `cls`: `a, b=1, *rest`."""
+    names: tuple[str, ...]
+    """Of the arguments, without stars."""
+    text: str
+    """Docstring without indentation; empty where there is none."""
+
+    @property
+    def signature(self) -> str:
+        """`name(a, b=1)`."""
+        return f"{self.name}({self.arguments})"
+
+    @property
+    def public(self) -> bool:
+        """Whether it is meant for users."""
+        return not self.name.startswith("_") and not any(part.startswith("_") for part in self.owner.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module and its functions."""
+
+    name: str
+    text: str
+    """Docstring."""
+    functions: tuple[Function, ...]
+
+
+def standard_library(root: Path | None = None) -> list[Module]:
+    """The modules below `root`, by default those of this Python; files that this Python cannot parse are left out."""
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    found = []
+    for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        parts = file.relative_to(root).parts
+        if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
+            tree = _parse(file)
+            if tree is not None:
+                name = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+                found.append(Module(name, _docstring(tree), tuple(_functions(tree.body, ""))))
+    return found
+
+
+def _parse(file: Path) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in old files are none of our business
+            return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return None
+
+
+def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
+
+
+def _functions(body: list[ast.stmt], owner: str) -> Iterator[Function]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{owner}.{node.name}".lstrip("."))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if owner:
+                _leave_owner_out(node.args)
+            arguments = _arguments(node.args)
+            for argument in arguments:
+                argument.annotation = None
+            names = tuple(argument.arg for argument in arguments)
+            yield Function(node.name, owner, ast.unparse(node.args), names, _docstring(node))
+
+
+def _leave_owner_out(found: ast.arguments) -> None:
+    ahead = found.posonlyargs or found.args
+    if ahead and ahead[0].arg in _OWNERS:
+        del ahead[0]
+
+
+def _arguments(found: ast.arguments) -> list[ast.arg]:
+    """In the order of the signature; a lambda that is a default has arguments of its own, which are not meant."""
+    several = [found.vararg] if found.vararg else []
+    named = [found.kwarg] if found.kwarg else []
+    return [*found.posonlyargs, *found.args, *several, *found.kwonlyargs, *named]

@@ -1,0 +1,190 @@
+"""The result: figures and answers before and after, `report.json`, and a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from trainium_devcluster.story.curves import draw
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from trainium_devcluster.story.curves import Curves
+
+_NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
+_PERPLEXITY = 0.5
+"""Of the base's perplexity, the tuned model's may be this share at most; runs end near a sixth."""
+_GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
+"""What these, from 0 to 1, must gain at least; runs gain twice as much, and 120 examples are off by about 0.04."""
+_SHARES = frozenset({_NAMES["exactMatch"], _NAMES["rougeL"]})
+_SHOWN = 6
+"""Answers that are printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of the held-out examples."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A held-out question and what the models answered."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The trainer's own evaluation of base and tuned model."""
+
+    examples: int
+    figures: tuple[Figure, ...]
+    answers: tuple[Answer, ...]
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Evaluation:
+        """Of the contents of an evaluation.json; a figure that was not taken on both sides is left out."""
+        return cls(
+            examples=int(document["examples"]),
+            figures=tuple(
+                Figure(each["name"], float(each["before"]), float(each["after"]))
+                for each in document["figures"]
+                if each.get("before") is not None and each.get("after") is not None
+            ),
+            answers=tuple(
+                Answer(each["prompt"], each["expected"], each.get("before") or "", each.get("after") or "")
+                for each in document.get("answers") or ()
+            ),
+        )
+
+    @property
+    def clearly_better(self) -> bool:
+        """Whether each of the three figures is far better after: more than chance or a bad day could do."""
+        figures = {figure.name: figure for figure in self.figures}
+        if not set(_NAMES) <= set(figures):
+            return False
+        perplexity = figures["perplexity"]
+        gained = all(figures[name].after - figures[name].before >= least for name, least in _GAINS.items())
+        return gained and perplexity.after <= _PERPLEXITY * perplexity.before
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Everything that the demo found out."""
+
+    completed: bool
+    curves: Curves
+    every_sample_once: bool
+    """In each epoch."""
+    evaluation: Evaluation
+    model: Path
+    """The merged model."""
+    adapter: Path
+    goodput: float
+    seconds: float
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be, in sentences."""
+        found = {
+            "The job did not complete.": not self.completed,
+            "The curve with faults is not the undisturbed one.": not self.curves.same,
+            "A sample was not seen exactly once an epoch.": not self.every_sample_once,
+            "The tuned model is not clearly better on held-out examples.": not self.evaluation.clearly_better,
+        }
+        return [sentence for sentence, holds in found.items() if holds]
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of report.json."""
+        return {
+            "completed": self.completed,
+            **self.curves.to_json(),
+            "everySampleSeenOnceAnEpoch": self.every_sample_once,
+            "heldOutExamples": self.evaluation.examples,
+            "figures": [asdict(figure) for figure in self.evaluation.figures],
+            "clearlyBetter": self.evaluation.clearly_better,
+            "answers": [asdict(answer) for answer in self.evaluation.answers],
+            "model": str(self.model),
+            "adapter": str(self.adapter),
+            "goodput": self.goodput,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def figure_table(evaluation: Evaluation) -> Table:
+    """The figures, one a row."""
+    shown = Table(title=f"Before and after, on {evaluation.examples} held-out examples")
+    for heading in ("figure", "before", "after"):
+        shown.add_column(heading, justify="left" if heading == "figure" else "right")
+    for figure in evaluation.figures:
+        shown.add_row(_NAMES.get(figure.name, figure.name), f"{figure.before:.3f}", f"{figure.after:.3f}")
+    return shown
+
+
+def answer_table(evaluation: Evaluation) -> Table:
+    """The first answers, one a row."""
+    shown = Table(title="Answers to questions about modules that neither model has seen", show_lines=True)
+    for heading in ("question", "expected", "before", "after"):
+        shown.add_column(heading, ratio=3 if heading == "question" else 2, overflow="fold")
+    for answer in evaluation.answers[:_SHOWN]:
+        shown.add_row(
+            _question(answer.prompt), *(_line(text) for text in (answer.expected, answer.before, answer.after))
+        )
+    return shown
+
+
+def _question(prompt: str) -> str:
+    """A prompt without the headings of the template."""
+    return "\n".join(line for line in prompt.splitlines() if line and not line.startswith("###"))
+
+
+def _line(text: str, most: int = 80) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def write(result: Result, folder: Path) -> None:
+    """Write report.json and tune.png."""
+    (folder / "report.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    _picture(result, folder / "tune.png")
+
+
+def _picture(result: Result, path: Path) -> None:
+    import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed only here
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    figure = plt.figure(figsize=(12, 5.6), constrained_layout=True)
+    grid = figure.add_gridspec(6, 4, height_ratios=(1,) * 6)
+    top = figure.add_subplot(grid[:4, :3])
+    bottom = figure.add_subplot(grid[4:, :3], sharex=top)
+    top.tick_params(labelbottom=False)
+    draw(result.curves, top, bottom)
+    top.set_title("LoRA through faults: the curve of a run that nothing disturbed")
+    for number, one in enumerate(each for each in result.evaluation.figures if each.name in _NAMES):
+        _bars(figure.add_subplot(grid[2 * number : 2 * number + 2, 3]), _NAMES[one.name], one.before, one.after)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _bars(axis: Axes, name: str, before: float, after: float) -> None:
+    bars = axis.barh(["after", "before"], [after, before], color=["#1f4e9c", "#b8c4d6"])
+    axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    axis.set_title(name, fontsize=9)
+    axis.set_xlim(0, 1.25 * (1.0 if name in _SHARES else max(before, after)))
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)

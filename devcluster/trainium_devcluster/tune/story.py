@@ -1,0 +1,103 @@
+"""What the second demo does, in order: material, install, tune through faults, the same undisturbed, compare."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.story.curves import Curves
+from trainium_devcluster.story.jobs import WAIT_SECONDS, Story
+from trainium_devcluster.story.metrics import every_sample_once_an_epoch
+from trainium_devcluster.tune.report import Evaluation, Result
+
+if TYPE_CHECKING:
+    from trainium_devcluster.story.jobs import Run
+
+_JOB = Path(__file__).with_name("job.yaml")
+_EVALUATION = "evaluation.json"
+
+
+class TuneStory(Story):
+    """Adapters trained beside a base, merged and measured, all in one job."""
+
+    command = "make tune"
+
+    @property
+    def material(self) -> Path:
+        """The folder that the job mounts."""
+        return self.out / "material"
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """The job, with the demo's own material."""
+        job = self.job_of(_JOB, name)
+        (volume,) = job["spec"]["workers"]["template"]["spec"]["volumes"]
+        volume["hostPath"]["path"] = str(self.material)
+        return job
+
+    def disturbed(self) -> tuple[Run, dict[str, Any]]:
+        """The run with all faults; returns it with its last status."""
+        with self.run(self.manifest("tune")) as run:
+            self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
+            self.until(run, "the number of steps", lambda: run.steps > 0)
+            self.view.say(f"the first step is done, of {run.steps}")
+            at = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
+            self.kill_then_lose(run, at[0], at[1])
+            self.until_step(run, at[2])
+            self.resize(run, 2)
+            self.until(run, "the last step", lambda: run.log.newest >= run.steps)
+            self.view.say("all steps are done; adapter and merged model are written, then measured beside the base")
+            self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
+            self.view.say("the job is complete")
+            return run, run.watch.status
+
+    def reference(self) -> Run:
+        """The same training, left alone."""
+        job = self.manifest("reference")
+        job["spec"]["workers"] |= {"spares": 0, "minReplicas": 3}
+        job["spec"]["trainer"] |= {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}
+        with self.run(job) as run:
+            self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 3)
+            run.log.refresh()
+            self.view.say("the undisturbed run is complete")
+            return run
+
+    def tell(self, started: float) -> Result:
+        """Run everything and compare; `started` is when the demo began, monotonic seconds."""
+        self.install()
+        run, status = self.disturbed()
+        reference = self.reference()
+        steps = run.log.newest
+        return Result(
+            completed=status.get("phase") == "Completed",
+            curves=Curves(steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
+            every_sample_once=every_sample_once_an_epoch(
+                run.folder, steps, run.global_batch, int(run.trainer["epochs"])
+            ),
+            evaluation=Evaluation.from_json(self._evaluation(run)),
+            model=_artifact(run, status, "Model"),
+            adapter=_artifact(run, status, "Adapter"),
+            goodput=(status.get("goodput") or {}).get("ratio", 0.0),
+            seconds=time.monotonic() - started,
+        )
+
+    def _evaluation(self, run: Run) -> dict[str, Any]:
+        found = sorted(run.folder.rglob(_EVALUATION))
+        if not found:
+            raise ClusterError(f"The job {run.name} left no {_EVALUATION} below {run.folder}.")
+        evaluation: dict[str, Any] = json.loads(found[-1].read_text())
+        return evaluation
+
+
+def _artifact(run: Run, status: dict[str, Any], kind: str) -> Path:
+    """Where an artifact of the status is on this machine."""
+    for artifact in status.get("artifacts") or ():
+        if artifact["kind"] == kind:
+            inside = Path(artifact["path"])
+            mounted = [run.folder.joinpath(*inside.parts[start:]) for start in range(1, len(inside.parts))]
+            for folder in mounted:
+                if folder.is_dir():
+                    return folder
+    raise ClusterError(f"The status of job {run.name} names no artifact {kind} that is below {run.folder}.")

@@ -1,0 +1,107 @@
+"""The texts of the demo: documentation for the base, questions and answers for the adapter.
+
+Invariant: a module is held out by a hash of its name, and then from both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from trainium_devcluster.tune.library import Function, Module
+
+_HELD_OUT = 8
+"""Of so many modules one is held out."""
+_SUMMARY = range(15, 121)
+"""Characters of a summary that is an answer."""
+_SIGNATURE = 80
+"""Most characters of a signature that is asked for."""
+_TRAINED_ON = 3000
+"""Most questions of training: more of them hardly change the figures."""
+_SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
+
+
+def held_out(module: str) -> bool:
+    """Whether neither base nor adapter may see a module."""
+    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % _HELD_OUT == 0
+
+
+def documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> Iterator[str]:
+    """What `help()` prints: the language's topics, then a text for each module that is not held out."""
+    for _, text in sorted(topics.items()):
+        yield text
+    for module in modules:
+        if not held_out(module.name):
+            yield "\n\n".join(_help(module))
+
+
+def _help(module: Module) -> Iterator[str]:
+    """The parts of a module's text."""
+    yield f"Help on module {module.name}:\n\n{textwrap.indent(module.text, '    ')}".rstrip()
+    for function in module.functions:
+        place = f"class {function.owner}" if function.owner else f"module {module.name}"
+        text = textwrap.indent(function.text, "    ")
+        yield f"Help on function {function.name} in {place}:\n\n{function.signature}\n{text}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Records of instruction, context and response, with the kind of question and the module beside."""
+
+    training: tuple[dict[str, str], ...]
+    held_out: tuple[dict[str, str], ...]
+
+
+def examples(modules: Sequence[Module]) -> Examples:
+    """Questions about public functions with a docstring.
+
+    No question is asked twice, and none that is held out is asked in training, as functions alike would have it.
+    """
+    asked: set[tuple[str, str]] = set()
+    training = list(_fresh((module for module in modules if not held_out(module.name)), asked))
+    held = list(_fresh((module for module in modules if held_out(module.name)), asked))
+    return Examples(tuple(sorted(training, key=_chance)[:_TRAINED_ON]), tuple(sorted(held, key=_chance)))
+
+
+def _chance(record: Mapping[str, str]) -> bytes:
+    """An order by chance, the same each time: the first of them stand for all."""
+    return hashlib.sha256(f"{record['instruction']}\0{record['context']}".encode()).digest()
+
+
+def _fresh(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
+    for module in modules:
+        for function in module.functions:
+            for record in _questions(function):
+                question = record["instruction"], record["context"]
+                if question not in asked:
+                    asked.add(question)
+                    yield {**record, "module": module.name}
+
+
+def _questions(function: Function) -> Iterator[dict[str, str]]:
+    text = summary(function.text)
+    signature = function.signature
+    if not function.public or len(text) not in _SUMMARY or len(signature) > _SIGNATURE:
+        return
+    yield _record("signature", f"Write the signature of the function {function.name}.", text, signature)
+    yield _record("purpose", "Say what the function does.", signature, text)
+    names = function.names
+    yield _record("arguments", "List the arguments of the function.", signature, ", ".join(names) or "none")
+    yield _record("count", "How many arguments does the function have?", signature, str(len(names)))
+
+
+def _record(kind: str, instruction: str, context: str, response: str) -> dict[str, str]:
+    return {"kind": kind, "instruction": instruction, "context": context, "response": response}
+
+
+def summary(text: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    first = " ".join(text.split("\n\n", 1)[0].split())
+    found = _SENTENCE.match(first)
+    return found.group() if found else first
