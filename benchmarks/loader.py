@@ -25,12 +25,13 @@ from rich.table import Table
 
 from trainium_contract.trainer_data import DataConfig, Tokenization
 from trainium_trainer.data.build import Recipe, build
-from trainium_trainer.data.documents import Piece, open_source
+from trainium_trainer.data.documents import Piece
 from trainium_trainer.data.encoding import SourceSpec
 from trainium_trainer.data.learning import learned
-from trainium_trainer.data.loader import Share
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.prepared import Prepared
+from trainium_trainer.data.share import Share
+from trainium_trainer.data.sources import open_source
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokenizer import load_tokenizer
 

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from trainium_devcluster.cluster import Cluster, node_specs
-from trainium_devcluster.demo.story import Run, Story
-from trainium_devcluster.demo.view import View
+from trainium_devcluster.cluster import Cluster, node_specs, system_node
+from trainium_devcluster.demo.story import DemoStory
+from trainium_devcluster.story.view import View
 
 if TYPE_CHECKING:
-    from trainium_devcluster.demo.report import Fault
+    from trainium_devcluster.story.curves import Fault
+    from trainium_devcluster.story.jobs import Run
 
 ROOT = Path(__file__).parents[1]
 GOALS = {"killed process": 3.0, "lost node": 8.0, "resize 4 to 3": 5.0, "resize 3 to 4": 5.0}
 STEPS = 20_000
 
 
-class LongStory(Story):
+class LongStory(DemoStory):
     """The demo's job, made long enough for many faults."""
 
     def manifest(self, name: str) -> dict[str, object]:
@@ -45,10 +46,13 @@ class LongStory(Story):
 
 def ours(repeat: int, out: Path) -> list[Fault]:
     """Every fault, `repeat` times, in one job."""
-    with View(Console()) as view, Cluster.start(nodes=node_specs(5, cpu="4", memory="8Gi"), write=view.say) as cluster:
+    with (
+        View(Console()) as view,
+        Cluster.start(nodes=[*node_specs(5, cpu="4", memory="8Gi"), system_node()], write=view.say) as cluster,
+    ):
         story = LongStory(cluster, view, ROOT, out)
         story.install()
-        with story.run("bench") as run:
+        with story.run(story.manifest("bench")) as run:
             story.until_step(run, 5)
             for _ in range(repeat):
                 story.settle(run)

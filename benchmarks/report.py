@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 PEERS = ("JobSet", "JobSet in-place", "PyTorchJob")
 TITLES = {"fleet": "A fleet", "coordinator": "The coordinator"}
+SIZED_BY = {"coordinator": "agents"}
 Json = dict[str, Any]
 
 
@@ -67,6 +68,8 @@ Peers: {peers["source"]}, {peers["date"]}, {peers["machine"]}.
 Their ratios are to the floor of their own runs.
 
 {versions}
+
+What a rank costs among many is on a page of its own, [scale](scale.md).
 """
 
 
@@ -84,8 +87,7 @@ def _figures(title: str, report: Json, peers: Json) -> str:
     for size in sizes:
         here = [row for row in rows if row["nodes"] == size]
         compared = [peer for peer in PEERS if any(peer in others.get((row["name"], size), {}) for row in here)]
-        what = "agents" if report["benchmark"] == "coordinator" else "nodes"
-        lines += ["", f"### {size:,} {what}", ""]
+        lines += ["", f"### {size:,} {SIZED_BY.get(report['benchmark'], 'nodes')}", ""]
         lines.append("| figure | median | lowest to highest | goal | " + " | ".join(["", *compared]).strip(" |") + " |")
         if not compared:
             lines[-1] = "| figure | median | lowest to highest | goal |"
@@ -100,7 +102,8 @@ def _row(row: Json, peer: Json, compared: list[str]) -> str:
         "" if len(row["values"]) == 1 else f"{shown(min(row['values']), unit)} to {shown(max(row['values']), unit)}"
     )
     goal = "" if row["goal"] is None else f"{shown(row['goal'], unit)}{'' if row['met'] else ', **missed**'}"
-    cells = [row["name"], shown(row["median"], unit), spread, goal, *(peer.get(name, "") for name in compared)]
+    name = f"{row['name']} ({row['note']})" if row.get("note") else row["name"]
+    cells = [name, shown(row["median"], unit), spread, goal, *(peer.get(name, "") for name in compared)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -116,6 +119,26 @@ def _recovery(report: Json) -> str:
         pods, median = max(row["podsReplaced"] for row in rows), statistics.median(costs)
         met = "" if median <= goal else ", **missed**"
         lines.append(f"| {kind} | {median:.2f} s | {max(costs):.2f} s | {goal:g} s{met} | {lost} | {pods} |")
+    return "\n".join(lines) + "\n"
+
+
+def _first_step(report: Json) -> str:
+    size = report["parameters"] / 1e6
+    lines = [
+        "## The start of a job",
+        "",
+        "From `kubectl apply` to the end of the first step, two workers on the development cluster, a model of",
+        f"{size:.0f} million parameters, in turns (`first_step`). Fine-tunes read their base, pretraining draws it.",
+        "",
+        "| job | median | fastest to slowest | of pretraining |",
+        "|---|---|---|---|",
+    ]
+    floor = statistics.median(report["seconds"]["pretraining"])
+    for kind, seconds in report["seconds"].items():
+        median = statistics.median(seconds)
+        lines.append(
+            f"| {kind} | {median:.2f} s | {min(seconds):.2f} s to {max(seconds):.2f} s | {median / floor:.2f} x |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -166,6 +189,33 @@ def _bandwidth(report: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _artifacts(report: Json) -> str:
+    lines = [
+        "## Base models and artifacts",
+        "",
+        f"A base of {report['baseMiB']:,} MiB in bfloat16: one process loads it, consolidates a checkpoint of its size",
+        "to a Hugging Face folder, and merges an adapter beside every projection into it, against reading its files",
+        f"into memory and copying them in the same run; medians of {report['rounds']} rounds, load",
+        f"{report['loadAverage']} (`artifacts`). Memory is in units of the largest tensor in float32,",
+        f"{report['largestTensorMiB']} MiB.",
+        "",
+        "| | own | plain | ratio | goal | memory | goal |",
+        "|---" * 7 + "|",
+    ]
+    for row in report["figures"]:
+        met = "" if row["ratio"] >= report["goalRatio"] else ", **missed**"
+        # Whoever loads all of a model holds all of it: only what is beyond that counts, and is measured by a test.
+        memory = "| - | - |"
+        if row["name"] != "load":
+            fits = "" if row["tensors"] <= report["goalTensors"] else ", **missed**"
+            memory = f"| {row['tensors']:.2f} tensors | {report['goalTensors']:g}{fits} |"
+        lines.append(
+            f"| {row['name']} | {row['ownMiBs']:,.0f} MiB/s | {row['plainMiBs']:,.0f} MiB/s ({row['against']}) | "
+            f"{row['ratio']:.2f} x | {report['goalRatio']} x{met} {memory}"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def _training_speed(report: Json) -> str:
     machine, settings, goals = report["machine"], report["settings"], report["goals"]
     model = settings["model"]
@@ -209,6 +259,47 @@ def _training_speed(report: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _finetuning(report: Json) -> str:
+    machine, settings, goals = report["machine"], report["settings"], report["goals"]
+    model, peer = settings["model"], report["peer"]
+    versions = ", ".join(f"{part} {text}" for part, text in peer.items() if part != "missing")
+    conditions = (
+        f"{report['date']}, {machine['cores']} cores ({machine['processor']}), load {machine['load']:.1f}, "
+        f"{machine['threads']} thread(s); {model['num_hidden_layers']} layers of width {model['hidden_size']}, "
+        f"{settings['samples']} samples of {settings['length']} tokens a step, float32, beside "
+        f"{versions} and peft{', **quick mode: the figures mean nothing**' if report['quick'] else ''}. Samples per "
+        f"second of processor time; medians of {settings['rounds']} rounds, lowest to highest ratio in brackets. "
+        f"Goals: LoRA at least {goals['overFull']:g} x full fine-tuning and {goals['overPeer']:g} x peft, at most "
+        f"{goals['memory']:g} x its memory, files of a checkpoint at most {goals['checkpoint']:g} x adapters and "
+        "moments. Command: `python -m benchmarks.finetuning`."
+    )
+    lines = [
+        "## Fine-tuning",
+        "",
+        conditions,
+        "",
+        "| trained | here | over full | transformers.Trainer | ratio | it over its full | memory, ratio | checkpoint |",
+        "|---" * 8 + "|",
+    ]
+    for row in report["rows"]:
+        cells = [row["trained"], f"{row['ours']:.3f}", "", "", "", "", "", ""]
+        if "overFull" in row:
+            cells[2] = _judged_range(row["overFull"], row["overFullByRound"], goals["overFull"])
+            weight = _judged(row["checkpointRatio"], row["checkpointRatio"] <= goals["checkpoint"])
+            cells[7] = f"{row['checkpointBytes'] / 2**20:.1f} MiB, {weight}"
+        if "peer" in row:
+            cells[3] = f"{row['peer']:.3f}"
+            cells[4] = _judged_range(row["overPeer"], row["overPeerByRound"], goals["overPeer"])
+            cells[5] = f"{row['peerOverItsFull']:.2f} x" if "overFull" in row else ""
+            cells[6] = _judged(row["memoryRatio"], row["memoryRatio"] <= goals["memory"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _judged_range(ratio: float, rounds: list[float], goal: float) -> str:
+    return f"{ratio:.2f} x ({min(rounds):.2f} to {max(rounds):.2f}){'' if ratio >= goal else ', **missed**'}"
+
+
 def _judged(ratio: float, met: bool) -> str:
     return f"{ratio:.2f} x{'' if met else ', **missed**'}"
 
@@ -232,10 +323,13 @@ def _loader(report: Json) -> str:
 
 PARTS: dict[str, tuple[str, Callable[[Json], str]]] = {
     "Real training processes": ("recovery", _recovery),
+    "The start of a job": ("first_step", _first_step),
     "The development cluster": ("control_plane", _control_plane),
     "Checkpoints beside training": ("checkpoint_stall", _checkpoints),
     "Bandwidth of checkpoints": ("checkpoint_bandwidth", _bandwidth),
+    "Base models and artifacts": ("artifacts", _artifacts),
     "Training speed": ("training_speed", _training_speed),
+    "Fine-tuning": ("finetuning", _finetuning),
     "Data": ("loader", _loader),
 }
 """Heading of a part -> the benchmark and what writes it, in the order of the page."""

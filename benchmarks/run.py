@@ -17,13 +17,17 @@ NAMES = (
     "control_plane",
     "checkpoint_stall",
     "checkpoint_bandwidth",
+    "artifacts",
     "fleet",
     "coordinator",
     "recovery",
+    "first_step",
     "training_speed",
+    "finetuning",
     "loader",
+    "scale",
 )
-SCALABLE = ("fleet", "coordinator", "training_speed")
+SCALABLE = ("fleet", "coordinator", "training_speed", "finetuning")
 """Those that know `--quick`."""
 
 

@@ -10,7 +10,7 @@ from benchmarks.faults.pods import TAKEN_OVER, TWO_SPARES
 from benchmarks.faults.processes import somebody
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import Row, Session, in_one_job
-from benchmarks.faults.stage import NODES
+from benchmarks.faults.stage import NODES, SkipRowError
 from benchmarks.faults.trial import Before, Expect, strike
 
 if TYPE_CHECKING:
@@ -176,6 +176,56 @@ def _no_capacity(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "capacity", change, one, tolerance=1e-5)
 
 
+def _uneven(stage: Stage, session: Session) -> Iterator[Outcome]:
+    batch = 8
+    change = (
+        "workers: {replicas: 4, minReplicas: 2}\nrecovery: {rescaleAfterSeconds: 3}\n"
+        f"trainer: {{batch: {{globalSize: {batch}, microSize: 1}}}}"
+    )
+    if len(stage.site.worker_nodes()) < 4:
+        raise SkipRowError("four nodes are needed")
+
+    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+        idle = set(stage.site.worker_nodes()) - {member["nodeName"] for member in patient.members()}
+        for other in idle:
+            stage.cordon(other)
+        outcomes, gone = list[Outcome](), list[str]()
+        try:
+            for size, passes in ((3, 3), (2, 4)):
+                node = somebody(patient, dice)["nodeName"]
+                if stage.keep_operator(node):
+                    patient.until_step(patient.step() + 2)
+                gone.append(node)
+                outcomes.append(_shrunk(stage, patient, run, node, size, passes))
+        finally:
+            for other in idle:
+                stage.cordon(other, on=False)
+            for node in gone:
+                stage.renew(node)
+        patient.until("the full size again", lambda: patient.size() == 4, 90)
+        slowest = max(outcomes, key=lambda outcome: outcome.recover or 0.0)
+        return replace(slowest, wrong=tuple(text for outcome in outcomes for text in outcome.wrong))
+
+    yield from in_one_job(stage, session, "uneven", change, one, tolerance=1e-5, batch=batch)
+
+
+def _shrunk(stage: Stage, patient: Patient, run: int, node: str, size: int, passes: int) -> Outcome:
+    """A node loses its power and nobody takes its rank: on how many the job goes on, and in how many passes."""
+
+    def inject() -> float:
+        moment = time.time()
+        stage.site.power_off(node)
+        return moment
+
+    def smaller(found: Findings, _: Json) -> bool:
+        now = patient.status()["membership"]
+        told = f"it trains on {now['size']} nodes with {now['passes']} passes"
+        return found.expect((now["size"], now["passes"]) == (size, passes), told)
+
+    expect = lost(node, rungs=frozenset({"Shrink"}), replaced=None, also=smaller)
+    return strike(patient, run, inject, expect, note=f"{node}, then {size} nodes")
+
+
 def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
     faults = stage.faults
 
@@ -311,6 +361,16 @@ ROWS = (
         play=_no_capacity,
         most=5,
         kubelet=True,
+    ),
+    Row(
+        number=17,
+        part="b",
+        fault="no spare, the batch does not come out even",
+        injected="4 nodes, global batch 8: two nodes lose their power one after the other; both back later",
+        expected="4 -> 3 -> 2 -> 4 nodes with 2, 3, 4 and 2 passes a step; at most 1 step lost each time",
+        judged="history: NodeLost, Shrink, that node; sizes and passes; curve within 1e-5; samples",
+        play=_uneven,
+        most=3,
     ),
     Row(
         number=24,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.faults.api import ApiError
 
+from trainium_contract.recorded_membership import members_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -82,9 +84,7 @@ class Patient:
     def members(self) -> list[Json]:
         """The current generation by node rank."""
         path = f"/api/v1/namespaces/{self.job.namespace}/configmaps/{self.job.name}-membership"
-        record = json.loads(self.api.get(path)["data"]["membership.json"])
-        members: list[Json] = record["members"]
-        return members
+        return members_of(self.api.get(path))
 
     def member_uids(self) -> set[str]:
         """Pod uids of the current generation."""
@@ -102,7 +102,7 @@ class Patient:
 
     def records(self) -> dict[int, Json]:
         """Step -> line of metrics.jsonl, of the final history so far."""
-        from trainium_devcluster.demo.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
+        from trainium_devcluster.story.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
 
         return read_steps(self.job.folder / "metrics.jsonl")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from benchmarks.faults.api import ApiError
 from benchmarks.faults.patient import StuckError
 from benchmarks.faults.record import Outcome, Where
-from benchmarks.faults.stage import STEPS
+from benchmarks.faults.stage import BATCH, STEPS
 from sites import CommandError
 
 from trainium_devcluster.errors import ClusterError
@@ -87,6 +87,7 @@ def in_one_job(
     *,
     tolerance: float = 0.0,
     steps: int = 2,
+    batch: int = BATCH,
     environment: dict[str, str] | None = None,
 ) -> Iterator[Outcome]:
     """Play each run in the same job, as long as it lasts; then hold its curve against the undisturbed one."""
@@ -125,4 +126,4 @@ def in_one_job(
                     stage.keep_evidence(patient, f"{session.name}-{run}-after")
                     session.blame([f"after run {run}: {error}"])
                     break
-            session.blame(stage.check_curve(patient, stage.size, tolerance))
+            session.blame(stage.check_curve(patient, stage.size, tolerance, batch))

@@ -155,18 +155,20 @@ class Stage:
             patient.remove()
             shutil.rmtree(job.folder, ignore_errors=True)
 
-    def reference(self, size: int, steps: int) -> dict[int, float]:
-        """Step -> loss of the job, undisturbed, at this size, for at least `steps` steps.
+    def reference(self, size: int, steps: int, batch: int = BATCH) -> dict[int, float]:
+        """Step -> loss of the job, undisturbed, at this size and global batch, for at least `steps` steps.
 
         Computed once for a state of the trainer's code, and no longer than some row needed.
         """
-        path = self.out / f"reference-{size}-{_curve_digest()}.json"
+        name = f"reference-{size}" if batch == BATCH else f"reference-{size}-{batch}"
+        path = self.out / f"{name}-{_curve_digest()}.json"
         known = self._references.get(path.name) or _losses_of(path)
         if len(known) < steps:
             wanted = _FEW_STEPS if steps <= _FEW_STEPS else STEPS
             self.say(f"an undisturbed run of {wanted} steps at size {size}, to compare the curves with")
-            change = f"workers: {{replicas: {size}}}\ntrainer: {{monitor: {{recordSamples: false}}}}"
-            with self.job(f"reference-{size}", change, pace=0.0) as patient:
+            trainer = f"{{monitor: {{recordSamples: false}}, batch: {{globalSize: {batch}}}}}"
+            change = f"workers: {{replicas: {size}}}\ntrainer: {trainer}"
+            with self.job(name, change, pace=0.0) as patient:
                 patient.until_step(wanted, 900)
                 known = {step: record["loss"] for step, record in patient.records().items()}
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,18 +176,18 @@ class Stage:
         self._references[path.name] = known
         return known
 
-    def check_curve(self, patient: Patient, size: int, tolerance: float = 0.0) -> list[str]:
+    def check_curve(self, patient: Patient, size: int, tolerance: float = 0.0, batch: int = BATCH) -> list[str]:
         """What is wrong with the curve and the samples of a job, as sentences: nothing, if all is well."""
         records = patient.records()
         newest = max(records, default=0)
-        reference = self.reference(size, newest)
+        reference = self.reference(size, newest, batch)
         missing = [step for step in range(1, newest + 1) if step not in records]
         wrong = [f"steps are missing in the history: {missing[:5]}"] if missing else []
         worst = max(((_difference(records[step]["loss"], reference[step]), step) for step in records), default=(0.0, 0))
         if worst[0] > tolerance:
             wrong.append(f"the curve differs from the undisturbed one: by {worst[0]:.1e} (relative) at step {worst[1]}")
         whole = _whole_steps(patient.job.folder)
-        if odd := _odd_steps(patient.job.folder, whole):
+        if odd := _odd_steps(patient.job.folder, whole, batch):
             wrong.append(f"samples were left out or seen twice within the first {whole} steps: {'; '.join(odd[:5])}")
         return wrong
 
@@ -380,7 +382,7 @@ def _losses_of(path: Path) -> dict[int, float]:
     return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
 
 
-def _odd_steps(folder: Path, steps: int) -> list[str]:
+def _odd_steps(folder: Path, steps: int, batch: int) -> list[str]:
     """Of the first `steps` steps those that did not see a whole batch, each sample once; within the first epoch."""
     seen: dict[int, list[tuple[str, list[int]]]] = {}
     for path in sorted(folder.glob("samples-*.jsonl")):
@@ -391,7 +393,7 @@ def _odd_steps(folder: Path, steps: int) -> list[str]:
     odd, before = [], set[int]()
     for step in range(1, steps + 1):
         every = [sample for _, samples in seen.get(step, []) for sample in samples]
-        if len(every) != BATCH or len(set(every) - before) != BATCH:
+        if len(every) != batch or len(set(every) - before) != batch:
             odd.append(f"step {step}: {seen.get(step, [])}")
         before.update(every)
     return odd

@@ -17,6 +17,7 @@ from fake_workers import Workers, lose_node
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
+from trainium_contract.recorded_membership import recorded_text
 from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class World:
         if write.method == "POST" and write.path.endswith("/pods"):
             self.pod_names.append(write.body["metadata"]["name"])
         if "membership" in write.path or (write.body or {}).get("metadata", {}).get("name") == f"{NAME}-membership":
-            raw = self.cluster.get(CONFIG_MAPS, "default", f"{NAME}-membership")["data"]["membership.json"]
+            raw = self._recorded()
             self.memberships.setdefault(json.loads(raw)["generation"], set()).add(raw)
         if write.path.endswith("/status"):
             self.generations.append(self.status().get("membership", {}).get("generation", 0))
@@ -112,9 +113,11 @@ class World:
 
     def members(self) -> list[Json]:
         """The recorded membership."""
-        raw = self.cluster.get(CONFIG_MAPS, "default", f"{NAME}-membership")["data"]["membership.json"]
-        members: list[Json] = json.loads(raw)["members"]
+        members: list[Json] = json.loads(self._recorded())["members"]
         return members
+
+    def _recorded(self) -> bytes:
+        return recorded_text(self.cluster.get(CONFIG_MAPS, "default", f"{NAME}-membership"))
 
     def pod_uids(self) -> set[str]:
         """Worker pods that exist."""

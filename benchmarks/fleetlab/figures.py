@@ -50,6 +50,8 @@ class Report:
     benchmark: str
     quick: bool
     figures: list[Figure] = field(default_factory=list)
+    of: str = "nodes"
+    """What the sizes count."""
 
     def add(
         self,
@@ -75,13 +77,13 @@ class Report:
     def print(self) -> None:
         """The table."""
         table = Table(title=f"{self.benchmark} ({'quick, ' if self.quick else ''}{machine()['cores']} cores)")
-        for heading in ("figure", "nodes", "median", "lowest", "highest", "goal", ""):
+        for heading in ("figure", self.of, "median", "lowest", "highest", "goal", ""):
             table.add_column(heading, justify="left" if heading in ("figure", "") else "right")
         for each in self.figures:
             met = {True: "met", False: "missed", None: ""}[each.met]
             goal = "" if each.goal is None else shown(each.goal, each.unit)
             spread = [shown(value, each.unit) for value in (each.median, min(each.values), max(each.values))]
-            table.add_row(each.name, str(each.nodes or ""), *spread, goal, met)
+            table.add_row(each.name, str(each.nodes or ""), *spread, goal, met or each.note)
         Console(width=150).print(table)
 
     def write(self, path: Path) -> None:

@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_operator.plan.model import JobView, PlanSettings
-from trainium_operator.plan.topology import with_affinity
-from trainium_operator.plan.worker_pod import pod_template
+from trainium_operator.plan.manifests.affinity import with_affinity
+from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -19,8 +19,8 @@ from fleetlab.operator_site import SERVER_NAME, OperatorSite
 from trainium_contract.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.fleet import FleetShape
-from trainium_operator.cluster.views import membership_of
-from trainium_operator.plan.topology import LAYERS
+from trainium_operator.cluster.membership_record import membership_of
+from trainium_operator.plan.model.node_labels import LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

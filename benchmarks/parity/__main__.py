@@ -1,6 +1,7 @@
 """`python -m benchmarks.parity`: run the references and all rows, write JSON, docs/parity.md and its picture.
 
-Ends with 1 when a row fails, and says which. Takes about 20 s per row on one core.
+Ends with 1 when a row fails, and says which. Takes about 20 s per row on one core. Rows that were not run again keep
+what the JSON file has of them, if steps and versions are the same.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import peft
 import torch
 import transformers
-import yaml
-from benchmarks.parity import document, reference
+from benchmarks.parity import document, material, reference, tuned
 from benchmarks.parity.ours import RunFailedError, export_newest, run_trainer
-from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings
+from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
+from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE, TUNING_ROWS, TUNING_SETTINGS
 
 from trainium_trainer import config as configuration
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.trainer import TrainingConfig
+
 ROOT = Path(__file__).parents[2]
+RESULTS = "parity.json"
+R = TypeVar("R", reference.Reference, tuned.Tuned)
 
 
 def main() -> int:
@@ -36,65 +45,107 @@ def main() -> int:
     parser.add_argument("--no-document", action="store_true", help="leave docs/ alone")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    rows = [row for row in ROWS if options.rows in row.name]
+    every = (*ROWS, *TUNING_ROWS)
+    rows = [row for row in every if options.rows in row.name]
     if not rows:
-        _say(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in ROWS)}.")
+        _say(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in every)}.")
         return 64
-    shutil.rmtree(options.out / "runs", ignore_errors=True)
-    references, results = {}, []
-    for settings in SETTINGS:
+    for made in ("runs", "bases"):
+        shutil.rmtree(options.out / made, ignore_errors=True)
+    report = _begun(options)
+    for settings in (*SETTINGS, *TUNING_SETTINGS):
         mine = [row for row in rows if row.settings is settings]
         if not mine:
             continue
-        file = _write_config(settings, options.out, options.steps)
-        config = configuration.load(file)
-        began = time.monotonic()
-        against = reference.train_reference(config)
-        references[settings.name] = against.losses
-        _say(f"reference {settings.name}: loss {against.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
-        results += [_judge(row, file, against, options.out) for row in mine]
+        losses, judged, theirs = (_pretrained if settings.base is None else _tuned)(settings, mine, options)
+        report["references"][settings.name] = losses
+        if theirs is not None:
+            report["adaptersOfPeft"][settings.name] = theirs
+        known = {row["name"]: row for row in (*report["rows"], *judged)}
+        report["rows"] = [known[row.name] for row in every if row.name in known]
+        (options.out / RESULTS).write_text(json.dumps(report, indent=1) + "\n")
+    if not options.no_document:
+        document.write(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
+    return _verdict(report, {row.name for row in rows})
+
+
+def _begun(options: argparse.Namespace) -> dict[str, Any]:
+    """The report without results, or with those of the runs before, of as many steps."""
     report: dict[str, Any] = {
         "benchmark": "parity",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__},
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "steps": options.steps,
         "tolerance": TOLERANCE,
         "logitsTolerance": LOGITS_TOLERANCE,
+        "adapterTolerance": ADAPTER_TOLERANCE,
+        "mergedTolerance": MERGED_TOLERANCE,
         "settings": {settings.name: settings.about for settings in SETTINGS},
-        "references": references,
-        "rows": results,
+        "tunings": {settings.name: settings.about for settings in TUNING_SETTINGS},
+        "adaptersOfPeft": {},
+        "references": {},
+        "rows": [],
     }
-    (options.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
-    if not options.no_document:
-        document.write(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
-    failed = [row["name"] for row in results if not row["passed"]]
-    _say(
-        f"{len(results) - len(failed)} of {len(results)} rows passed" + (f"; not {', '.join(failed)}" if failed else "")
-    )
+    file = options.out / RESULTS
+    former = json.loads(file.read_text()) if file.exists() else {}
+    same = all(former.get(name) == report[name] for name in ("steps", "versions"))
+    return report | ({name: former[name] for name in ("adaptersOfPeft", "references", "rows")} if same else {})
+
+
+def _verdict(report: dict[str, Any], names: set[str]) -> int:
+    """Say which of the rows of these names failed; 1 when one did."""
+    run = [row for row in report["rows"] if row["name"] in names]
+    failed = [row["name"] for row in run if not row["passed"]]
+    tuned_now = {row["settings"] for row in run}
+    failed += [
+        f"peft's adapter of {name}"
+        for name, difference in report["adaptersOfPeft"].items()
+        if name in tuned_now and difference > TOLERANCE
+    ]
+    passed = sum(row["passed"] for row in run)
+    _say(f"{passed} of {len(run)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 
-def _write_config(settings: Settings, out: Path, steps: int) -> Path:
-    """The YAML file of all runs of these settings."""
-    content: dict[str, Any] = json.loads(json.dumps(BASE))
-    content["steps"] = steps
-    content["data"]["cacheDirectory"] = str(out / "cache")
-    for path, value in settings.overrides.items():
-        node = content
-        *parents, last = path.split(".")
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
-    file = out / f"{settings.name.lower().replace(' ', '-')}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content))
-    return file
+Measured = tuple[list[float], list[dict[str, Any]], float | None]
+"""Losses of a reference, its rows, and the difference of a run that begins with the adapter that peft saved."""
 
 
-def _judge(row: Row, file: Path, against: reference.Reference, out: Path) -> dict[str, Any]:
-    """Run one row and compare its curve and its exported model."""
+def _pretrained(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
+    """A reference that trains from random weights, and its rows."""
+    file = write_config(settings, options.out, options.steps)
+    against = _told(settings, reference.train_reference, configuration.load(file))
+    judged = [_judged(row, options.out, lambda row, folder: _judge(row, file, against, folder)) for row in rows]
+    return against.losses, judged, None
+
+
+def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
+    """A reference that tunes a model, and its rows."""
+    assert settings.base is not None
+    begin = material.base_model(settings.base, options.out)
+    made = getattr(material, settings.records)(options.out / f"{settings.records}.jsonl") if settings.records else None
+    file = write_config(settings, options.out, options.steps, begin, made)
+    folder = options.out / "runs" / settings.slug
+    against = _told(settings, lambda config: tuned.reference_run(config, folder), configuration.load(file))
+    judged = [_judged(row, options.out, lambda row, at: tuned.judge(row, file, against, at)) for row in rows]
+    theirs = None
+    if against.adapter is not None:
+        theirs = tuned.begins_with_theirs(file, against, folder / "again")
+        _say(f"{settings.name}: begins with peft's adapter, {theirs:.1e} from its loss")
+    shutil.rmtree(folder)
+    return against.losses, judged, theirs
+
+
+def _told(settings: Settings, train: Callable[[TrainingConfig], R], config: TrainingConfig) -> R:
+    """A reference run, with a line about it."""
     began = time.monotonic()
+    against = train(config)
+    _say(f"reference {settings.name}: loss {against.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
+    return against
+
+
+def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -> dict[str, Any]:
+    """What is known of a row, with a line about it; its folder is gone afterwards."""
     result: dict[str, Any] = {
         "name": row.name,
         "settings": row.settings.name,
@@ -103,13 +154,29 @@ def _judge(row: Row, file: Path, against: reference.Reference, out: Path) -> dic
         "pipeline": row.pipeline,
         "accumulation": row.accumulation,
         "overrides": list(row.overrides),
+        "date": time.strftime("%Y-%m-%d"),
     }
     folder = out / "runs" / row.name
     try:
-        losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
+        result |= judge(row, folder)
     except RunFailedError as error:
         _say(f"{row.name}: {error}")
         return result | {"passed": False, "problem": str(error)}
+    shutil.rmtree(folder)
+    compared = ("exportedLogits", "trainedNumbers", "mergedLogits", "trainedLogits")
+    said = "".join(f", {name} {result[name]:.1e}" for name in compared if name in result)
+    said += f", accuracy {result['accuracy']:.3f}" if "accuracy" in result else ""
+    _say(
+        f"{row.name}: loss {result['loss']:.4f}, greatest difference {result['greatestDifference']:.1e} at step "
+        f"{result['step']}{said}, {'passed' if result['passed'] else 'FAILED'}, {result['seconds']:.0f} s"
+    )
+    return result
+
+
+def _judge(row: Row, file: Path, against: reference.Reference, folder: Path) -> dict[str, Any]:
+    """Run one row of pretraining and compare its curve and its exported model. Raises RunFailedError."""
+    began = time.monotonic()
+    losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
     differences = [abs(own - other) / other for own, other in zip(losses, against.losses, strict=True)]
     config = configuration.load(file)
     exported, model = export_newest(folder, reference.shape_of(config))
@@ -119,7 +186,7 @@ def _judge(row: Row, file: Path, against: reference.Reference, out: Path) -> dic
         trained = against.model(tokens).logits
     theirs = reference.exported_logits(exported, tokens)
     spread = float(theirs.std())
-    result |= {
+    result: dict[str, Any] = {
         "losses": losses,
         "loss": losses[-1],
         "greatestDifference": max(differences),
@@ -129,11 +196,6 @@ def _judge(row: Row, file: Path, against: reference.Reference, out: Path) -> dic
         "seconds": round(time.monotonic() - began, 1),
     }
     result["passed"] = max(differences) <= TOLERANCE and result["exportedLogits"] <= LOGITS_TOLERANCE
-    shutil.rmtree(folder)
-    _say(
-        f"{row.name}: loss {losses[-1]:.4f}, greatest difference {max(differences):.1e} at step {result['step']}, "
-        f"exported logits {result['exportedLogits']:.1e}, {'passed' if result['passed'] else 'FAILED'}"
-    )
     return result
 
 

@@ -16,17 +16,31 @@ _HEAD = """# Parity with the reference
 
 Written by `make parity`; do not edit.
 
+Model: {model}. Text: the
+documentation that ships with Python. Made {date} with {versions} on
+{machine}.
+
+![Loss curves and their differences](images/parity.png)
+"""
+
+_PRETRAINING = """## Pretraining
+
 The same initial weights, samples and settings, once in `transformers`' LlamaForCausalLM with its own loss, torch's
 AdamW and gradient clipping in one process, and once in this trainer, started as its users start it, in every layout. A
 row passes when the losses of all {steps} steps agree within {tolerance:g} relative in float32, and when the last
 checkpoint, exported to Hugging Face's form, gives `transformers` the logits that the trainer's own model computes from
 it.
+"""
 
-Model: {model}. Text: the documentation that ships with Python. Made {date} with torch {torch} and transformers
-{transformers} on {machine}.
+_TUNING = """## Fine-tuning
 
-![Loss curves and their differences](images/parity.png)
-
+A model that `transformers` trained for a while is tuned on, once by `transformers.Trainer` with `peft` where adapters
+are trained, in one process, and once in this trainer, in every layout. Both get the same samples, the same adapter to
+begin with, and divide the loss by the learned tokens of the whole batch. A row passes when the losses of all {steps}
+steps agree within {tolerance:g} relative, all trained numbers within {adapterTolerance:g}, and when the model that the
+run left behind gives `transformers` the logits of its adapter as `peft` loads and merges it within {mergedTolerance:g}
+of their standard deviation. Examples are made from the docstrings of the standard
+library.
 """
 
 
@@ -39,51 +53,88 @@ def write(report: dict[str, Any], page: Path, picture: Path) -> None:
 
 
 def _page(report: dict[str, Any]) -> str:
-    head = _HEAD.format(
-        steps=report["steps"],
-        tolerance=report["tolerance"],
-        model="4 layers, 64 wide, 4 query and 2 key/value heads, 1,024 tokens, sequences of 64, 8 samples a step",
-        date=report["date"],
-        machine=report["machine"],
-        **report["versions"],
-    )
-    parts = [head]
-    for name, about in report["settings"].items():
-        rows = [row for row in report["rows"] if row["settings"] == name]
-        if rows:
-            parts.append(_table(f"{name}: {about}", rows))
-    parts.append(
-        "*Difference* is the greatest relative difference of a step's loss from the reference's, with the step at "
-        "which it was found. *Export* is the greatest difference between a logit of our model and that of the exported "
-        "model in `transformers`, *trained* between the exported model's and the model that the reference "
-        "trained, both in standard deviations of the logits.\n\n"
-        "The learning rate is HLAT's. At 1e-3 two runs of `transformers` itself that differ only in the number of "
-        "micro-batches drift 4e-5 apart, at HLAT's 1e-7: embeddings that pass near zero make the first normalisation "
-        "very steep, and faster training brings more of them there.\n"
-    )
+    dates = sorted(row["date"] for row in report["rows"])
+    parts = [
+        _HEAD.format(
+            model="4 layers, 64 wide, 4 query and 2 key/value heads, 1,024 tokens, sequences of 64, 8 samples a step",
+            date=" to ".join(sorted({dates[0], dates[-1]})),
+            machine=report["machine"],
+            versions=", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        )
+    ]
+    shown = {row["settings"] for row in report["rows"]}
+    if shown & report["settings"].keys():
+        parts += [_PRETRAINING.format(**report), *_tables(report, "settings"), _PRETRAINING_END]
+    tunings = report.get("tunings", {})
+    if shown & tunings.keys():
+        parts += [_TUNING.format(**report), *_tables(report, "tunings"), _TUNING_END]
+        began = _differences(report["adaptersOfPeft"])
+        parts.append(
+            f"The first loss of a run that begins with the adapter that `peft` saved, from `peft`'s: {began}.\n"
+        )
     return "\n".join(parts)
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> str:
+def _differences(adapters: dict[str, float]) -> str:
+    return ", ".join(f"{name} {difference:.1e}" for name, difference in adapters.items()) or "not asked"
+
+
+def _tables(report: dict[str, Any], group: str) -> list[str]:
+    """One table for the settings of each name that has rows."""
+    found = []
+    for name, about in report[group].items():
+        rows = [row for row in report["rows"] if row["settings"] == name]
+        if rows:
+            found.append(_table(f"{name}: {about}", rows, _COLUMNS[group]))
+    return found
+
+
+def _table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    shown = {heading: name for heading, name in columns.items() if any(name in row for row in rows)}
+    fixed = ("data", "tensor", "pipeline", "accumulation", "layout", "last loss", "difference", "at step")
     lines = [
-        f"## {title[0].upper()}{title[1:]}",
+        f"### {title[0].upper()}{title[1:]}",
         "",
-        "| data | tensor | pipeline | accumulation | layout | last loss | difference | at step | export | trained | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join((*fixed, *shown))} | |",
+        "|---" * (len(fixed) + len(shown) + 1) + "|",
     ]
     for row in rows:
         layout = ", ".join(_WORDS.get(override, f"`{override}`") for override in row["overrides"]) or "replicated"
-        start = f"| {row['data']} | {row['tensor']} | {row['pipeline']} | {row['accumulation']} | {layout} |"
+        cells = [*(str(row[name]) for name in fixed[:4]), layout]
         if "loss" not in row:
-            lines.append(f"{start} {row['problem']} | | | | | **failed** |")
+            lines.append(f"| {' | '.join(cells)} | {row['problem']} {'| ' * (len(shown) + 3)}**failed** |")
             continue
-        verdict = "passed" if row["passed"] else "**failed**"
-        lines.append(
-            f"{start} {row['loss']:.4f} | {row['greatestDifference']:.1e} | {row['step']} | "
-            f"{row['exportedLogits']:.1e} | {row['trainedLogits']:.1e} | {verdict} |"
-        )
+        cells += [f"{row['loss']:.4f}", f"{row['greatestDifference']:.1e}", str(row["step"])]
+        cells += [f"{row[name]:.3f}" if name == "accuracy" else f"{row[name]:.1e}" for name in shown.values()]
+        lines.append(f"| {' | '.join(cells)} | {'passed' if row['passed'] else '**failed**'} |")
     return "\n".join(lines) + "\n"
 
+
+_COLUMNS = {
+    "settings": {"export": "exportedLogits", "trained": "trainedLogits"},
+    "tunings": {
+        "numbers": "trainedNumbers",
+        "merged": "mergedLogits",
+        "trained": "trainedLogits",
+        "accuracy": "accuracy",
+    },
+}
+"""Headings and fields of what the two kinds of runs are compared by; one that no row of a table has is left out."""
+
+_PRETRAINING_END = """*Difference* is the greatest relative difference of a step's loss from the reference's, with the \
+step at which it was found. *Export* is the greatest difference between a logit of our model and that of the exported \
+model in `transformers`, *trained* between the exported model's and the model that the reference trained, both in \
+standard deviations of the logits.
+
+The learning rate is HLAT's. At 1e-3 two runs of `transformers` itself that differ only in the number of micro-batches \
+drift 4e-5 apart, at HLAT's 1e-7: embeddings that pass near zero make the first normalisation very steep, and faster \
+training brings more of them there.
+"""
+_TUNING_END = """*Numbers* is the greatest difference between two trained numbers, *merged* between the logits of our \
+merged model and those of our adapter in `peft`, *trained* between those of our model and of the one that the \
+reference trained, both in standard deviations. *Accuracy* is the share of held-out examples whose label is the \
+likeliest answer; the reference's must be the same.
+"""
 
 _WORDS = {
     "dataParallel=FullySharded": "fully sharded",
@@ -104,13 +155,13 @@ def _draw(report: dict[str, Any], picture: Path) -> None:
             share = [max(abs(a - b) / b, 1e-9) for a, b in zip(row["losses"], losses, strict=True)]
             differences.plot(steps, share, color=f"C{number}", linewidth=0.6)
         curves.plot(
-            steps, losses, color="black", linestyle=":", linewidth=1.6, label="transformers" if number == 0 else None
+            steps, losses, color="black", linestyle=":", linewidth=1.6, label="reference" if number == 0 else None
         )
         curves.plot([], [], color=f"C{number}", label=f"{name}: {len(rows)} layouts")
     differences.axhline(report["tolerance"], color="black", linewidth=0.8)
     differences.text(1, report["tolerance"] * 1.2, "bound", fontsize=8)
     curves.set_ylabel("training loss")
-    curves.legend()
+    curves.legend(ncols=2, fontsize=7)
     differences.set_yscale("log")
     differences.set_ylabel("relative difference")
     differences.set_xlabel("step")

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import load_file
 
-from trainium_trainer.export.checkpoint import export
+from trainium_contract.trainer_artifacts import ArtifactPrecision
+from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: P
 
 def export_newest(folder: Path, shape: ModelShape) -> tuple[Path, Llama]:
     """The newest checkpoint below a run's folder as a Hugging Face folder, and as a model of ours."""
-    export(str(folder / "run"), folder / "exported", step=None, dtype=torch.float32)
+    export(str(folder / "run"), folder / "exported", precision=ArtifactPrecision.FLOAT32)
     model = Llama(shape)
     model.load_state_dict(load_file(folder / "exported" / "model.safetensors"), strict=not shape.tie_embeddings)
     return folder / "exported", model

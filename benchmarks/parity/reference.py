@@ -1,4 +1,4 @@
-"""The reference: `transformers`' LlamaForCausalLM and its loss, torch's AdamW and clipping, in one process.
+"""The reference of pretraining, in one process: `transformers`' LlamaForCausalLM and its loss, torch's AdamW.
 
 Nothing of the trainer computes here: it gives the initial weights, the samples of each step and the shape, and the
 learning rate is written down a second time.
@@ -15,19 +15,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.config import Launch, settle
-from trainium_trainer.data.loader import Share
 from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.llama import initial_weight
+from trainium_trainer.models.initial import initial_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from trainium_contract.trainer import TrainingConfig
+    from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.models.shapes import ModelShape
 
 
@@ -61,16 +62,13 @@ def train_reference(config: TrainingConfig) -> Reference:
     model = LlamaForCausalLM(LlamaConfig(**_known(to_config(shape)), attn_implementation="sdpa"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = initial_weight(
-                name, parameter.shape, seed=config.seed, num_layers=shape.num_layers, std=shape.initial_std
-            )
-            parameter.copy_(whole)
+            parameter.copy_(initial_whole(name, parameter.shape, seed=config.seed, shape=shape))
     model.train()
-    optimizer = _optimizer(model, config)
+    optimizer = optimizer_of(model, config)
     losses = []
     for step, (inputs, labels) in zip(range(config.steps), batches(config), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = _rate(config, step)
+            group["lr"] = rate_of(config, step)
         valid = int((labels != -100).sum())
         loss = model(input_ids=inputs, labels=labels, shift_labels=labels, num_items_in_batch=valid).loss
         loss.backward()
@@ -83,13 +81,18 @@ def train_reference(config: TrainingConfig) -> Reference:
 
 def batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and next tokens, each [samples, sequence], of one whole global batch after another."""
+    return ((batch.inputs, batch.labels) for batch in micro_batches(config))
+
+
+def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
+    """One whole global batch after another."""
     size = config.batch.global_size
     share = Share(global_size=size, micro_size=size, dp_rank=0, dp_size=1)
     loader = open_loader(open_data(config.data, size), share)
     try:
         for step in range(config.steps):
             (batch,) = loader.batch_at(step * size).micro_batches
-            yield batch.inputs, batch.labels
+            yield batch
     finally:
         loader.close()
 
@@ -99,13 +102,15 @@ def _known(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("architectures", "rope_theta", "rope_scaling")}
 
 
-def _optimizer(model: LlamaForCausalLM, config: TrainingConfig) -> torch.optim.AdamW:
+def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """Torch's, with the settings of the configuration, on all that is trained of a model."""
     settings = config.optimizer
-    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
     if settings.decay_scope is WeightDecayScope.MATRICES:
         groups = [
-            {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1]},
-            {"params": [parameter for parameter in model.parameters() if parameter.ndim == 1], "weight_decay": 0.0},
+            {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+            {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
         ]
     return torch.optim.AdamW(
         groups,
@@ -116,8 +121,8 @@ def _optimizer(model: LlamaForCausalLM, config: TrainingConfig) -> torch.optim.A
     )
 
 
-def _rate(config: TrainingConfig, step: int) -> float:
-    """The learning rate of step `step`, from 0."""
+def rate_of(config: TrainingConfig, step: int) -> float:
+    """The learning rate of step `step` (from 0)."""
     schedule, peak, number = config.schedule, config.optimizer.learning_rate, step + 1
     if number <= schedule.warmup_steps:
         return peak * number / schedule.warmup_steps

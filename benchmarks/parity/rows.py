@@ -1,12 +1,18 @@
 """What is compared: settings with a reference run each, and layouts whose curve must be the reference's.
 
-Add a row to have another layout judged; nothing else knows the rows.
+Add a row to have another layout judged; nothing else knows the rows. Those of fine-tuning are in `tuning_rows`.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TOLERANCE = 1e-4
 """Largest relative difference of the losses of a step, in float32."""
@@ -39,6 +45,39 @@ class Settings:
     name: str
     about: str
     overrides: dict[str, Any] = field(default_factory=dict)
+    base: Settings | None = None
+    """Of fine-tuning: the settings whose model, trained for a while, it begins with."""
+    records: str = ""
+    """Of fine-tuning: the function of `material` that makes its examples; empty: running text."""
+
+    @property
+    def slug(self) -> str:
+        """Names the settings in files and on the command line."""
+        return self.name.lower().replace(" ", "-").replace(",", "")
+
+
+def write_config(
+    settings: Settings, out: Path, steps: int, begin: Path | None = None, data: Path | None = None
+) -> Path:
+    """The YAML file of all runs of these settings, which begin with the model in `begin` and read `data`."""
+    content: dict[str, Any] = json.loads(json.dumps(BASE))
+    content["steps"] = steps
+    content["data"]["cacheDirectory"] = str(out / "cache")
+    for path, value in settings.overrides.items():
+        node = content
+        *parents, last = path.split(".")
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    if begin is not None:
+        content["model"] = {"weights": str(begin)}
+        content["artifacts"] = {"precision": "Float32"}
+    if data is not None:
+        content["data"]["source"] = str(data)
+    file = out / f"{settings.slug}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(content))
+    return file
 
 
 HLAT = Settings("HLAT", "cosine to a tenth, decay on all parameters, plain rotary embedding, untied")
@@ -67,6 +106,7 @@ class Row:
     tensor: int = 1
     pipeline: int = 1
     accumulation: int = 1
+    """Passes of a step; where data x accumulation does not divide the batch some of their rows are empty."""
     overrides: tuple[str, ...] = ()
     """Further `--set` of the run."""
 
@@ -81,12 +121,12 @@ class Row:
         parts = [f"dp{self.data}", f"tp{self.tensor}", f"pp{self.pipeline}"]
         parts += [f"accumulation{self.accumulation}"] if self.accumulation > 1 else []
         parts += [override.rpartition(".")[2].replace("=", "-").lower() for override in self.overrides]
-        return "-".join([self.settings.name.lower().replace(" ", "-"), *parts])
+        return "-".join([self.settings.slug, *parts])
 
     @property
     def set_options(self) -> list[str]:
         """All that the row changes in the settings."""
-        micro = BASE["batch"]["globalSize"] // (self.data * self.accumulation)
+        micro = -(-BASE["batch"]["globalSize"] // (self.data * self.accumulation))
         degrees = [f"parallelism.tensor={self.tensor}", f"parallelism.pipeline={self.pipeline}"]
         return [f"batch.microSize={micro}", *degrees, *self.overrides]
 
@@ -107,6 +147,10 @@ ROWS = (
     Row(HLAT, data=2, accumulation=4, overrides=(_SHARDED,)),
     Row(HLAT, data=4, overrides=(_SHARDED,)),
     Row(HLAT, data=2, accumulation=4, overrides=(_ZERO,)),
+    Row(HLAT, data=3),
+    Row(HLAT, data=3, accumulation=3),
+    Row(HLAT, data=3, accumulation=3, overrides=(_SHARDED,)),
+    Row(HLAT, data=3, accumulation=3, overrides=(_ZERO,)),
     Row(HLAT, tensor=2),
     Row(HLAT, tensor=2, accumulation=4),
     Row(HLAT, tensor=2, overrides=(_SEQUENCE,)),
@@ -120,6 +164,8 @@ ROWS = (
     Row(HLAT, pipeline=2, accumulation=4),
     Row(HLAT, data=2, pipeline=2, accumulation=4, overrides=(_SHARDED,)),
     Row(HLAT, tensor=2, pipeline=2, accumulation=4, overrides=(_SEQUENCE,)),
+    Row(HLAT, data=3, tensor=2, accumulation=3, overrides=(_SEQUENCE,)),
+    Row(HLAT, data=3, pipeline=2, accumulation=3),
     Row(LLAMA31),
     Row(LLAMA31, data=2, tensor=2, accumulation=2, overrides=(_SHARDED, _SEQUENCE)),
     Row(LLAMA31, tensor=2, pipeline=2, accumulation=4),

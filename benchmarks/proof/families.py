@@ -1,19 +1,26 @@
-"""PURE. What is tried: the layouts of the ranks, where they are killed, and what each layout promises."""
+"""PURE. What a trial is: the layouts of the ranks, where they are killed, and what each layout promises."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from benchmarks.proof.strike import Point, Strike
 
 from trainium_contract.trainer_parallelism import DataParallelMode
 
-STEPS = 20
-GLOBAL_BATCH = 12
-SAVE_EVERY = 4
-_SHARDED, _ZERO1 = DataParallelMode.FULLY_SHARDED, DataParallelMode.SHARDED_OPTIMIZER
-_MODES = {DataParallelMode.REPLICATED: "", _SHARDED: " sharded", _ZERO1: " sharded optimizer"}
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MODES = {
+    DataParallelMode.REPLICATED: "",
+    DataParallelMode.FULLY_SHARDED: " sharded",
+    DataParallelMode.SHARDED_OPTIMIZER: " sharded optimizer",
+}
+_IN_A_STEP = 0.5
+_FIRST_RANK = 0.4
+"""Besides its even share: the first rank does more than the others after the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,49 +60,13 @@ class Family:
     """Whether the memory of the killed rank's node is lost, and another node takes its place."""
     through_nxd: bool = False
     """Whether the newest checkpoint is converted to NxD's layout and back, into a new root, between the lives."""
+    milestones: bool = False
+    """Whether weights are kept, and artifacts written of them, while training goes on."""
 
     @property
     def promise(self) -> str:
         """What may be lost at most."""
         return "1 step" if self.memory else "the steps since the newest commit"
-
-
-FAMILIES = (
-    Family("process", "a process is lost, all restart from memory", (Layout(2), Layout(2))),
-    Family(
-        "node", "a node is lost, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_is_lost=True
-    ),
-    Family("wide", "a node of a model wider than a node is lost", (Layout(1, tp=2),) * 2, node_is_lost=True),
-    Family(
-        "resize",
-        "each time a node is lost and the size changes",
-        (Layout(4), Layout(2), Layout(3), Layout(4)),
-        node_is_lost=True,
-    ),
-    Family(
-        "reshard",
-        "all memory is lost, storage is read at another data-parallel size",
-        (Layout(4, mode=_SHARDED), Layout(2, mode=_ZERO1), Layout(3, mode=_SHARDED), Layout(4)),
-        memory=False,
-    ),
-    Family(
-        "retensor",
-        "all memory is lost, storage is read at another tensor-parallel size",
-        (Layout(1, tp=2), Layout(2), Layout(2, tp=2, mode=_SHARDED)),
-        memory=False,
-    ),
-    Family(
-        "nxd",
-        "all is lost but the checkpoint, which goes through NxD's layout (tp 2, ZeRO-1 over 3) and back",
-        (Layout(2), Layout(2)),
-        memory=False,
-        through_nxd=True,
-    ),
-)
-"""As many as have no divisor in common with the points, so that consecutive seeds meet every pair once."""
-
-_PASSES = {Point.STEP: (1, 9), Point.STAGING: (3, 24), Point.WRITING: (0, 2), Point.COMMIT: (0, 2), Point.LOAD: (0, 1)}
-_PASSES_WITHOUT_MEMORY = {Point.STAGING: (0, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +77,11 @@ class Life:
     victim: int | None
     """The rank that is to be killed; None for a life that is to end by itself."""
     strike: Strike | None
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether it is to be struck after the last step."""
+        return self.strike is not None and self.strike.point.follows_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +94,57 @@ class Trial:
     lives: tuple[Life, ...]
 
 
-def trial(seed: int) -> Trial:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Trials of one kind of run.
+
+    The families are as many as have no divisor in common with the points: consecutive seeds meet every pair once.
+    """
+
+    name: str
+    families: tuple[Family, ...]
+    passes: Mapping[Point, tuple[int, int]]
+    """The points, and how often a rank passes each unharmed: least and most."""
+    passes_without_memory: Mapping[Point, tuple[int, int]] = field(default_factory=dict)
+    """Where that differs without a memory tier."""
+    steps: int
+    global_batch: int
+    save_every: int
+    tunes: bool = False
+    """Whether adapters of a given base are trained on examples, and artifacts and an evaluation follow."""
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Where ranks are killed."""
+        return tuple(self.passes)
+
+
+def trial(seed: int, suite: Suite) -> Trial:
     """The trial of a seed; neighbouring seeds have different points and families."""
     dice = random.Random(seed)
-    points = tuple(Point)
-    point = points[seed % len(points)]
-    family = FAMILIES[seed % len(FAMILIES)]
+    point = suite.points[seed % len(suite.points)]
+    family = suite.families[seed % len(suite.families)]
     lives: list[Life] = []
     for number, layout in enumerate(family.lives[:-1]):
-        # A load is struck in the life after one that was killed in a step.
-        lives.append(_struck(layout, Point.STEP if point is Point.LOAD else point, family, dice))
-        if point is Point.LOAD and number == len(family.lives) - 2:
-            lives.append(_struck(family.lives[-1], Point.LOAD, family, dice))
+        last = number == len(family.lives) - 2
+        here = point
+        # A load is struck in the life after one that was killed in a step; of those that follow the last step the
+        # first may have been.
+        if point is Point.LOAD or (point.follows_training and not last and dice.random() < _IN_A_STEP):
+            here = Point.STEP
+        lives.append(_struck(layout, here, family, suite, dice))
+        if point is Point.LOAD and last:
+            lives.append(_struck(family.lives[-1], Point.LOAD, family, suite, dice))
     lives.append(Life(family.lives[-1], None, None))
     return Trial(seed, family, point, tuple(lives))
 
 
-def _struck(layout: Layout, point: Point, family: Family, dice: random.Random) -> Life:
-    low, high = _PASSES[point] if family.memory else _PASSES_WITHOUT_MEMORY.get(point, _PASSES[point])
+def _struck(layout: Layout, point: Point, family: Family, suite: Suite, dice: random.Random) -> Life:
+    low, high = suite.passes[point]
+    if not family.memory:
+        low, high = suite.passes_without_memory.get(point, (low, high))
     victim = 0 if point is Point.COMMIT else dice.randrange(layout.ranks)
+    if point.follows_training and dice.random() < _FIRST_RANK:
+        victim = 0
     strike = Strike(point, dice.randint(low, high), dice.random(), dice.randrange(1 << 30))
     return Life(layout, victim, strike)

@@ -3,12 +3,13 @@
 
 Reads one JSON object per line from stdin: {"ranks": [{"environment", "log"}, ...], "argv"} starts a rank for each entry
 and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"}, where a rank that had to be killed has null. Once one
-rank has died, the others are given `seconds` to notice.
+rank has died, the others are given `seconds` to notice. Its arguments are modules to import, too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 60.0
+_SMALLEST = 1 << 14
+"""Bytes of a model's file below which it is not divided: so that each rank has a file of the small model to write."""
 
 
 def start(order: dict[str, Any]) -> list[int]:
@@ -64,9 +67,13 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
 
 def serve() -> None:
     """Answer until stdin ends."""
+    from trainium_trainer.artifacts import layout
     from trainium_trainer.warm import warm
 
     warm()
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    layout.SMALLEST = _SMALLEST
     for line in sys.stdin:
         order = json.loads(line)
         answer = {"codes": wait(order["wait"], order["seconds"])} if "wait" in order else {"pids": start(order)}

@@ -4,82 +4,51 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
-from benchmarks.proof.families import FAMILIES, GLOBAL_BATCH, SAVE_EVERY, STEPS, Layout, Life
+from benchmarks.proof import leavings
+from benchmarks.proof.families import Layout, Life
+from benchmarks.proof.judge import Played, Reference, Verdict, judge_end, judge_loss, judge_milestones, judge_told
+from benchmarks.proof.material import Material
 from benchmarks.proof.strike import VARIABLE
+from benchmarks.proof.strike_after import ARTIFACTS
 
 from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import survey, verify
+from trainium_trainer.checkpoint.survey import survey
 from trainium_trainer.monitor.progress import read_progress
 
 if TYPE_CHECKING:
-    from benchmarks.proof.families import Family, Trial
+    from benchmarks.proof.families import Family, Suite, Trial
 
 _LIFE_SECONDS = 1200.0
-_CLOSE = 1e-5
-"""Relative difference of losses at different sizes; sums are taken in another order."""
 _KILLED = -9
 _NODES_BORNE = 2
 """Nodes that have to be lost before their copies are made anew for a shard to be lost with its copy."""
-_WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
-
-
-@dataclass(slots=True)
-class Played:
-    """What became of one life."""
-
-    layout: str
-    struck: bool
-    completed: int
-    """Newest step that any rank had completed."""
-    resumed: int
-    """Step that it went on from."""
-    committed: int
-    """Newest step committed when it ended; -1 for none."""
-
-
-@dataclass(slots=True)
-class Verdict:
-    """The outcome of one trial."""
-
-    seed: int
-    family: str
-    point: str
-    struck: int
-    """Ranks that died where they should."""
-    lost: list[int] = field(default_factory=list)
-    """Steps that each kill cost."""
-    lives: list[Played] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+_TUNING = ("trainium_trainer.after", "trainium_trainer.evaluate.stage", "transformers.models.llama.modeling_llama")
+"""Imported once, by the process that forks."""
 
 
 class Stage:
     """A folder and a forking process; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, suite: Suite) -> None:
         self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._text = folder / "text.txt"
-        dice = random.Random(0)
-        self._text.write_text("".join(" ".join(dice.choices(_WORDS, k=12)) + ".\n" for _ in range(60)))
-        self._references: dict[Layout, dict[int, float]] = {}
-        self._samples: dict[int, list[int]] = {}
+        self._suite = suite
+        self._material = Material(folder, suite)
+        self._references: dict[Layout, Reference] = {}
 
     def __enter__(self) -> Self:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._forge = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.proof.forge"],
+            [sys.executable, "-m", "benchmarks.proof.forge", *(_TUNING if self._suite.tunes else ())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -96,32 +65,35 @@ class Stage:
         """Play a trial and judge it."""
         folder = self._folder / f"trial-{trial.seed}"
         folder.mkdir()
-        verdict = Verdict(trial.seed, trial.family.name, trial.point.value, 0)
+        verdict = Verdict(trial.seed, trial.family.name)
         nodes = [folder / f"node-{number}" for number in range(max(life.layout.ranks for life in trial.lives))]
         before: Played | None = None
-        lost_nodes = 0
+        point, lost_nodes = "", 0
+        settled: dict[Path, int] = {}
         for number, life in enumerate(trial.lives):
             codes = self._live(folder, trial.family, life, nodes, number)
             played = self._look(folder, life, number, struck=life.victim is not None and codes[life.victim] == _KILLED)
             verdict.lives.append(played)
-            verdict.struck += played.struck
             if before is not None:
                 in_memory = trial.family.memory and (lost_nodes < _NODES_BORNE or trial.lives[0].layout.is_whole)
-                self._judge_loss(before, played, verdict, in_memory=in_memory)
+                allowed = 1 if in_memory else before.completed - max(before.committed, 0)
+                # While artifacts of a milestone are written, steps go on.
+                follows = verdict.lives[-2].struck and trial.lives[number - 1].follows_training
+                follows = follows and not trial.family.milestones
+                judge_loss(before, played, point, verdict, allowed=0 if follows else allowed)
             if played.resumed >= 0:
                 lost_nodes = 0
-            if life.victim is None:
-                if codes != [0] * life.layout.ranks:
-                    verdict.wrong.append(f"life {number} ended with {codes}: {self._tail(folder, number)}")
-            elif not played.struck:
-                if codes != [0] * life.layout.ranks:
-                    verdict.wrong.append(f"life {number} was not struck and ended with {codes}")
-            elif trial.family.node_is_lost and life.victim is not None:
-                shutil.rmtree(nodes[life.victim], ignore_errors=True)
-                nodes[life.victim] = folder / f"node-{life.victim}-after-{number}"
-                lost_nodes += 1
-            elif trial.family.through_nxd and played.committed >= 0:
-                self._convert(folder, number, verdict)
+            self._judge_codes(folder, life, number, codes, verdict)
+            if self._suite.tunes:
+                self._judge_artifacts(folder, settled, verdict)
+            if played.struck:
+                point = played.point
+                if trial.family.node_is_lost and life.victim is not None:
+                    shutil.rmtree(nodes[life.victim], ignore_errors=True)
+                    nodes[life.victim] = folder / f"node-{life.victim}-after-{number}"
+                    lost_nodes += 1
+                elif trial.family.through_nxd and played.committed >= 0:
+                    self._convert(folder, number, verdict)
             # Where a rank died while it loaded, what counts is the step from before.
             before = played if played.completed >= 0 or before is None else before
         self._judge_end(folder, trial, verdict)
@@ -129,29 +101,39 @@ class Stage:
             shutil.rmtree(folder)
         return verdict
 
+    def _judge_codes(self, folder: Path, life: Life, number: int, codes: list[int | None], verdict: Verdict) -> None:
+        """A life that was not struck ends well; in others, ranks that wait for the dead one are counted."""
+        if not verdict.lives[-1].struck:
+            if codes != [0] * life.layout.ranks:
+                verdict.wrong.append(f"life {number} ended with {codes}: {self._tail(folder, number)}")
+        else:
+            verdict.waited += codes.count(None)
+
+    def _judge_artifacts(self, folder: Path, settled: dict[Path, int], verdict: Verdict) -> None:
+        """Nothing half-written looks complete, what was whole is not written again; `settled` is kept up to date."""
+        for step in sorted((folder / "run" / ARTIFACTS).glob("step-*")):
+            if wrong := leavings.half_written(step):
+                verdict.wrong += [f"{step.name}: {each}" for each in wrong]
+                continue
+            now = leavings.settled(step)
+            again = [str(path) for path, at in settled.items() if path.is_relative_to(step) and now.get(path) != at]
+            if again:
+                verdict.wrong.append(f"whole and yet written again: {again}")
+            settled.update(now)
+
+    def _judge_end(self, folder: Path, trial: Trial, verdict: Verdict) -> None:
+        sizes = stepped(trial, verdict)
+        exact = len(sizes) == 1
+        layout = next(iter(sizes)) if exact else Layout(1)
+        judge_end(folder / "run", verdict, self.reference(layout), self._suite, exact=exact)
+        if self._suite.tunes:
+            progress = folder / f"progress-{len(trial.lives) - 1}-0"
+            judge_told(folder / "run", progress, verdict, self._suite)
+            judge_milestones(folder / "run", verdict)
+
     def _live(self, folder: Path, family: Family, life: Life, nodes: list[Path], number: int) -> list[int | None]:
         layout = life.layout
-        config = {
-            "steps": STEPS,
-            "dataParallel": layout.mode.value,
-            "parallelism": {"tensor": layout.tp},
-            "batch": {"globalSize": GLOBAL_BATCH, "microSize": 1},
-            "data": {
-                "source": str(self._text),
-                "sequenceLength": 32,
-                "cacheDirectory": str(self._folder / "cache"),
-                "tokenizer": {"vocabSize": 320},
-            },
-            "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64},
-            "optimizer": {"learningRate": 3e-3},
-            "schedule": {"warmupSteps": 2},
-            "checkpoint": {
-                "path": str(folder / "run"),
-                "memory": {"everySteps": 1 if family.memory else 0},
-                "durable": {"everySeconds": None, "everySteps": SAVE_EVERY, "keepLast": 2},
-            },
-            "monitor": {"tensorboard": False, "recordSamples": True},
-        }
+        config = self._material.config(family, layout, folder / "run")
         file = folder / f"trainer-{number}.yaml"
         file.write_text(yaml.safe_dump(config))
         ranks = []
@@ -180,6 +162,7 @@ class Stage:
         found = survey(PosixStorage(folder / "run"))
         return Played(
             layout=life.layout.name,
+            point=life.strike.point.value if life.strike is not None else "",
             struck=struck,
             completed=max((record.step for record in known), default=-1),
             resumed=max((record.resume_step for record in known), default=-1),
@@ -203,52 +186,16 @@ class Stage:
         for path in (old / "metrics.jsonl", *old.glob("samples-*.jsonl")):
             shutil.copy(path, root)
 
-    def _judge_loss(self, before: Played, after: Played, verdict: Verdict, *, in_memory: bool) -> None:
-        """What the kill that ended `before` cost; `after` may have been killed before it knew its step."""
-        if after.resumed < 0 or not before.struck:
-            return
-        lost = before.completed - after.resumed
-        verdict.lost.append(lost)
-        allowed = 1 if in_memory else before.completed - max(before.committed, 0)
-        if lost > allowed:
-            verdict.wrong.append(
-                f"{lost} steps lost, {allowed} allowed: {before.completed} completed, {before.committed} committed, "
-                f"resumed from {after.resumed}"
-            )
-
-    def _judge_end(self, folder: Path, trial: Trial, verdict: Verdict) -> None:
-        """The curve, the samples and the checkpoints."""
-        root = folder / "run"
-        losses = _losses(root)
-        sizes = {life.layout for life in trial.lives}
-        exact = len(sizes) == 1
-        reference = self.reference(next(iter(sizes)) if exact else Layout(1))
-        if sorted(losses) != list(range(1, STEPS + 1)):
-            verdict.wrong.append(f"metrics.jsonl has the steps {sorted(losses)}")
-        for step, loss in losses.items():
-            known = reference[step]
-            if abs(loss - known) > (0.0 if exact else _CLOSE * abs(known)):
-                verdict.wrong.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
-                break
-        if _samples(root) != self._samples:
-            verdict.wrong.append("not every sample was seen exactly once, in its step")
-        storage = PosixStorage(root)
-        found = survey(storage)
-        broken = [*found.damaged, *(item.folder for item in found.committed if verify(storage, item, Retry()))]
-        if broken:
-            verdict.wrong.append(f"committed checkpoints are not whole: {broken}")
-
-    def reference(self, layout: Layout) -> dict[int, float]:
-        """Losses of an undisturbed run, by step."""
+    def reference(self, layout: Layout) -> Reference:
+        """What an undisturbed run leaves."""
         if layout not in self._references:
             folder = self._folder / f"reference-{len(self._references)}"
             folder.mkdir()
             nodes = [folder / f"node-{number}" for number in range(layout.ranks)]
-            codes = self._live(folder, FAMILIES[0], Life(layout, None, None), nodes, 0)
+            codes = self._live(folder, self._suite.families[0], Life(layout, None, None), nodes, 0)
             if codes != [0] * layout.ranks:
                 raise RuntimeError(f"the undisturbed run at {layout.name} ended with {codes}: {self._tail(folder, 0)}")
-            self._references[layout] = _losses(folder / "run")
-            self._samples = self._samples or _samples(folder / "run")
+            self._references[layout] = Reference.read(folder / "run", self._suite)
         return self._references[layout]
 
     def _ask(self, **order: Any) -> dict[str, Any]:
@@ -272,15 +219,11 @@ def _free_port() -> int:
         return port
 
 
-def _losses(root: Path) -> dict[int, float]:
-    lines = (root / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
-
-
-def _samples(root: Path) -> dict[int, list[int]]:
-    """All samples of each step, sorted: a sample that was seen twice is there twice."""
-    found: dict[int, list[int]] = {}
-    for path in root.glob("samples-*.jsonl"):
-        for record in map(json.loads, path.read_text().splitlines()):
-            found.setdefault(record["step"], []).extend(record["samples"])
-    return {step: sorted(samples) for step, samples in sorted(found.items())}
+def stepped(trial: Trial, verdict: Verdict) -> set[Layout]:
+    """The layouts that steps of the history may have been made in."""
+    found = set()
+    for number, (life, played) in enumerate(zip(trial.lives, verdict.lives, strict=True)):
+        later = [each.resumed for each in verdict.lives[number + 1 :] if each.resumed >= 0]
+        if played.resumed >= 0 and max([played.completed, *later[:1]]) > played.resumed:
+            found.add(life.layout)
+    return found

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 VARIABLE = "TRAINIUM_PROOF"
 
@@ -36,6 +36,15 @@ class Point(StrEnum):
     """Around manifest, receipt and the removal of older checkpoints (on the first rank)."""
     LOAD = "load"
     """While the state is restored by a run that was killed before."""
+    EXPORT = "export"
+    """While artifacts are written: in a data file, around a small one, in the merge, while the ranks gather."""
+    EVALUATE = "evaluate"
+    """While what was written is measured: around the questions, the result, the table in the cards."""
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether it lies after the last step, so that no step may be lost."""
+        return self in (Point.EXPORT, Point.EVALUATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,10 @@ def arm(text: str) -> None:
     """Patch this process as `Strike.to_text` said."""
     raw = json.loads(text)
     strike = Strike(Point(raw["point"]), raw["passes"], raw["fraction"], raw["seed"])
-    fuse = _Fuse(strike)
-    _PATCHES[strike.point](fuse, random.Random(strike.seed))
+    from benchmarks.proof import strike_after  # which needs what is below
+
+    patches = _PATCHES | {Point.EXPORT: strike_after.in_export, Point.EVALUATE: strike_after.in_evaluation}
+    patches[strike.point](Fuse(strike.passes, strike.fraction), random.Random(strike.seed))
 
 
 def die() -> NoReturn:
@@ -68,14 +79,15 @@ def die() -> NoReturn:
     raise SystemExit("not reached")
 
 
-class _Fuse:
+class Fuse:
     """Counts passes; at the one that is meant, `burns` is true once."""
 
-    def __init__(self, strike: Strike) -> None:
-        self.fraction = strike.fraction
-        self._left = strike.passes
+    def __init__(self, passes: int, fraction: float) -> None:
+        self.fraction = fraction
+        self._left = passes
 
     def burns(self) -> bool:
+        """Count one pass."""
         self._left -= 1
         return self._left == -1
 
@@ -92,7 +104,18 @@ class _Fuse:
         die()
 
 
-def _in_step(fuse: _Fuse, _: random.Random) -> None:
+def cut(pieces: Iterable[memoryview], left: int) -> Iterator[memoryview]:
+    """The first `left` bytes of some pieces; then this process dies."""
+    for piece in pieces:
+        if len(piece) >= left:
+            yield piece[:left]
+            die()
+        left -= len(piece)
+        yield piece
+    die()
+
+
+def _in_step(fuse: Fuse, _: random.Random) -> None:
     from trainium_trainer.monitor.progress import ProgressWriter
 
     done = ProgressWriter.step_done
@@ -105,7 +128,7 @@ def _in_step(fuse: _Fuse, _: random.Random) -> None:
     ProgressWriter.step_done = step_done  # type: ignore[method-assign]
 
 
-def _in_staging(fuse: _Fuse, dice: random.Random) -> None:
+def _in_staging(fuse: Fuse, dice: random.Random) -> None:
     from trainium_trainer.checkpoint import buddy, memory, snapshot, staging
 
     def halved(copy: Any) -> Any:
@@ -130,28 +153,18 @@ def _in_staging(fuse: _Fuse, dice: random.Random) -> None:
         snapshot.SnapshotFile.seal = lambda *given: fuse.around(lambda: seal(*given))  # type: ignore[method-assign]
 
 
-def _in_writing(fuse: _Fuse, _: random.Random) -> None:
+def _in_writing(fuse: Fuse, _: random.Random) -> None:
     from trainium_trainer.checkpoint.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        def cut() -> Iterator[memoryview]:
-            left = int(fuse.fraction * size)
-            for piece in pieces:
-                if len(piece) >= left:
-                    yield piece[:left]
-                    die()
-                left -= len(piece)
-                yield piece
-            die()
-
-        write(self, name, cut() if fuse.burns() else pieces, size)
+        write(self, name, cut(pieces, int(fuse.fraction * size)) if fuse.burns() else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
 
-def _in_commit(fuse: _Fuse, dice: random.Random) -> None:
+def _in_commit(fuse: Fuse, dice: random.Random) -> None:
     from trainium_trainer.checkpoint.posix import PosixStorage
 
     def around(method: str) -> None:
@@ -160,15 +173,7 @@ def _in_commit(fuse: _Fuse, dice: random.Random) -> None:
         def access(self: Any, name: str, *rest: Any) -> Any:
             if not name.startswith("step-"):
                 return original(self, name, *rest)
-            return fuse.around(lambda: original(self, name, *rest), lambda: _half(self, name))
-
-        def _half(self: Any, name: str) -> None:
-            if method in ("write", "create"):
-                self._draft(name, b"half of it")
-            else:  # of a folder, one file
-                inside = sorted(path for path in (self._root / name).rglob("*") if path.is_file())
-                for path in inside[:1]:
-                    path.unlink()
+            return fuse.around(lambda: original(self, name, *rest), lambda: half(self, method, name))
 
         setattr(PosixStorage, method, access)
 
@@ -176,13 +181,23 @@ def _in_commit(fuse: _Fuse, dice: random.Random) -> None:
         around(method)
 
 
-def _in_load(fuse: _Fuse, dice: random.Random) -> None:
+def half(storage: Any, method: str, name: str) -> None:
+    """Half of what a method of `PosixStorage` does: a draft, or of a folder one file removed."""
+    if method in ("write", "create"):
+        storage._draft(name, b"half of it")
+        return
+    inside = sorted(path for path in (storage._root / name).rglob("*") if path.is_file())
+    for path in inside[:1]:
+        path.unlink()
+
+
+def _in_load(fuse: Fuse, dice: random.Random) -> None:
     from trainium_trainer.checkpoint import contents, resume
 
     place = dice.choice(("gather", "copy"))
     if place == "gather":
-        gather = resume.Resumption._gather
-        resume.Resumption._gather = lambda *given: fuse.around(lambda: gather(*given))  # type: ignore[method-assign]
+        deal = resume.deal
+        resume.deal = lambda *given: fuse.around(lambda: deal(*given))
         return
     copy, read = resume.copy_all, contents.Contents._read_extent
 
@@ -194,7 +209,7 @@ def _in_load(fuse: _Fuse, dice: random.Random) -> None:
     contents.Contents._read_extent = lambda *given: fuse.around(lambda: read(*given))  # type: ignore[method-assign]
 
 
-_PATCHES: dict[Point, Callable[[_Fuse, random.Random], None]] = {
+_PATCHES: dict[Point, Callable[[Fuse, random.Random], None]] = {
     Point.STEP: _in_step,
     Point.STAGING: _in_staging,
     Point.WRITING: _in_writing,

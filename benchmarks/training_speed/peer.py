@@ -43,14 +43,27 @@ class Clock(transformers.TrainerCallback):
         self.ends.append(time.time())
 
 
+def _model(task: dict[str, Any]) -> torch.nn.Module:
+    """Of random weights, or from a folder; with an adapter where one is to be trained."""
+    if "weights" not in task:
+        config = transformers.LlamaConfig(**task["model"], attn_implementation="sdpa", use_cache=False)
+        return transformers.LlamaForCausalLM(config)
+    base = transformers.LlamaForCausalLM.from_pretrained(
+        task["weights"], dtype=torch.float32, attn_implementation="sdpa", use_cache=False
+    )
+    if "lora" not in task:
+        return base
+    import peft  # noqa: PLC0415 - only fine-tuning needs it
+
+    return peft.get_peft_model(base, peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM"))
+
+
 def main() -> None:
     """Train, and say how long the steps took."""
     task: dict[str, Any] = json.loads(os.environ["TASK"])
     transformers.logging.set_verbosity_error()
     transformers.set_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**task["model"], attn_implementation="sdpa", use_cache=False)
-    )
+    model = _model(task)
     sharding: dict[str, Any] = {}
     if task["sharded"]:
         sharding = {

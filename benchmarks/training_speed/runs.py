@@ -68,10 +68,22 @@ class Result:
     """Most device memory of rank 0; 0 on a CPU."""
     start_seconds: float
     """From before the processes were made to the end of the first step."""
+    processor_seconds: float
+    """Of all ranks together, from their start to their end."""
 
     def speed(self, tokens: int) -> float:
         """Tokens per second of the median step."""
         return tokens / statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What processes took of the machine."""
+
+    host_bytes: int
+    """The largest resident set of one."""
+    processor_seconds: float
+    """Of all together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,7 @@ class Ended:
 
     began: float
     """When the first was made, seconds since the epoch."""
-    host_bytes: int
+    used: Used
 
 
 def text_file(folder: Path) -> Path:
@@ -124,7 +136,7 @@ def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
     for override in overrides:
         argv += ["--set", override]
-    return result_of(folder, _run_ranks(argv, task.ranks, folder, {}))
+    return result_of(folder, run_ranks(argv, task.ranks, folder, {}))
 
 
 def result_of(folder: Path, ended: Ended) -> Result:
@@ -132,7 +144,12 @@ def result_of(folder: Path, ended: Ended) -> Result:
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     seconds = tuple(line["seconds"] for line in steps[WARM_STEPS:])
-    return Result(seconds, ended.host_bytes, int(steps[-1].get("deviceBytes") or 0), steps[0]["time"] - ended.began)
+    return _result(seconds, ended, int(steps[-1].get("deviceBytes") or 0), steps[0]["time"])
+
+
+def _result(seconds: tuple[float, ...], ended: Ended, device_bytes: int, first_step: float) -> Result:
+    used = ended.used
+    return Result(seconds, used.host_bytes, device_bytes, first_step - ended.began, used.processor_seconds)
 
 
 def run_peer(task: Task, folder: Path, python: str) -> Result:
@@ -161,12 +178,16 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
         },
     }
     argv = [python, str(Path(__file__).with_name("peer.py"))]
-    ended = _run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(described)})
+    return peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(described)}))
+
+
+def peer_result(folder: Path, ended: Ended) -> Result:
+    """What a run of the peer in `folder` wrote down."""
     told = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
     ends: list[float] = told["ends"]
     seconds = [end - begin for begin, end in itertools.pairwise(ends)]
     # The first interval is that of the second step.
-    return Result(tuple(seconds[WARM_STEPS - 1 :]), ended.host_bytes, int(told["deviceBytes"]), ends[0] - ended.began)
+    return _result(tuple(seconds[WARM_STEPS - 1 :]), ended, int(told["deviceBytes"]), ends[0])
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -188,7 +209,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, str]) -> Ended:
+def run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, str]) -> Ended:
     """Run all ranks to their end. Raises RunFailedError as soon as one fails."""
     port = free_port()
     began = time.time()
@@ -206,12 +227,12 @@ def _run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str,
             process.returncode = process.returncode or 0  # reaped by `wait_for`
 
 
-def wait_for(pids: dict[int, int], folder: Path) -> int:
-    """Wait for child processes (pid to rank); the largest resident set of one, bytes.
+def wait_for(pids: dict[int, int], folder: Path) -> Used:
+    """Wait for child processes (pid to rank); what they took.
 
     Raises RunFailedError as soon as one fails, once the others have been killed.
     """
-    waiting, largest = dict(pids), 0
+    waiting, largest, seconds = dict(pids), 0, 0.0
     failed: tuple[int, int] | None = None
     try:
         while waiting:
@@ -221,6 +242,7 @@ def wait_for(pids: dict[int, int], folder: Path) -> int:
                     continue
                 rank, code = waiting.pop(pid), os.waitstatus_to_exitcode(status)
                 largest = max(largest, usage.ru_maxrss * 1024)
+                seconds += usage.ru_utime + usage.ru_stime
                 if code and failed is None:
                     failed = (rank, code)
                     _kill(waiting)
@@ -232,7 +254,7 @@ def wait_for(pids: dict[int, int], folder: Path) -> int:
     if failed is not None:
         end = (folder / f"rank-{failed[0]}.log").read_text().splitlines()[-4:]
         raise RunFailedError(f"rank {failed[0]} ended with {failed[1]}: {' / '.join(end)}")
-    return largest
+    return Used(largest, seconds)
 
 
 def _kill(pids: Iterable[int]) -> None:

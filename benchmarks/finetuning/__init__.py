@@ -1,0 +1,1 @@
+"""LoRA beside full fine-tuning, and beside peft with `transformers.Trainer`: `python -m benchmarks.finetuning`."""

@@ -1,0 +1,178 @@
+"""What fine-tuning begins with, made here: base models that `transformers` trained for a while, and records.
+
+Invariant: all follows from the seeds and from the Python that runs this; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.parity import reference
+from benchmarks.parity.rows import Settings, write_config
+
+from trainium_trainer import config as configuration
+from trainium_trainer.data.opening import open_data
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODULES = [
+    "argparse",
+    "ast",
+    "asyncio",
+    "base64",
+    "bisect",
+    "calendar",
+    "cmd",
+    "codecs",
+    "collections",
+    "configparser",
+    "contextlib",
+    "copy",
+    "csv",
+    "ctypes",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "dis",
+    "email",
+    "enum",
+    "fileinput",
+    "fractions",
+    "ftplib",
+    "functools",
+    "glob",
+    "gzip",
+    "hashlib",
+    "heapq",
+    "html",
+    "http.client",
+    "imaplib",
+    "inspect",
+    "io",
+    "ipaddress",
+    "itertools",
+    "json",
+    "logging",
+    "lzma",
+    "mailbox",
+    "math",
+    "mimetypes",
+    "multiprocessing",
+    "operator",
+    "os",
+    "pathlib",
+    "pickle",
+    "platform",
+    "plistlib",
+    "poplib",
+    "pprint",
+    "queue",
+    "random",
+    "re",
+    "sched",
+    "secrets",
+    "shelve",
+    "shlex",
+    "shutil",
+    "signal",
+    "smtplib",
+    "socket",
+    "sqlite3",
+    "ssl",
+    "statistics",
+    "string",
+    "struct",
+    "subprocess",
+    "symtable",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "tokenize",
+    "traceback",
+    "types",
+    "unittest",
+    "urllib.parse",
+    "urllib.request",
+    "uuid",
+    "venv",
+    "warnings",
+    "wave",
+    "weakref",
+    "xml.dom.minidom",
+    "zipfile",
+    "zoneinfo",
+]
+_STEPS = 100
+_LONGEST = 160  # characters of an answer
+
+
+def base_model(settings: Settings, out: Path) -> Path:
+    """A Hugging Face folder with a tokenizer: the settings' model after a short training by `transformers`."""
+    folder = out / "bases" / settings.name.lower().replace(" ", "-")
+    if (folder / "tokenizer.json").exists():
+        return folder
+    changes = {"data.seed": 1, "optimizer.learningRate": 3e-3, "model.initialStd": 0.1}
+    began = Settings(f"base of {settings.name}", "", settings.overrides | changes)
+    config = configuration.load(write_config(began, out, _STEPS))
+    trained = reference.train_reference(config)
+    trained.model.save_pretrained(folder)
+    tokenizer = open_data(config.data, config.batch.global_size).tokenizer
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    return folder
+
+
+def instructions(file: Path) -> Path:
+    """Dolly's fields: what functions and classes of the standard library do, in the words of their docstrings."""
+    rows = [
+        {"instruction": f"What does {name} do?", "context": signature, "response": said}
+        for name, signature, said, _ in _documented()
+    ]
+    return _write(file, rows)
+
+
+def questions(file: Path) -> Path:
+    """QNLI's fields: whether a sentence is of a function (1) or of a class (0)."""
+    rows = [
+        {"question": f"Is {name.rpartition('.')[2]} a function?", "sentence": said, "label": int(not is_class)}
+        for name, _, said, is_class in _documented()
+    ]
+    return _write(file, rows)
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    random.Random(0).shuffle(rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _documented() -> list[tuple[str, str, str, bool]]:
+    """Name, signature, first sentence of the docstring and whether it is a class, in order of names."""
+    found: dict[str, tuple[str, str, str, bool]] = {}
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for leaf, value in vars(module).items():
+            if leaf.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
+                continue
+            said = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).partition(". ")[0]
+            if not 10 < len(said) <= _LONGEST:
+                continue
+            signature = _signature(value) if len(leaf) % 2 else ""
+            found[f"{module_name}.{leaf}"] = (f"{module_name}.{leaf}", signature, said, inspect.isclass(value))
+    return [found[name] for name in sorted(found)]
+
+
+def _signature(value: Any) -> str:
+    """The names of its parameters; empty where they are not known."""
+    try:
+        return ", ".join(inspect.signature(value).parameters)[:_LONGEST]
+    except (TypeError, ValueError):
+        return ""

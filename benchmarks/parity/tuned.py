@@ -1,0 +1,165 @@
+"""Rows of fine-tuning: what is asked of a reference run once, and how a run of the trainer is held to it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from benchmarks.parity.ours import run_trainer
+from benchmarks.parity.reference import exported_logits, micro_batches
+from benchmarks.parity.rows import TOLERANCE, Row
+from benchmarks.parity.tuned_reference import TunedReference, loss_on, tune_reference
+from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
+from peft import PeftModel
+from transformers import LlamaForCausalLM
+
+from trainium_contract.trainer_tuning import TuningMethod
+from trainium_trainer import config as configuration
+from trainium_trainer.checkpoint.chosen import choose
+from trainium_trainer.checkpoint.contents import Contents
+from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.data.loader import validation_batches
+from trainium_trainer.data.opening import open_data
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainium_contract.trainer import TrainingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a reference run of fine-tuning gave."""
+
+    losses: list[float]
+    numbers: dict[str, Tensor]
+    """What was trained, by name."""
+    logits: Tensor
+    """Of the tokens below, by the tuned model, with peft's adapter merged by peft."""
+    tokens: Tensor
+    """[samples, sequence] of the first step."""
+    accuracy: float | None
+    """Share of the held-out answers whose first token is the likeliest; None where nothing is held out."""
+    adapter: Path | None
+    """What peft saved."""
+
+
+def reference_run(config: TrainingConfig, out: Path) -> Tuned:
+    """Train by the libraries and keep what rows are compared with."""
+    run: TunedReference = tune_reference(config, out / "reference")
+    adapter: Path | None = None
+    if isinstance(run.model, PeftModel):
+        adapter = out / "adapter"
+        run.model.save_pretrained(str(adapter))
+    numbers = {name: value.clone() for name, value in run.trained().items()}
+    merged = run.merged()
+    tokens = next(micro_batches(config)).inputs
+    return Tuned(run.losses, numbers, _logits(merged, tokens), tokens, accuracy_of(merged, config), adapter)
+
+
+def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
+    """Run one row in `folder` and compare its curve, its trained numbers and what it left behind.
+
+    Raises RunFailedError.
+    """
+    began = time.monotonic()
+    config = configuration.load(file)
+    losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
+    differences = [abs(own - other) / other for own, other in zip(losses, against.losses, strict=True)]
+    left = left_behind(folder)
+    own = exported_logits(left["model"], against.tokens)
+    spread = float(against.logits.std())
+    result: dict[str, Any] = {
+        "losses": losses,
+        "loss": losses[-1],
+        "greatestDifference": max(differences),
+        "step": differences.index(max(differences)) + 1,
+        "trainedNumbers": _greatest_difference(trained_numbers(folder), against.numbers),
+        "trainedLogits": float((own - against.logits).abs().max()) / spread,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    passed = result["greatestDifference"] <= TOLERANCE and result["trainedNumbers"] <= ADAPTER_TOLERANCE
+    if config.tuning.method is TuningMethod.LORA:
+        assert config.model.weights is not None
+        theirs = merged_by_peft(Path(config.model.weights), left["adapter"], against.tokens)
+        result["mergedLogits"] = float((own - theirs).abs().max()) / spread
+        passed = passed and result["mergedLogits"] <= MERGED_TOLERANCE
+    if against.accuracy is not None:
+        result["accuracy"] = accuracy_of(_loaded(left["model"]), config)
+        passed = passed and result["accuracy"] == against.accuracy
+    return result | {"passed": passed}
+
+
+def begins_with_theirs(file: Path, against: Tuned, folder: Path) -> float:
+    """Relative difference of the loss of a first step that begins with peft's own adapter from peft's loss on it.
+
+    Raises RunFailedError.
+    """
+    config = configuration.load(file)
+    assert against.adapter is not None
+    overrides = [
+        f"tuning.lora.adapter={against.adapter}",
+        "steps=1",
+        "schedule.kind=Constant",
+        "schedule.warmupSteps=0",
+    ]
+    overrides.append("schedule.decaySteps=null")
+    (own,) = run_trainer(file, overrides, ranks=1, folder=folder)
+    adapted = PeftModel.from_pretrained(_loaded(Path(config.model.weights or "")), str(against.adapter))
+    theirs = loss_on(adapted, next(micro_batches(config)))
+    return abs(own - theirs) / theirs
+
+
+def left_behind(folder: Path) -> dict[str, Path]:
+    """The artifacts of the run below `folder`: `model`, and `adapter` where there is one."""
+    return {path.name: path for path in (folder / "run" / "artifacts").glob("*/*") if path.is_dir()}
+
+
+def merged_by_peft(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
+    """Logits of an adapter that peft loads and merges."""
+    adapted = PeftModel.from_pretrained(_loaded(base), str(adapter))
+    return _logits(adapted.merge_and_unload(), tokens)
+
+
+def trained_numbers(folder: Path) -> dict[str, Tensor]:
+    """The weights in the newest checkpoint of the run below `folder`, by parameter."""
+    root = str(folder / "run")
+    storage = open_storage(root)
+    contents = Contents(storage, choose(storage, root, None, milestones=False), Retry())
+    names = [name for name in contents.tensors if name.startswith("model.")]
+    return {name.removeprefix("model."): contents.read(name) for name in names}
+
+
+def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
+    """Share of the held-out examples whose answer's first token the model finds likeliest."""
+    data = open_data(config.data, config.batch.global_size)
+    if data.validation is None:
+        return None
+    right = total = 0
+    for batch in validation_batches(data.validation, dp_rank=0, dp_size=1, micro_size=16):
+        has_answer = (batch.labels != -100).any(1)
+        places = (batch.labels != -100).int().argmax(1)[has_answer]
+        rows = torch.arange(len(has_answer))[has_answer]
+        likeliest = _logits(model, batch.inputs).argmax(-1)
+        right += int((likeliest[rows, places] == batch.labels[rows, places]).sum())
+        total += len(rows)
+    return right / total
+
+
+def _greatest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
+
+
+def _loaded(folder: Path) -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(tokens).logits
+    return logits

@@ -1,0 +1,167 @@
+"""The reference of fine-tuning: `transformers.Trainer`, with `peft` where adapters are trained, in one process.
+
+Nothing of the trainer computes here. It gives the samples of each step and the values that the adapter begins with;
+learning rate and optimizer are those of `reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from benchmarks.parity.reference import micro_batches, optimizer_of, rate_of, shape_of
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import LlamaForCausalLM
+
+from trainium_contract.trainer_tuning import TuningMethod
+from trainium_trainer.tuning.apply import initial_adapter
+from trainium_trainer.tuning.choice import choose
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from trainium_contract.trainer import TrainingConfig
+    from trainium_trainer.data.loader import MicroBatch
+
+Sample = dict[str, "Tensor"]
+_NAMES = ("base_model.model.", ".default", ".base_layer")
+"""What peft adds to the names of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedReference:
+    """A finished reference run."""
+
+    losses: list[float]
+    model: LlamaForCausalLM | PeftModel
+
+    def trained(self) -> dict[str, Tensor]:
+        """What was trained, under the names that it has in a base or an adapter."""
+        return {
+            plain_name(name): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def merged(self) -> LlamaForCausalLM:
+        """The model as one uses it; ends the use of this value."""
+        if isinstance(self.model, PeftModel):
+            return self.model.merge_and_unload().eval()
+        return self.model.eval()
+
+
+def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
+    """Train for all steps of the configuration; the library may write below `folder`."""
+    torch.use_deterministic_algorithms(mode=True)
+    model = _model(config)
+    samples = [sample for batch in micro_batches(config) for sample in _samples(batch)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch.global_size,
+        max_grad_norm=config.optimizer.clip_norm,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    optimizer = optimizer_of(model, config)
+    peak = config.optimizer.learning_rate
+    schedule = LambdaLR(optimizer, lambda step: rate_of(config, step) / peak if step < config.steps else 0.0)
+    trainer = _Trainer(model=model, args=arguments, train_dataset=_Samples(samples), optimizers=(optimizer, schedule))
+    trainer.train()
+    return TunedReference(trainer.losses, model)
+
+
+@torch.no_grad()
+def loss_on(model: nn.Module, batch: MicroBatch) -> float:
+    """The mean loss of a model on one batch."""
+    fields = torch.utils.data.default_collate(_samples(batch))
+    return float(model(**fields, num_items_in_batch=batch.valid_tokens).loss)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what peft adds."""
+    for added in _NAMES:
+        name = name.replace(added, "")
+    return name
+
+
+class _Samples(Dataset[Sample]):
+    def __init__(self, samples: list[Sample]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
+
+
+class _Trainer(transformers.Trainer):
+    """Takes samples in their order and keeps the loss of every step, which its log would round."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.losses: list[float] = []
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(train_dataset or self.train_dataset)
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """As the library's, which divides by the valid tokens of the batch."""
+        loss = super().compute_loss(*args, **options)
+        self.losses.append(loss.item())
+        return loss
+
+
+def _samples(batch: MicroBatch) -> list[Sample]:
+    """The fields that LlamaForCausalLM takes; what hides documents from each other is a mask of [1, places, places]."""
+    found = []
+    for row in range(len(batch.inputs)):
+        labels = batch.labels[row]
+        sample = {"input_ids": batch.inputs[row], "labels": labels, "shift_labels": labels}
+        if batch.positions is not None:
+            positions = batch.positions[row]
+            documents = (positions == 0).cumsum(0)
+            same = documents.unsqueeze(0) == documents.unsqueeze(1)
+            sample |= {"position_ids": positions, "attention_mask": same.tril().unsqueeze(0)}
+        found.append(sample)
+    return found
+
+
+def _model(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
+    """The base, with peft's adapter where one is trained."""
+    assert config.model.weights is not None
+    model = LlamaForCausalLM.from_pretrained(config.model.weights, dtype=torch.float32, attn_implementation="sdpa")
+    tuning = config.tuning
+    if tuning.method is TuningMethod.FULL:
+        return model
+    lora = tuning.lora
+    targets = choose(shape_of(config), tuning).adapters
+    peft = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rank_stabilized,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+    )
+    adapted: PeftModel = get_peft_model(model, peft)
+    _begin(adapted, config.seed)
+    return adapted
+
+
+@torch.no_grad()
+def _begin(model: nn.Module, seed: int) -> None:
+    """Give the adapter the values that the trainer's begins with."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(initial_adapter(plain_name(name), parameter.shape, seed))

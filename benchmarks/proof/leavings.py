@@ -1,0 +1,127 @@
+"""What a run leaves behind for others: read, held against another run's, and looked at while it is not complete."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+
+from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_trainer.artifacts.manifest import (
+    CARD_NAME,
+    LAST_NAMES,
+    MANIFEST_NAME,
+    UNFINISHED,
+    ArtifactFile,
+    ArtifactManifest,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+FOLDERS = {"adapter": ArtifactKind.ADAPTER, "model": ArtifactKind.MODEL}
+RESULT, RESULT_TABLE = "evaluation.json", "evaluation.md"
+_MEASURED = ("examples", "answerTokens", "figures", "answers")
+"""What an evaluation found, without where it was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leavings:
+    """The artifacts of one step and their evaluation."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By artifact and name."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of every file but cards, manifests and results, by path; of the files of tensors, too."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What the evaluation found."""
+
+
+def read(step: Path) -> Leavings:
+    """What lies in the folder of a step. Raises OSError, ValueError."""
+    tensors: dict[str, Tensor] = {}
+    for file in step.rglob("*.safetensors"):
+        tensors |= {f"{file.parent.name}/{name}": tensor for name, tensor in load_file(file).items()}
+    files = {
+        str(path.relative_to(step)): sha256(path.read_bytes()).hexdigest()
+        for path in step.rglob("*")
+        if path.is_file() and path.name not in (CARD_NAME, MANIFEST_NAME, RESULT, RESULT_TABLE)
+    }
+    result = json.loads((step / RESULT).read_text())
+    return Leavings(tensors, files, {name: result.get(name) for name in _MEASURED})
+
+
+def differences(found: Leavings, known: Leavings, close: float = 0.0) -> list[str]:
+    """How artifacts differ from those of an undisturbed run; `close` is what is borne, relative, 0 for no bit."""
+    wrong = []
+    if found.tensors.keys() != known.tensors.keys():
+        wrong.append(f"the tensors are others: {sorted(found.tensors.keys() ^ known.tensors.keys())}")
+    for name in found.tensors.keys() & known.tensors.keys():
+        ours, theirs = found.tensors[name], known.tensors[name]
+        far = float((ours - theirs).norm() / theirs.norm()) if ours.shape == theirs.shape else 1.0
+        if ours.dtype != theirs.dtype or (far > close if close else not ours.equal(theirs)):
+            wrong.append(f"{name} is another by {far:.2g}")
+    ours_beside, theirs_beside = _beside_tensors(found), _beside_tensors(known)
+    if ours_beside.keys() != theirs_beside.keys():
+        wrong.append(f"the files are others: {sorted(ours_beside.keys() ^ theirs_beside.keys())}")
+    # How many ranks began to write decides how many files of tensors there are; else they are the same to the byte.
+    alike = not close and found.files.keys() == known.files.keys()
+    for name, digest in sorted((found.files if alike else ours_beside).items()):
+        if known.files.get(name, digest) != digest:
+            wrong.append(f"{name} is not the same to the byte")
+    return wrong + _figures_differ(found.measured, known.measured, close)
+
+
+def _beside_tensors(left: Leavings) -> dict[str, str]:
+    """The files that hold no tensors and do not follow from how those are divided."""
+    return {name: digest for name, digest in left.files.items() if ".safetensors" not in name}
+
+
+def _figures_differ(found: dict[str, Any], known: dict[str, Any], close: float) -> list[str]:
+    if not close:
+        return [] if found == known else [f"the evaluation found {found['figures']}, not {known['figures']}"]
+    for ours, theirs in zip(found["figures"], known["figures"], strict=True):
+        for column in ("before", "after"):
+            if abs(ours[column] - theirs[column]) > close * abs(theirs[column]):
+                return [f"{ours['name']} {column} is {ours[column]}, not {theirs[column]}"]
+    return []
+
+
+def complete(step: Path) -> dict[str, ArtifactManifest]:
+    """The artifacts that a program would take for whole, by folder; ValueError when one is not. See `half_written`."""
+    found = {}
+    for name, kind in FOLDERS.items():
+        folder = step / name
+        if (folder / LAST_NAMES[kind]).exists():
+            found[name] = ArtifactManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+    return found
+
+
+def half_written(step: Path) -> list[str]:
+    """What looks complete and is not: files of an artifact that counts, and the result of an evaluation."""
+    wrong = []
+    try:
+        for name, manifest in complete(step).items():
+            for file in manifest.files:
+                data = (step / name / file.name).read_bytes()
+                if (len(data), sha256(data).hexdigest()) != (file.size, file.digest):
+                    wrong.append(f"{name}/{file.name} is not what its artifact says")
+        if (step / RESULT).exists():
+            json.loads((step / RESULT).read_text())
+    except (OSError, ValueError) as error:
+        wrong.append(f"looks complete and is not: {error}")
+    return wrong
+
+
+def settled(step: Path) -> dict[Path, int]:
+    """The data files that are whole, and when each was written: a later start has no reason to write them again."""
+    names = [step / name / file.name for name, manifest in complete(step).items() for file in manifest.files]
+    for receipt in step.glob(f"*/{UNFINISHED}/*.safetensors.json"):
+        file = receipt.parent.parent / ArtifactFile.model_validate_json(receipt.read_bytes()).name
+        names.append(file)
+    return {path: path.stat().st_mtime_ns for path in names if path.suffix == ".safetensors"}

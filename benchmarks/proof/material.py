@@ -1,0 +1,113 @@
+# ruff: noqa: PLC0415 - a base is made only where one is tuned
+"""What the runs of a proof are made of: a text, or a base with examples; and the configuration of one life."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.proof.families import Family, Layout, Suite
+
+_WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
+_VOCABULARY = 320
+_EXAMPLES = 40
+_EPOCHS = 5
+_MILESTONE_TOKENS = 200
+"""Of answers: those of a few steps."""
+_MODEL = {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}
+
+
+class Material:
+    """Files that all runs of a suite read, made once."""
+
+    def __init__(self, folder: Path, suite: Suite) -> None:
+        """Make them below `folder`."""
+        self._suite = suite
+        self._text = folder / "text.txt"
+        self._cache = folder / "cache"
+        self._base = folder / "base"
+        self._examples = folder / "sums.jsonl"
+        dice = random.Random(0)
+        self._text.write_text("".join(" ".join(dice.choices(_WORDS, k=12)) + ".\n" for _ in range(60)))
+        if suite.tunes:
+            records = [{"instruction": f"Add {n} and {n + 3}.", "response": str(2 * n + 3)} for n in range(_EXAMPLES)]
+            self._examples.write_text("".join(json.dumps(record) + "\n" for record in records))
+            self._make_base()
+
+    def config(self, family: Family, layout: Layout, root: Path) -> dict[str, Any]:
+        """The configuration of a life whose checkpoints are below `root`."""
+        suite = self._suite
+        common: dict[str, Any] = {
+            "dataParallel": layout.mode.value,
+            "parallelism": {"tensor": layout.tp},
+            "batch": {"globalSize": suite.global_batch, "microSize": 1},
+            "optimizer": {"learningRate": 3e-3},
+            "schedule": {"warmupSteps": 2},
+            "checkpoint": {
+                "path": str(root),
+                "memory": {"everySteps": 1 if family.memory else 0},
+                "durable": {"everySeconds": None, "everySteps": suite.save_every, "keepLast": 2},
+            },
+            "monitor": {"tensorboard": False, "recordSamples": True},
+        }
+        if family.milestones:
+            common["checkpoint"]["milestones"] = {"everyTokens": _MILESTONE_TOKENS}
+        return common | (self._tuning(family) if suite.tunes else self._pretraining())
+
+    def _pretraining(self) -> dict[str, Any]:
+        data = {
+            "source": str(self._text),
+            "sequenceLength": 32,
+            "cacheDirectory": str(self._cache),
+            "tokenizer": {"vocabSize": _VOCABULARY},
+        }
+        return {"steps": self._suite.steps, "data": data, "model": _MODEL}
+
+    def _tuning(self, family: Family) -> dict[str, Any]:
+        """Epochs of fewer examples than fill their batches, a part of them held back."""
+        data = {
+            "source": str(self._examples),
+            "format": "Instruction",
+            "examples": {"template": {"prompt": "{instruction} =", "completion": " {response}"}},
+            "sequenceLength": 48,
+            "cacheDirectory": str(self._cache),
+            "validation": {"fraction": 0.25, "everySteps": 1000},
+        }
+        lora = {"rank": 4, "alpha": 8, "dropout": 0.1, "targets": ["*_proj"]}
+        return {
+            "epochs": _EPOCHS,
+            "data": data,
+            "model": {"weights": str(self._base)},
+            "tuning": {"method": "LoRA", "lora": lora},
+            "artifacts": {"precision": "Float32", "atMilestones": family.milestones},
+            "evaluate": {"enabled": True, "samples": 6, "generation": {"maxNewTokens": 3, "batchSize": 2}},
+        }
+
+    def _make_base(self) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from trainium_trainer.data.encoding import SourceSpec
+        from trainium_trainer.data.learning import learned
+
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=_VOCABULARY,
+                hidden_size=_MODEL["hiddenSize"],
+                intermediate_size=_MODEL["intermediateSize"],
+                num_hidden_layers=_MODEL["numLayers"],
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=128,
+                initializer_range=0.2,  # larger than usual, so that different weights give different answers
+            )
+        )
+        model.save_pretrained(self._base)
+        self._cache.mkdir()
+        tokenizer = learned([SourceSpec(str(self._text), "text")], _VOCABULARY, self._cache)
+        (self._base / "tokenizer.json").write_bytes(tokenizer.read_bytes())

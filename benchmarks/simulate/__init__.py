@@ -1,0 +1,1 @@
+"""Calibration of the simulator, and the jobs and stages of its published figures (docs/simulate.md)."""
