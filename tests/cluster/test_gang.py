@@ -18,7 +18,8 @@ from trainium_devcluster.state import NodeSpec
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.discovery import discover_gang_apis
 from trainium_operator.cluster.transport import connect
-from trainium_operator.plan.model import ApplyGroup, CreatePod, GangApi, JobView, Observed, Plan, PlanSettings
+from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
+from trainium_operator.plan.model.observed import GangApi, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ installed package is used. docs/backends.md says what runs where.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 HERE = Path(__file__).parent
@@ -64,19 +67,67 @@ def torch_xla(request: pytest.FixtureRequest, nxd: None) -> None:
 class Forge(_trainer.Forge):
     """The forking process with stand-ins and NxD in it."""
 
-    def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    def __init__(self, scratch: Path) -> None:
+        settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(scratch)}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nxd_forge.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | settings,
         )
+        self._asked = 0
 
 
 @pytest.fixture(scope="session")
-def forge() -> Iterator[Any]:
-    process = Forge()
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    process = Forge(tmp_path_factory.mktemp("scratch"))
     yield process
     process.close()
+
+
+@pytest.fixture
+def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Run one of `programs.py`; what its ranks answer. `launch` has written the configuration."""
+
+    def start(name: str, ranks: int, *overrides: str, **environment: str) -> list[dict[str, Any]]:
+        logs = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        logs.mkdir()
+        argv = [name, "--config", str(tmp_path / "trainer.yaml")]
+        for override in overrides:
+            argv += ["--set", override]
+        pids = forge.ask(ranks=ranks, argv=argv, environment=environment, logs=str(logs))["pids"]
+        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
+        assert forge.ask(wait=pids, seconds=300)["codes"] == [0] * ranks, texts[0].read_text()
+        return [json.loads(text.read_text().splitlines()[-1]) for text in texts]
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def make_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with a small base model, the same at each call."""
+
+    def make(*, tied: bool = False, vocabulary: int = 320) -> Path:
+        folder = tmp_path_factory.mktemp("base")
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def base(make_base: Callable[..., Path]) -> Path:
+    return make_base()

@@ -15,6 +15,7 @@ from trainium_trainer.backends.nxd import NxdBackend
 from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.config import Settings, launch_of, load, settle
 from trainium_trainer.data.loader import MicroBatch
+from trainium_trainer.tuning.beginning import Beginning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def main(name: str, argv: Sequence[str]) -> None:
     """Run `--config FILE --set A=B --set C=D ...` as the program `name`."""
     settings = settle(load(Path(argv[1]), argv[3::2]), launch_of())
-    answer = {"agree": agree, "evaluate": evaluate, "reload": reload}[name](settings)
+    answer = {"agree": agree, "evaluate": evaluate, "frozen": frozen, "reload": reload}[name](settings)
     print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
     dist.barrier()
     os._exit(0)
@@ -94,7 +95,33 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         tokens = torch.randint(settings.shape.vocab_size, (2, 33), generator=made)
         labels = tokens[:, 1:].clone()
         labels[0, -5 - backend.mesh.dp_rank :] = -100
-        batches.append(MicroBatch(tokens[:, :-1], labels, int((labels >= 0).sum())))
-    nothing = MicroBatch(batches[0].inputs, torch.full_like(batches[0].labels, -100), 0)
+        batches.append(MicroBatch(tokens[:, :-1], labels, int((labels >= 0).sum()), torch.arange(2)))
+    nothing = MicroBatch(batches[0].inputs, torch.full_like(batches[0].labels, -100), 0, torch.arange(2))
     losses = [backend.evaluate(batches), backend.evaluate([nothing])]
     return {"losses": [str(loss) for loss in losses], "norm": backend.parameter_norm()}
+
+
+def frozen(settings: Settings) -> dict[str, Any]:
+    """What a step of a tuning leaves: of what is held all that is no adapter in float32, and the base's numbers."""
+    backend = NxdBackend(settings)
+    backend.build()
+    base = Beginning.open(settings.config, settings.shape).base
+    assert base is not None
+    backend.load_frozen(base)
+    backend.initialize(3, base)
+    before = [entry.parameter.clone() for entry in backend._frozen]
+    tokens = torch.arange(66).reshape(2, 33)
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].clone(), 64, torch.arange(2))
+    backend.accumulate(batch, last=True)
+    outcome = backend.step(tokens=64 * backend.mesh.dp_size, learning_rate=0.1, clip_norm=1.0)
+    assert outcome.applied
+    held = backend._store.held
+    kept = [*held, *(entry for entry in backend._frozen if entry.parameter.grad is not None)]
+    tensors = [tensor for entry in held for tensor in (entry.master, entry.exp_avg, entry.exp_avg_sq)]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+    return {
+        "held": len(held),
+        "strange": [entry.name for entry in kept if ".lora_" not in entry.name],
+        "frozen": sorted({str(entry.parameter.dtype) for entry in backend._frozen}),
+        "same": all(torch.equal(old, entry.parameter) for old, entry in zip(before, backend._frozen, strict=True)),
+    }

@@ -49,7 +49,10 @@ class Absent:
         return self
 
     __ror__ = __or__
-    __mro_entries__ = None
+
+    def __mro_entries__(self, _: tuple[Any, ...]) -> tuple[type, ...]:
+        """As a base class it is none."""
+        return ()
 
 
 class Collectives:

@@ -49,6 +49,34 @@ def test_steps_are_the_same_few_graphs_and_their_numbers_are_read_once(
     assert found[-1]["not lowered"] == []
 
 
+@pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer"])
+def test_a_tuning_with_dropout_is_the_same_few_graphs_in_every_step(
+    base_config: dict[str, Any], base: Path, tmp_path: Path, mode: str
+) -> None:
+    tuning = "tuning={method: LoRA, trainable: [norm], lora: {rank: 4, dropout: 0.2, targets: ['*_proj', lm_head]}}"
+    given = [f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0", "recompute=Full", tuning]
+    found = steps(base_config, tmp_path, f"model.weights={base}", *given)
+    assert len(found) == STEPS
+    for before, after in itertools.pairwise(found):
+        assert after["compiled"] == before["compiled"]
+        assert after["launched"] - before["launched"] == ACCUMULATION
+        assert after["fetched"] - before["fetched"] == 1
+    assert found[-1]["not lowered"] == []
+
+
+def test_the_device_hides_the_same_numbers_as_a_cpu_and_needs_no_wider_integers() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("hidden.py"))],
+        env=os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"same": [True] * 4, "wide": [False] * 4}
+
+
 def test_a_snapshot_in_memory_adds_a_transfer_and_no_graph(base_config: dict[str, Any], tmp_path: Path) -> None:
     found = steps(base_config, tmp_path, f"steps={STEPS}", memory=True)
     for before, after in itertools.pairwise(found):

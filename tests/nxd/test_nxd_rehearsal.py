@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +15,20 @@ import pytest
 
 from trainium_contract.trainer import TrainingConfig
 from trainium_trainer.compile.command import _xla_environment
-from trainium_trainer.compile.rehearsal import Request
+from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
+from trainium_trainer.compile.replicas import data_ranks
+from trainium_trainer.config import settle
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
 
 
-def rehearse(config: dict[str, Any], rank: int, world: int, **fields: Any) -> dict[str, Any]:
+def rehearse(
+    config: dict[str, Any], rank: int, world: int, *, graphs: Path | None = None, **fields: Any
+) -> dict[str, Any]:
     wire = TrainingConfig.model_validate(config | {"backend": "Nxd"} | fields).to_wire()
     environment = os.environ | _xla_environment(rank, world, world) | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    if graphs is not None:
+        environment["XLA_SAVE_TENSORS_FILE"] = str(graphs)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("rehearsed.py"))],
         input=Request(config=wire, rank=rank, world_size=world, local_world_size=world).model_dump_json(),
@@ -51,3 +59,43 @@ def test_the_third_of_four_places_of_a_node_of_trn1_is_rank_sixteen(base_config:
     found = rehearse(base_config, 16, 32, parallelism={"tensor": 4}, batch={"globalSize": 16})
     assert [0, 8, 16, 24] in found["groups"]["4"]
     assert found["place"] == 2
+
+
+@pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer"])
+def test_a_rank_of_eight_makes_the_graphs_of_a_tuning_alone(base_config: dict[str, Any], base: Path, mode: str) -> None:
+    tuning = {"method": "LoRA", "lora": {"rank": 4, "dropout": 0.1, "targets": ["*_proj"]}}
+    config = base_config | {"model": {"weights": str(base)}}
+    settings = {"parallelism": {"tensor": 2, "sequence": True}, "dataParallel": mode, "batch": {"globalSize": 16}}
+    found = rehearse(config, 1, 8, tuning=tuning, **settings)
+    assert found["launched"] > 0
+    assert found["groups"]["2"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("precision", ["Float32", "BFloat16Stochastic"])
+def test_with_repeated_heads_every_replica_has_the_graphs_of_one_that_is_rehearsed(
+    base_config: dict[str, Any], tmp_path: Path, precision: str
+) -> None:
+    fields = {
+        "model": {"numKeyValueHeads": 2},
+        "parallelism": {"tensor": 4},
+        "dataParallel": "FullySharded",
+        "precision": precision,
+        "batch": {"globalSize": 16},
+    }
+    world = 16
+    config = TrainingConfig.model_validate(base_config | {"backend": "Nxd"} | fields)
+    kinds = data_ranks(settle(config, launch_at(0, world, world)))
+    made: dict[int, set[str]] = {}
+    for number in range(world // 4):
+        file = tmp_path / f"graphs-{number}"
+        place = Place(pipeline=0, tensor=1, data=number)
+        rehearse(base_config, rank_of(place, config, world, apart=4), world, graphs=file, **fields)
+        texts = "".join(each.read_text() for each in tmp_path.glob(f"graphs-{number}*"))
+        made[number] = set(re.findall(r"Graph Hash: (\w+)", texts))
+        assert made[number]
+    assert len(kinds) > 1
+    for number, graphs in made.items():
+        first = max(kind for kind in kinds if kind <= number)
+        assert graphs == made[first], f"data-parallel rank {number} is not as {first}"
+    for before, after in itertools.combinations(kinds, 2):
+        assert made[before] != made[after], "a place that nobody needs is not compiled"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -62,6 +61,9 @@ def reference(launch: Callable[..., Any]) -> Metrics:
         pytest.param(2, [TP], id="tp2"),
         pytest.param(2, [TP, SP], id="tp2, sequence"),
         pytest.param(2, [], id="dp2"),
+        pytest.param(3, ["batch.microSize=1"], id="dp3, an empty pass"),
+        pytest.param(3, [], id="dp3, a partly filled pass"),
+        pytest.param(3, [ZERO1, "batch.microSize=1"], id="zero1 dp3, an empty pass", marks=needs_torch_xla),
         pytest.param(4, [TP], id="dp2 tp2"),
         pytest.param(4, [TP, SP, "batch.microSize=4"], id="dp2 tp2, sequence, no accumulation"),
         pytest.param(4, [TP4, SP], id="tp4, repeated heads as on trn1"),
@@ -182,24 +184,6 @@ def test_what_the_backend_cannot_do_is_refused_in_a_sentence(
     job = launch(2, "refused", [NXD, *overrides])
     assert job.wait(300) == [64, 64]
     assert said in job.log().splitlines()[-1]
-
-
-@pytest.fixture
-def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Run one of `programs.py`; what its ranks answer. `launch` has written the configuration."""
-
-    def start(name: str, ranks: int, *overrides: str, **environment: str) -> list[dict[str, Any]]:
-        logs = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
-        logs.mkdir()
-        argv = [name, "--config", str(tmp_path / "trainer.yaml")]
-        for override in overrides:
-            argv += ["--set", override]
-        pids = forge.ask(ranks=ranks, argv=argv, environment=environment, logs=str(logs))["pids"]
-        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
-        assert forge.ask(wait=pids, seconds=300)["codes"] == [0] * ranks, texts[0].read_text()
-        return [json.loads(text.read_text().splitlines()[-1]) for text in texts]
-
-    return start
 
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,18 @@ def write_zstd(path: Path) -> None:
         stream.write(json_lines())
 
 
+def write_array(path: Path) -> None:
+    """One JSON array, over many lines."""
+    path.write_text(json.dumps([{"id": 1, "text": text} for text in TEXTS], indent=1))
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["id", "text"])
+        writer.writeheader()
+        writer.writerows({"id": "1, 2", "text": text} for text in TEXTS)
+
+
 def write_parquet(path: Path) -> None:
     parquet.write_table(pa.table({"id": list(range(40)), "text": TEXTS}), path, row_group_size=7)
 
@@ -86,6 +99,8 @@ FORMATS = {
     "d.jsonl": write_json_lines,
     "d.json.gz": write_gzip,
     "d.jsonl.zst": write_zstd,
+    "d.json": write_array,
+    "d.csv": write_csv,
     "d.parquet": write_parquet,
     "d.arrow": write_arrow_file,
     "c.arrow": write_arrow_chunk,

@@ -50,7 +50,8 @@ class FakeCluster:
     """The server and a Transport to it."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 1.6e9) -> None:
-        self.objects: dict[tuple[str, str, str], Json] = {}
+        system = {"metadata": {"name": "kube-system", "uid": "cluster-1", "resourceVersion": "0"}}
+        self.objects: dict[tuple[str, str, str], Json] = {("namespaces", "", "kube-system"): system}
         self.writes: list[Write] = []
         self.requests: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
@@ -232,7 +233,8 @@ class FakeCluster:
         if method == "PUT":
             body["metadata"] = {**body["metadata"], "uid": current["metadata"]["uid"]}
             return _ok(self._store("MODIFIED", resource, body))
-        return _ok(self._store("MODIFIED", resource, _merged(current, body)))
+        result = _merged(current, body)
+        return _ok(current if result == current else self._store("MODIFIED", resource, result))
 
     def _discovery(self, path: str) -> Answer:
         if path == "/apis":
@@ -374,7 +376,7 @@ def _route(path: str) -> tuple[Resource, str, str, str]:
     parts = path.strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     namespace = ""
-    if parts[0] == "namespaces":
+    if parts[0] == "namespaces" and len(parts) > 2:
         namespace, parts = parts[1], parts[2:]
     padded = [*parts, "", ""]
     return _resource(padded[0]), namespace, padded[1], padded[2]

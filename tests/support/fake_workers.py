@@ -27,9 +27,10 @@ from trainium_contract.messages import (
 )
 from trainium_operator.cluster.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
+from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from fake_kubernetes import FakeCluster
     from operator_process import OperatorProcess
@@ -45,7 +46,7 @@ class Agent:
     name: str
     uid: str
     job: str
-    job_uid: str
+    job_id: JobId
     node: str
     ip: str
     membership: Membership | None = None
@@ -75,6 +76,8 @@ class Workers:
         self.turns_per_step = 1
         self.cut_off = False
         """No agent reaches any operator."""
+        self.muted_nodes: set[str] = set()
+        """Nodes whose agents reach no operator."""
         self._asked_to_stop: dict[str, float] = {}
         for number in range(nodes):
             cluster.add(NODES, _node(f"node-{number}"))
@@ -105,7 +108,7 @@ class Workers:
                     self._train(job)
             for agent in list(self.agents.values()):
                 # One heartbeat in a second and a half, and never all at the same moment.
-                if int(agent.name.rpartition("-")[2]) % 3 == turn % 3:
+                if int(agent.name.rpartition("-")[2]) % 3 == turn % 3 and agent.node not in self.muted_nodes:
                     for process in self._leaders():
                         self._talk(process, agent)
 
@@ -144,7 +147,14 @@ class Workers:
             if agent is None:
                 owner = raw["metadata"]["ownerReferences"][0]
                 uid = raw["metadata"]["uid"]
-                self.agents[uid] = Agent(name, uid, owner["name"], owner["uid"], node, raw["status"]["podIP"])
+                self.agents[uid] = Agent(
+                    name,
+                    uid,
+                    owner["name"],
+                    JobId(namespace, owner["name"], owner["uid"]),
+                    node,
+                    raw["status"]["podIP"],
+                )
             elif agent.finished:
                 self.cluster.change(PODS, namespace, name, ended(0, "Completed", "Succeeded"))
         for uid in set(self.agents) - set(running):
@@ -232,15 +242,15 @@ class Workers:
     def _talk(self, process: OperatorProcess, agent: Agent) -> None:
         state = process.runtime.state
         try:
-            self._follow_membership(agent, state.membership(agent.job_uid))
+            self._follow_membership(agent, state.membership(agent.job_id))
             with contextlib.suppress(OldGenerationError):
-                taken = state.heartbeat(agent.job_uid, self._heartbeat(agent))
+                taken = state.heartbeat(agent.job_id, self._heartbeat(agent))
                 if taken.matters:
                     process.runtime.queue.put(("default", agent.job))
                 elif taken.progressed:
                     process.runtime.queue.put_after(("default", agent.job), process.runtime.settings.status_interval)
         except NotRegisteredError:
-            if state.register(agent.job_uid, _registration(agent)):
+            if state.register(agent.job_id, _registration(agent)):
                 process.runtime.queue.put(("default", agent.job))
 
     def _follow_membership(self, agent: Agent, membership: Membership | None) -> None:
@@ -296,6 +306,12 @@ def lose_node(workers: Workers, node: str) -> None:
     """The machine is gone: its pod stays in the API server for a while, its agent is silent."""
     workers.lost_nodes.add(node)
     workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status="Unknown"))
+
+
+def readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
+    """What the node controller writes of nodes whose kubelets it does not hear."""
+    for node in nodes:
+        workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))
 
 
 def _node(name: str) -> dict[str, Any]:

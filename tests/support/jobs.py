@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_devcluster.demo.metrics import StepLog
+from trainium_contract.recorded_membership import members_of
+from trainium_devcluster.story.metrics import StepLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,19 +180,24 @@ class Job:
     # --- disturb -------------------------------------------------------------------------------------------------
 
     def members(self) -> list[dict[str, Any]]:
-        record = self.site.get("configmap", f"{self.name}-membership", "-n", self.namespace)
-        members: list[dict[str, Any]] = json.loads(record["data"]["membership.json"])["members"]
-        return members
+        return members_of(self.site.get("configmap", f"{self.name}-membership", "-n", self.namespace))
 
     def inside(self, pod: str, *command: str) -> str:
         return self.site.kubectl("exec", pod, "-n", self.namespace, "-c", "worker", "--", *command)
 
     def kill_rank(self, node_rank: int) -> str:
         """SIGKILL the training process of a member; returns its pod."""
+        return self._signal_rank(node_rank, "KILL")
+
+    def stop_rank(self, node_rank: int) -> str:
+        """SIGSTOP the training process of a member: it lives, and its peers wait for it; returns its pod."""
+        return self._signal_rank(node_rank, "STOP")
+
+    def _signal_rank(self, node_rank: int, signal: str) -> str:
         pod: str = self.members()[node_rank]["podName"]
         record = self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0]
         # The shell has a kill of its own; slim images have no program of that name.
-        self.inside(pod, "sh", "-c", f"kill -9 {json.loads(record)['pid']}")
+        self.inside(pod, "sh", "-c", f"kill -{signal} {json.loads(record)['pid']}")
         return pod
 
     def scale(self, size: int) -> None:

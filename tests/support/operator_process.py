@@ -137,7 +137,7 @@ class OperatorProcess:
 
     async def _work(self) -> None:
         await self.runtime.leading.wait()
-        await asyncio.gather(*(self.runtime.reconciler.work() for _ in range(4)))
+        await asyncio.gather(*(self.runtime.reconciler.work() for _ in range(self.runtime.settings.workers)))
 
     async def kill(self) -> None:
         """SIGKILL."""

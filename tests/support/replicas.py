@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from fake_kubernetes import FakeCluster
 from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 
+from trainium_operator.cluster.membership_record import membership_of
 from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS
 
 if TYPE_CHECKING:
@@ -102,10 +102,9 @@ class World:
         return self.job(name).get("status") or {}
 
     def membership(self, name: str = "llama") -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(
-            self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership")["data"]["membership.json"]
-        )
-        return record
+        found = membership_of(self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership"))
+        assert found is not None
+        return found.to_wire()
 
     def change_spec(self, change: Callable[[dict[str, Any]], None], name: str = "llama") -> None:
         self.cluster.change(JOBS, "default", name, lambda raw: change(raw["spec"]))

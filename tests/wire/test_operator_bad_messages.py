@@ -16,14 +16,17 @@ from pydantic import ValidationError
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.messages import HeartbeatRequest, Member, Membership, Transition
+from trainium_contract.results import MAX_ARTIFACTS, MAX_FIGURES
 from trainium_operator.coordinator.authentication import Caller, RefusedError, UnauthenticatedError
 from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 JOB = {"namespace": "team", "job": "llama"}
+LLAMA = JobId("team", "llama", "job-uid")
 LONGEST = "\U0001f525" * 1024
 """The worst that a text can be on the wire: twelve bytes a character."""
 
@@ -31,17 +34,16 @@ LONGEST = "\U0001f525" * 1024
 class Door:
     """Lets in whoever presents the token `key-of-<pod>` for a pod of job `llama`."""
 
-    async def identify(self, authorization: str) -> Caller:
+    async def identify(self, authorization: str, _source: str = "") -> Caller:
         pod = authorization.removeprefix("Bearer key-of-")
         if pod == authorization:
             raise UnauthenticatedError("no valid token")
         return Caller("team", pod, f"uid-{pod}")
 
-    async def admit(self, authorization: str, *, namespace: str, job: str, pod_name: str | None, pod_uid: str) -> str:
-        caller = await self.identify(authorization)
+    def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str | None, pod_uid: str) -> JobId:
         if (namespace, job, pod_uid) != ("team", "llama", caller.pod_uid) or pod_name not in (None, caller.pod_name):
             raise RefusedError("the token was issued to another pod")
-        return "job-uid"
+        return LLAMA
 
 
 class World:
@@ -64,7 +66,7 @@ class World:
             return response.status, await response.json()
 
     def agent(self) -> Any:
-        return self.state.agents("job-uid")["uid-w-0"]
+        return self.state.agents(LLAMA)["uid-w-0"]
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ async def world() -> AsyncIterator[World]:
     made.base = f"http://127.0.0.1:{await made.server.start('127.0.0.1', 0, None)}"
     async with aiohttp.ClientSession() as made.session:
         await made.post("/v1/register", register())
-        made.state.publish("job-uid", membership(7))
+        made.state.publish(LLAMA, membership(7))
         made.notes.clear()
         yield made
         await made.server.stop()
@@ -183,7 +185,13 @@ async def test_the_largest_heartbeat_of_the_contract_fits_and_a_larger_body_does
         kernel=[{"sequence": 0, "line": LONGEST, "at": 1.0}] * 8,
         stuck=[stuck] * 8,
         checks=[{"check": "Clock", "passed": False, "seconds": 1.0, "detail": LONGEST}] * 16,
-        progress={"step": 1, "notice": LONGEST},
+        progress={
+            "step": 1,
+            "notice": LONGEST,
+            "alerts": [{"kind": LONGEST[:64], "step": 1, "message": LONGEST}] * 8,
+            "artifacts": [{"kind": LONGEST[:32], "path": LONGEST, "step": 1, "digest": LONGEST[:128]}] * MAX_ARTIFACTS,
+            "evaluation": [{"name": LONGEST[:64], "before": -1e-300, "after": -1e-300}] * MAX_FIGURES,
+        },
     )
     HeartbeatRequest.model_validate(largest)
     assert (await world.post("/v1/heartbeat", largest))[0] == 200

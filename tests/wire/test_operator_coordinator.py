@@ -17,12 +17,14 @@ from trainium_contract.messages import Member, Membership, Transition
 from trainium_contract.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator, ReviewUnavailableError
 from trainium_operator.coordinator.certificates import renewed, server_names
-from trainium_operator.coordinator.server import CoordinatorServer
+from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+LLAMA = JobId("team", "llama", "job-uid")
 JOB = {"namespace": "team", "job": "llama"}
 
 
@@ -85,8 +87,8 @@ class World:
         self.base = ""
         self.session: aiohttp.ClientSession
 
-    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> tuple[str, str] | None:
-        return ("llama", "job-uid") if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
+    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+        return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
 
     async def review(self, body: dict[str, Any]) -> dict[str, Any]:
         if not self.api_up:
@@ -125,7 +127,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_an_agent_registers_and_is_given_the_current_membership(world: World) -> None:
-    world.state.publish("job-uid", membership(3))
+    world.state.publish(LLAMA, membership(3))
     status, answer = await world.post("/v1/register", register())
     assert status == 200
     assert answer["membership"]["generation"] == 3
@@ -133,19 +135,19 @@ async def test_an_agent_registers_and_is_given_the_current_membership(world: Wor
     assert world.notes == [("team", "llama", True)]
     await world.post("/v1/register", register())
     assert len(world.notes) == 1  # the same again is no news
-    agent = world.state.agents("job-uid")["uid-w-0"]
+    agent = world.state.agents(LLAMA)["uid-w-0"]
     assert agent.registration.rendezvous_port == 29500
 
 
 async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_published(world: World) -> None:
     await world.post("/v1/register", register())
-    world.state.publish("job-uid", membership(1))
+    world.state.publish(LLAMA, membership(1))
     assert (await world.poll(0))[0] == 200
     waiting = asyncio.create_task(world.poll(1, seconds=20))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     published = time.monotonic()
-    world.state.publish("job-uid", membership(2))
+    world.state.publish(LLAMA, membership(2))
     status, answer = await waiting
     assert (status, answer["generation"]) == (200, 2)
     assert time.monotonic() - published < 5
@@ -153,7 +155,7 @@ async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_publishe
 
 async def test_a_large_membership_comes_packed_by_the_long_poll_and_not_with_the_registration(world: World) -> None:
     large = membership(3, *(f"w-{rank}" for rank in range(1000)))
-    world.state.publish("job-uid", large)
+    world.state.publish(LLAMA, large)
     assert "membership" not in (await world.post("/v1/register", register()))[1]
     status, answer = await world.poll(0)
     assert status == 200
@@ -172,13 +174,13 @@ async def test_a_large_membership_comes_packed_by_the_long_poll_and_not_with_the
 
 async def test_a_long_poll_without_news_ends_empty(world: World) -> None:
     await world.post("/v1/register", register())
-    world.state.publish("job-uid", membership(1))
+    world.state.publish(LLAMA, membership(1))
     assert await world.poll(1, seconds=0) == (204, None)
 
 
 async def test_polls_that_began_together_do_not_end_together(world: World) -> None:
     await world.post("/v1/register", register())
-    world.state.publish("job-uid", membership(1))
+    world.state.publish(LLAMA, membership(1))
     began = time.monotonic()
 
     async def held() -> float:
@@ -191,7 +193,7 @@ async def test_polls_that_began_together_do_not_end_together(world: World) -> No
 
 
 async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: World) -> None:
-    world.state.publish("job-uid", membership(1))
+    world.state.publish(LLAMA, membership(1))
     await world.post("/v1/register", register())
     world.notes.clear()
 
@@ -208,25 +210,25 @@ async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: 
     assert world.notes.pop() == ("team", "llama", True)
     await world.post("/v1/heartbeat", step(3, attempt=1, phase="Loading"))
     assert world.notes.pop() == ("team", "llama", True)  # the first new step ends an interruption
-    agent = world.state.agents("job-uid")["uid-w-0"]
+    agent = world.state.agents(LLAMA)["uid-w-0"]
     assert agent.heartbeat is not None
     assert agent.heartbeat.attempt == 1
     assert agent.progressed is not None
 
 
 async def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(world: World) -> None:
-    world.state.publish("job-uid", membership(7))
+    world.state.publish(LLAMA, membership(7))
     await world.post("/v1/register", register())
-    before = world.state.agents("job-uid")["uid-w-0"]
+    before = world.state.agents(LLAMA)["uid-w-0"]
     status, answer = await world.post("/v1/heartbeat", heartbeat(generation=6))
     assert (status, answer["generation"]) == (409, 7)
-    after = world.state.agents("job-uid")["uid-w-0"]
+    after = world.state.agents(LLAMA)["uid-w-0"]
     assert after.heartbeat is None
     assert after.heard >= before.heard
 
 
 async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World) -> None:
-    world.state.publish("job-uid", membership(7))
+    world.state.publish(LLAMA, membership(7))
     await world.post("/v1/register", register("w-9"), "w-9")
     status, _ = await world.post("/v1/heartbeat", heartbeat("w-9", generation=3, phase="Standby", ready=True), "w-9")
     assert status == 200
@@ -242,7 +244,7 @@ async def test_after_a_restart_of_the_coordinator_agents_are_asked_to_register_a
 
 
 async def test_the_previous_protocol_is_spoken_and_the_next_is_refused_with_a_sentence(world: World) -> None:
-    world.state.publish("job-uid", membership(1))
+    world.state.publish(LLAMA, membership(1))
     status, answer = await world.post("/v1/register", register(protocol=1))
     assert status == 200
     assert answer["protocol"] == answer["membership"]["protocol"] == 1
@@ -267,7 +269,7 @@ async def test_a_message_that_cannot_be_read_gets_a_sentence(world: World, body:
 
 
 async def test_a_message_that_is_too_large_is_refused(world: World) -> None:
-    status, _ = await world.post("/v1/register", register(agentVersion="x" * 700_000))
+    status, _ = await world.post("/v1/register", register(agentVersion="x" * LARGEST_BODY))
     assert status == 413
 
 

@@ -13,8 +13,8 @@ from virtual_time import run_virtual
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.discovery import REFRESH_SECONDS, Discovery, discover_gang_apis
 from trainium_operator.cluster.resources import JOBS, NODES, PODS, SECRETS
-from trainium_operator.plan.model import GangApi
-from trainium_operator.plan.topology import LAYERS
+from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.observed import GangApi
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -57,6 +57,17 @@ def test_a_group_whose_server_is_away_does_not_hide_the_others() -> None:
     assert run_virtual(discover_gang_apis(Api(cluster))) == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
 
 
+def test_where_the_namespace_may_not_be_read_gang_apis_are_found_all_the_same() -> None:
+    cluster = FakeCluster()
+    cluster.served = NATIVE_136
+    cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path.endswith("kube-system") else None)
+    discovery = Discovery(Api(cluster), None, on_change=lambda: None)
+    run_virtual(discovery.refresh())
+    assert discovery.cluster == ""
+    assert discovery.gang_apis == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
+    assert discovery.known.is_set()
+
+
 def watching(cluster: FakeCluster, changes: list[Any]) -> Discovery:
     discovery = Discovery(Api(cluster), None, on_change=lambda: changes.append(dict(discovery.gang_apis)))
     return discovery
@@ -72,7 +83,8 @@ def test_an_api_that_is_installed_later_is_noticed_and_told_once() -> None:
         running.cancel()
         return changes
 
-    assert run_virtual(scenario()) == [{GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}]
+    # Once more at the start, when the cluster's own name is known.
+    assert run_virtual(scenario()) == [{}, {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}]
 
 
 def test_while_the_api_server_is_away_what_was_known_stands() -> None:
@@ -120,6 +132,20 @@ async def started(cluster: FakeCluster) -> OperatorProcess:
 
 def run(scenario: Coroutine[Any, Any, FakeCluster]) -> FakeCluster:
     return run_virtual(scenario)
+
+
+def test_worker_pods_are_told_the_cluster_by_the_uid_of_its_own_namespace() -> None:
+    async def scenario() -> FakeCluster:
+        cluster = FakeCluster(wall_clock)
+        cluster.add(JOBS, training_job(replicas=1))
+        process = await started(cluster)
+        await until(lambda: bool(cluster.names(PODS)), 60, "a pod")
+        await process.kill()
+        return cluster
+
+    cluster = run(scenario())
+    pod = cluster.get(PODS, "default", cluster.names(PODS)[0])
+    assert {"name": "TRAINIUM_CLUSTER", "value": "cluster-1"} in pod["spec"]["containers"][0]["env"]
 
 
 def test_the_group_of_a_native_gang_is_written_before_its_pods() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_kubernetes import FakeCluster, refuse
@@ -13,24 +13,29 @@ from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Phase
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_operator.cluster.api import Api
+from trainium_operator.cluster.destruction import LEAST, HeldBackError
 from trainium_operator.cluster.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.events import EventRecorder
 from trainium_operator.cluster.executor import Executor
 from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
-from trainium_operator.plan import names
-from trainium_operator.plan.model import (
+from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import (
     ApplyObject,
     CreatePod,
     DeletePod,
     EventIntent,
     EventKind,
     EventType,
-    JobView,
     Plan,
     PublishMembership,
 )
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import JobView
 
 
 class World:
@@ -43,8 +48,8 @@ class World:
         self.published: list[int] = []
         self.executor = Executor(api, self.caches, self.recorder, self)
 
-    def publish(self, job_uid: str, membership: Membership) -> None:
-        assert job_uid == self.job.uid
+    def publish(self, job: JobId, membership: Membership) -> None:
+        assert job == self.job.id
         self.published.append(membership.generation)
 
     async def start(self) -> None:
@@ -81,8 +86,7 @@ class World:
             members=(member,),
             processes_per_node=1,
         )
-        data = {names.MEMBERSHIP_KEY: membership.model_dump_json(by_alias=True)}
-        return PublishMembership(membership, self.owned("j-membership", kind="ConfigMap", data=data), replaces)
+        return PublishMembership(membership, membership_map(self.job, membership), replaces)
 
     async def do(self, *actions: Any, **changes: Any) -> None:
         await self.executor.execute(self.job, Plan(status=replace_status(self.job, **changes), actions=actions))
@@ -158,7 +162,7 @@ def test_own_writes_are_in_the_caches_at_once() -> None:
     async def run(world: World) -> None:
         await world.do(*world.pods(3), world.publication(1, 0), phase=Phase.STARTING)
         assert world.job.status.phase is Phase.STARTING
-        pods = world.caches.pods.store.owned_by(world.job.uid)
+        pods = world.caches.pods.store.owned_by(world.job.id)
         assert sorted(view.name for view in pods.values()) == ["j-w-0", "j-w-1", "j-w-2"]
         record = world.caches.membership_of(world.job)
         assert record is not None
@@ -269,12 +273,88 @@ def test_one_generation_never_stands_for_two_memberships() -> None:
     scenario(run)
 
 
+def test_a_record_in_the_form_of_an_older_operator_is_read_and_the_next_generation_wins() -> None:
+    """As a job that grew from 600 to 1,000 workers: text first, then a packed generation on top."""
+
+    async def run(world: World) -> None:
+        first, second = world.publication(1, 0), world.publication(2, 1, "10.0.0.2")
+        text = {names.MEMBERSHIP_KEY: first.membership.model_dump_json(by_alias=True)}
+        world.cluster.add(CONFIG_MAPS, world.owned("j-membership", kind="ConfigMap", data=text))
+        await world.caches.config_maps.refresh()
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership == first.membership
+        await world.do(second)
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership == second.membership
+        assert "data" not in world.cluster.get(CONFIG_MAPS, "default", "j-membership")
+        assert world.published == [2]
+
+    scenario(run)
+
+
+def test_of_two_forms_in_one_record_the_newer_generation_counts() -> None:
+    async def run(world: World) -> None:
+        old, new = world.publication(1, 0), world.publication(2, 1)
+        text = {names.MEMBERSHIP_KEY: old.membership.model_dump_json(by_alias=True)}
+        world.cluster.add(CONFIG_MAPS, {**new.manifest, "data": text})
+        await world.caches.config_maps.refresh()
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership == new.membership
+        await world.do(world.publication(3, 2))
+        assert world.published == [3]
+
+    scenario(run)
+
+
+def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_not() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(12))
+        uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
+        deletions = tuple(DeletePod(name, uid, 0) for name, uid in uids.items())
+        replacement = CreatePod(world.owned("j-w-12", spec={"containers": [{"name": "worker"}]}))
+        with pytest.raises(HeldBackError):
+            await world.do(*deletions, replacement)
+        left = world.cluster.names(PODS)
+        assert len(left) == 12 - LEAST + 1
+        assert "j-w-12" in left
+        gentle = tuple(DeletePod(name, uids[name], None) for name in left if name in uids)
+        await world.do(*gentle)
+        assert world.cluster.names(PODS) == ["j-w-12"]
+
+    scenario(run)
+
+
+def test_an_object_of_the_job_s_own_that_somebody_changed_is_brought_in_line_and_not_called_another_s() -> None:
+    async def run(world: World) -> None:
+        await world.caches.config_maps.refresh()
+        config = ApplyObject(world.owned("j-config", kind="ConfigMap", data={"trainer.yaml": "x"}))
+        await world.do(config)
+
+        def spoil(raw: dict[str, Any]) -> None:
+            raw["metadata"]["labels"] = {"mine": "too"}
+            raw["data"] = {"trainer.yaml": "y", "more": "z"}
+
+        world.cluster.change(CONFIG_MAPS, "default", "j-config", spoil)
+        await world.caches.config_maps.refresh()
+        assert len(world.caches.config_maps.store) == 0
+        await world.do(config)
+        found = world.cluster.get(CONFIG_MAPS, "default", "j-config")
+        assert found["data"] == {"trainer.yaml": "x"}
+        assert found["metadata"]["labels"].items() >= config.manifest["metadata"]["labels"].items()
+        assert len(world.caches.config_maps.store) == 1
+
+    scenario(run)
+
+
 def test_the_record_of_an_earlier_job_of_that_name_is_waited_out() -> None:
     async def run(world: World) -> None:
         stale = world.owned("j-membership", data={})
         stale["metadata"]["ownerReferences"][0]["uid"] = "an-earlier-job"
         world.cluster.add(CONFIG_MAPS, stale)
-        with pytest.raises(ConflictError, match="belongs to another job"):
+        with pytest.raises(ConflictError, match="belongs to an earlier job"):
             await world.do(world.publication(1, 0))
 
     scenario(run)

@@ -14,15 +14,15 @@ from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.fleet import LOOK_SECONDS, Fleet
 from trainium_operator.cluster.fleet_record import decode
 from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS
-from trainium_operator.plan.fleet_memory import MachineState
-from trainium_operator.plan.node_signals import TAINT_QUARANTINED
+from trainium_operator.plan.fleet.memory import MachineState
+from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from trainium_operator.plan.fleet_memory import Memory
+    from trainium_operator.plan.fleet.memory import Memory
 
 MEMORY = "trainium-operator-quarantine"
 
@@ -77,6 +77,8 @@ class Replica:
 def a_cluster(nodes: int = 10) -> FakeCluster:
     cluster = FakeCluster(wall_clock)
     cluster.add(JOBS, training_job("llama"))
+    witness = training_job("witness")
+    cluster.add(JOBS, {**witness, "metadata": {**witness["metadata"], "namespace": "elsewhere"}})
     for at in range(nodes):
         cluster.add(
             NODES,
@@ -93,11 +95,15 @@ def a_cluster(nodes: int = 10) -> FakeCluster:
 
 
 def fail(cluster: FakeCluster, node: str, cause: str = "Device") -> None:
+    """Jobs of two namespaces say so, which confirms it."""
+
     def change(raw: dict[str, Any]) -> None:
         status = raw.setdefault("status", {})
         status.setdefault("failures", []).append({"at": wall_clock(), "cause": cause, "pod": "p", "node": node})
 
-    cluster.change(JOBS, "default", "llama", change)
+    for namespace, name in (("default", "llama"), ("elsewhere", "witness")):
+        if (JOBS.plural, namespace, name) in cluster.objects:
+            cluster.change(JOBS, namespace, name, change)
 
 
 def condition(kind: str, status: str) -> Callable[[dict[str, Any]], None]:

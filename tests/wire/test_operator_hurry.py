@@ -11,11 +11,12 @@ from virtual_time import run_virtual
 
 from trainium_operator.cluster.observe import enqueue_on_change
 from trainium_operator.cluster.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
-from trainium_operator.cluster.store import Entry, Key, Owner
+from trainium_operator.cluster.store import Entry, Key
 from trainium_operator.cluster.views import ChildRecord
 from trainium_operator.cluster.work_queue import WorkQueue
-from trainium_operator.plan.model import PodPhase, PodView
-from trainium_operator.plan.names import membership_name
+from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import membership_name
+from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 JOB = ("default", "llama")
 POD = ("default", "llama-w-0")
-OWNER = Owner(*JOB, uid="job")
+OWNER = JobId(*JOB, uid="job")
 MADE = PodView(name=POD[1], uid="pod", ordinal=0, phase=PodPhase.PENDING)
 BOUND = replace(MADE, node="a", scheduled=True)
 CREATING = replace(BOUND, reason="ContainerCreating")

@@ -8,7 +8,6 @@ end must be the same, and on the way no generation number may stand for two memb
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from operator_process import training_job, until
 from replicas import World, world
 from virtual_time import run_virtual
 
+from trainium_operator.cluster.membership_record import membership_of
 from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class Record:
                 self.created.append(write.body["metadata"]["name"])
             key = (CONFIG_MAPS.plural, "default", f"{JOB}-membership")
             if key in seen.cluster.objects:
-                text = seen.cluster.objects[key]["data"]["membership.json"]
-                self.memberships.setdefault(json.loads(text)["generation"], set()).add(text)
+                recorded = membership_of(seen.cluster.objects[key])
+                assert recorded is not None
+                self.memberships.setdefault(recorded.generation, set()).add(recorded)
             if write.path.endswith("/status"):
                 self.generations.append(seen.status().get("membership", {}).get("generation", 0))
 

@@ -115,7 +115,8 @@ def test_the_disruption_budget_comes_with_the_first_step_and_is_not_written_agai
 
     storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
     story = told(run, storage)
-    assert len(story.writes("PATCH", "poddisruptionbudgets")) == 1
+    assert len(story.writes("POST", "poddisruptionbudgets")) == 1
+    assert story.writes("PATCH", "poddisruptionbudgets") == []
 
 
 def test_in_a_namespace_that_is_being_deleted_the_operator_does_not_insist() -> None:

@@ -17,6 +17,7 @@ from virtual_time import run_virtual, settle
 from trainium_operator import handlers
 from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.health import HealthServer
+from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.runtime import DEAF_SECONDS, plan_settings
 from trainium_operator.settings import Settings
 
@@ -122,7 +123,13 @@ def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change_does(
         cluster = FakeCluster(wall_clock)
         cluster.add(NODES, {"metadata": {"name": "n"}, "spec": {}, "status": {}})
         job = cluster.add(JOBS, training_job("j"))
-        owner = {"kind": "TrainingJob", "name": "j", "uid": job["metadata"]["uid"], "controller": True}
+        owner = {
+            "apiVersion": JOBS.api_version,
+            "kind": "TrainingJob",
+            "name": "j",
+            "uid": job["metadata"]["uid"],
+            "controller": True,
+        }
         labels = {"trainium.dev/job-name": "j", "trainium.dev/role": "worker"}
         for resource, name in ((PODS, "j-w-0"), (CONFIG_MAPS, "j-config")):
             cluster.add(resource, {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}})
@@ -251,8 +258,39 @@ def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() -> None:
         cluster.remove(JOBS, "default", "two")  # while it recovers
         await asyncio.sleep(30)
         assert [name for name in cluster.names(PODS) if name.startswith("two")] == []
-        assert process.runtime.state.published(uid) == 0
+        assert process.runtime.state.published(JobId("default", "two", uid)) == 0
         assert phase("one") == "Running"
+        running.cancel()
+        await process.kill()
+
+    run_virtual(scenario())
+
+
+def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_memory() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(wall_clock)
+        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=8, total_steps=10_000)
+        workers.operator = process
+        running = asyncio.create_task(workers.run())
+        await process.start()
+        process.connection.latency = 0.5
+        for at in range(12):
+            name = f"job-{at}"
+            cluster.add(JOBS, training_job(name))
+            published = len(cluster.writes)
+
+            def being_published(name: str = name, since: int = published) -> bool:
+                done = cluster.writes[since:]
+                return any(each.method == "POST" and f"{name}-membership" in str(each.body) for each in done)
+
+            await until(being_published, 60, "the membership is written")
+            cluster.remove(JOBS, "default", name)
+            await asyncio.sleep(5)
+        state, text = process.runtime.state, process.runtime.metrics.exposition().decode()
+        assert state._jobs == {}
+        assert state.agent_count() == 0
+        assert 'trainingjob_operator_jobs{phase="Starting"} 0.0' in text
+        assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
         running.cancel()
         await process.kill()
 

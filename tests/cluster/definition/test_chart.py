@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
 from trainium_operator.settings import parse_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from conftest import Api
 
 pytestmark = pytest.mark.cluster
@@ -58,6 +61,7 @@ def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
         NamedAfter.LEASE: NAME,
         NamedAfter.TLS_SECRET: f"{NAME}-coordinator-tls",
         NamedAfter.MEMORY: f"{NAME}-quarantine",
+        NamedAfter.CLUSTER: "kube-system",
     }
     return {
         (right.group, right.resource, verb, names[right.named_after])
@@ -240,6 +244,84 @@ def test_the_plain_install_applies(defined: Api) -> None:
     install = str(ROOT / generate.INSTALL)
     applied = defined.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
     assert (applied.returncode, applied.stderr) == (0, "")
-    rest = ("deployment", "clusterrole", "clusterrolebinding", "namespace")
+    policies = ("validatingadmissionpolicybinding", "validatingadmissionpolicy")
+    rest = ("deployment", *policies, "clusterrole", "clusterrolebinding", "namespace")
     for kind in rest:
         defined.run("kubectl", "delete", kind, "--all-namespaces", "-l", "app.kubernetes.io/part-of=trainium-operator")
+
+
+SERVICE_ACCOUNT = f"system:serviceaccount:system:{NAME}"
+SPACES = (f"{RELEASE}-tenant", "kube-system")
+
+
+def owned(what: str, called: str, namespace: str, **owner: Any) -> dict[str, Any]:
+    """An object as the operator makes it, or one that only looks like it."""
+    reference = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": "u"}
+    metadata = {
+        "name": called,
+        "namespace": namespace,
+        "labels": {"trainium.dev/job-name": "llama"},
+        "ownerReferences": [{**reference, "controller": True, **owner}],
+    }
+    if what == "Pod":
+        return {
+            "apiVersion": "v1",
+            "kind": what,
+            "metadata": metadata,
+            "spec": {"automountServiceAccountToken": False, "containers": [{"name": "c", "image": "i"}]},
+        }
+    return {"apiVersion": "v1", "kind": what, "metadata": metadata, "data": {"a": "b"}}
+
+
+@pytest.fixture(scope="module")
+def restricted(defined: Api) -> Iterator[Api]:
+    """The chart's policy in force, and its ServiceAccount with every right that roles could give."""
+    if defined.existing:
+        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+    defined.kubectl("create", "namespace", SPACES[0])
+    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    policy = [each for each in rendered(defined) if each["kind"] in kinds]
+    assert [each["kind"] for each in policy] == list(kinds)
+    defined.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy))
+    name = f"{RELEASE}-everything"
+    defined.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
+    deadline = time.monotonic() + 40  # the API server takes a policy up in its own time
+    while not refused(defined, owned("ConfigMap", "probe", "kube-system"), "create"):
+        assert time.monotonic() < deadline, "the policy never came into force"
+        time.sleep(0.5)
+    yield defined
+    for document in policy:
+        defined.kubectl("delete", document["kind"], document["metadata"]["name"])
+    defined.kubectl("delete", "clusterrolebinding", name)
+    defined.run("kubectl", "delete", "namespace", SPACES[0], "--wait=false")
+
+
+def refused(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
+    """What the API server says against the operator's own write; empty when it takes it."""
+    asked = ("--as", SERVICE_ACCOUNT, "-n", document["metadata"]["namespace"])
+    done = api.run("kubectl", verb, *asked, *arguments, "-f", "-", stdin=json.dumps(document))
+    return done.stderr if done.returncode else ""
+
+
+def test_the_operator_cannot_take_over_an_object_by_giving_it_an_owner(restricted: Api) -> None:
+    tenant = SPACES[0]
+    theirs = owned("ConfigMap", "taken", tenant)
+    reference = theirs["metadata"].pop("ownerReferences")
+    restricted.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(theirs))
+    theirs["metadata"]["ownerReferences"] = reference
+    assert "changes and deletes only" in refused(restricted, theirs, "replace")
+
+
+def test_the_policy_lets_the_operator_keep_its_memory_and_binds_nobody_else(restricted: Api) -> None:
+    restricted.run("kubectl", "create", "namespace", "system")
+    memory = owned("ConfigMap", f"{NAME}-quarantine", "system")
+    memory["metadata"].pop("ownerReferences")
+    assert refused(restricted, memory, "create") == ""
+    assert refused(restricted, memory, "replace") == ""
+    restricted.kubectl("-n", "system", "delete", "configmap", f"{NAME}-quarantine")
+    restricted.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
+
+
+def test_the_policy_can_be_left_out(api: Api) -> None:
+    kinds = {each["kind"] for each in rendered(api, "admissionPolicy.create=false")}
+    assert not [kind for kind in kinds if kind.startswith("ValidatingAdmission")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from trainium_contract.sizes import BatchShape
+from trainium_contract.sizes import BatchShape, SizeRule
 
 if TYPE_CHECKING:
     from conftest import Api
@@ -62,18 +62,30 @@ BAD_AT_CREATION = {
     "workers: {minReplicas: 5}": "minReplicas 5 is above workers.replicas 4: lower minReplicas or raise replicas",
     "workers: {maxReplicas: 3}": "workers.replicas 4 is above workers.maxReplicas 3: lower replicas or raise maxRep",
     # Sizes that are not legal.
-    "workers: {replicas: 5}": (
+    "{workers: {replicas: 5}, elasticity: {sizes: Even}}": (
         "workers.replicas 5 gives a data-parallel degree of 5, but trainer.batch.globalSize 12 is not divisible by "
-        "that x microSize 1: change replicas or trainer.batch; legal sizes within 100 of it: [4, 3, 2, 1] below, "
-        "[6, 12] above"
+        "that x microSize 1: change replicas or trainer.batch, or set elasticity.sizes to Any; legal sizes within 100 "
+        "of it: [4, 3, 2, 1] below, [6, 12] above"
     ),
-    "{workers: {replicas: 3, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 4}}": (
+    "{workers: {replicas: 3, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
         "workers.replicas 3 x 2 cores per node = 6 training processes, not divisible by parallelism.tensor x pipeline "
         "= 4: change replicas or parallelism; legal sizes within 100 of it: [2] below, [4, 6, 8, 12, 24] above"
     ),
     """{workers: {replicas: 100, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {tensor: 8},
-    trainer: {batch: {globalSize: 1024}}}""": "legal sizes within 100 of it: [64, 32, 16, 8, 4, 2, 1] below, [128] ab",
-    "trainer: {batch: {globalSize: 12, microSize: 5}}": "not divisible by that x microSize 5",
+    trainer: {batch: {globalSize: 1024}}, elasticity: {sizes: Even}}""": (
+        "legal sizes within 100 of it: [64, 32, 16, 8, 4, 2, 1] below, [128] ab"
+    ),
+    "{trainer: {batch: {globalSize: 12, microSize: 5}}, elasticity: {sizes: Even}}": (
+        "not divisible by that x microSize 5"
+    ),
+    "trainer: {batch: {globalSize: 12, microSize: 13}}": (
+        "trainer.batch.microSize 13 is above trainer.batch.globalSize 12: every pass of every rank would be partly emp"
+    ),
+    "elasticity: {sizes: Odd}": 'supported values: "Any", "Even"',
+    "{workers: {replicas: 5, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 4}}": (
+        "= 10 training processes, not divisible by parallelism.tensor x pipeline = 4: change replicas or parallelism; "
+        "legal sizes within 100 of it: [4, 2] below, [6, 8, 10, 12,"
+    ),
     # Accelerators.
     "workers: {accelerator: {device: neuron}}": "say what a worker computes on: workers.accelerator.instanceType",
     "workers: {accelerator: {device: neuron, instanceType: trn9.metal}}": (
@@ -86,7 +98,7 @@ BAD_AT_CREATION = {
     "checkpoint: {storage: {hostPath: {path: /a}, s3: {path: 's3://bucket/a'}}}": "give exactly one of",
     "checkpoint: {storage: {s3: {path: 's3://Bucket'}}}": "spec.checkpoint.storage.s3.path in body should match",
     # The model and the schedule.
-    "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}}": (
+    "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
         "numAttentionHeads 6 is not divisible by parallelism.tensor 4: each rank of the tensor group holds whole heads"
     ),
     "{trainer: {model: {numLayers: 4}}, parallelism: {pipeline: 2, stagesPerRank: 3}}": (
@@ -100,13 +112,34 @@ BAD_AT_CREATION = {
     trainer: {batch: {globalSize: 1024}, torchCompile: Layers}}""": "torchCompile must be None on trn1",
     "trainer: {model: {numAttentionHeads: 6, numKeyValueHeads: 4}}": "must be divisible by numKeyValueHeads",
     "trainer: {model: {numAttentionHeads: 6, hiddenSize: 64}}": "hiddenSize must be divisible by numAttentionHeads",
-    "{trainer: {model: {numKeyValueHeads: 6}}, parallelism: {tensor: 4}}": (
+    "{trainer: {model: {numKeyValueHeads: 6}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
         "numKeyValueHeads 6 neither is divisible by parallelism.tensor 4 nor divides it"
     ),
     "trainer: {model: {preset: Small, path: /model}}": "preset and trainer.model.path both name a shape",
     "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4}}}": "must be less than highFrequencyFactor",
     "trainer: {schedule: {decaySteps: 95}}": "warmupSteps and decaySteps must together not be above trainer.steps",
     "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs either fraction or source",
+    # Fine-tuning.
+    "trainer: {model: {weights: /base, preset: Llama3-8B}}": (
+        "model.weights is /base and trainer.model.preset is Llama3-8B: both name a shape, leave model.preset out"
+    ),
+    "trainer: {model: {weights: /base, path: /model}}": "both name a shape: leave model.path out",
+    "trainer: {tuning: {method: LoRA}}": "give trainer.model.weights, the folder of a base model",
+    "trainer: {tuning: {trainable: ['*norm*']}}": "give trainer.model.weights, the folder of a base model",
+    "trainer: {model: {weights: /base}, tuning: {lora: {adapter: /old}}}": "set tuning.method to LoRA",
+    "trainer: {model: {weights: /base}, tuning: {method: LoRA}, precision: BFloat16Stochastic}": "use BFloat16",
+    "trainer: {model: {weights: /base}, tuning: {method: LoRA, lora: {rank: 0}}}": "greater than or equal to 1",
+    "trainer: {model: {weights: /base}, artifacts: {kinds: [Model, Adapter]}}": "leave Adapter out",
+    "trainer: {model: {weights: /base}, tuning: {method: lora}}": 'supported values: "Full", "LoRA"',
+    "trainer: {data: {format: Function}}": "examples.function is not given: name module:function",
+    "trainer: {data: {format: Function, examples: {function: read}}}": "examples.function in body should match",
+    "trainer: {evaluate: {enabled: true}}": "no examples are held back: give trainer.data.validation",
+    "trainer: {epochs: -1}": "spec.trainer.epochs in body should be greater than or equal to 0",
+    "trainer: {schedule: {warmupRatio: 0}}": "warmupRatio in body should be greater than 0",
+    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
+    trainer: {batch: {globalSize: 1024}, data: {format: Instruction, examples: {packing: true}}}}""": (
+        "examples.packing cannot be had on trn1"
+    ),
     # Rules and budgets of recovery.
     "recovery: {rules: [{cause: UserCode, action: Stop}]}": "a rule needs a condition: give exitCodes, reason or mess",
     "recovery: {rules: [{exitCodes: [], cause: UserCode, action: Stop}]}": "a rule needs a condition",
@@ -151,6 +184,17 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "checkpoint: {storage: {persistentVolumeClaim: {claimName: fsx}, subPath: runs/one}}",
         "checkpoint: {storage: {s3: {path: 's3://bucket/runs'}}, milestones: {everyTokens: 50000000000}}",
         "trainer: {schedule: {warmupSteps: 100}}",
+        "trainer: {epochs: 3, steps: 1}",
+        "trainer: {epochs: 0.5, schedule: {decaySteps: 100000}}",
+        "trainer: {steps: 5, schedule: {warmupRatio: 0.03}}",
+        "trainer: {model: {weights: 's3://bucket/base'}, tuning: {method: LoRA}, artifacts: {kinds: [Adapter, Model]}}",
+        "trainer: {model: {weights: /base}, tuning: {trainable: ['*norm*']}, precision: BFloat16Stochastic}",
+        "trainer: {data: {format: Function, examples: {function: '/data/read.py:read'}}}",
+        "trainer: {data: {validation: {fraction: 0.1}}, evaluate: {enabled: true}}",
+        "trainer: {data: {format: Chat, examples: {packing: true}}}",
+        "workers: {replicas: 5}",
+        "workers: {replicas: 40}",
+        "trainer: {batch: {globalSize: 12, microSize: 5}}",
     ],
 )
 def test_a_good_job_is_taken(defined: Api, change: str) -> None:
@@ -171,13 +215,14 @@ def test_the_rules_agree_with_the_arithmetic_of_the_trainer(defined: Api) -> Non
             pipeline=1,
             global_batch_size=pick(12, 96, 256, 1000),
             micro_batch_size=pick(1, 1, 2),
+            rule=chance.choice(list(SizeRule)),
         )
         nodes = pick(1, 2, 3, 4, 5, 6, 8, 12, 16, 40)
         legal[f"shape-{number}"] = shape.is_legal(nodes)
         change = (
             f"{{workers: {{replicas: {nodes}, accelerator: {{coresPerNode: {shape.cores_per_node}}}}}, parallelism: "
             f"{{tensor: {shape.tensor}}}, trainer: {{batch: {{globalSize: {shape.global_batch_size}, microSize: "
-            f"{shape.micro_batch_size}}}}}}}"
+            f"{shape.micro_batch_size}}}}}, elasticity: {{sizes: {shape.rule}}}}}"
         )
         jobs.append(job(change, name=f"shape-{number}"))
     items = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
@@ -214,6 +259,12 @@ IMMUTABLE = {
     "trainer: {data: {source: /other.txt}}": "trainer.data",
     "trainer: {optimizer: {learningRate: 0.1}}": "trainer.optimizer",
     "trainer: {batch: {globalSize: 24}}": "trainer.batch",
+    "trainer: {epochs: 2.5}": "trainer.epochs",
+    "trainer: {model: {weights: /base}}": "trainer.model",
+    "trainer: {model: {weights: /base}, tuning: {method: LoRA}}": "trainer.tuning",
+    "trainer: {data: {examples: {where: {category: open_qa}}}}": "trainer.data",
+    "trainer: {artifacts: {precision: Float32}}": "trainer.artifacts",
+    "trainer: {evaluate: {samples: 8}}": "trainer.evaluate",
 }
 
 
@@ -258,13 +309,15 @@ def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(runnin
 
 
 def test_a_range_without_any_legal_size_is_refused_later_too(running: Api) -> None:
-    said = running.refusal(job("workers: {replicas: 8, minReplicas: 7}"))
+    assert running.refusal(job("{workers: {minReplicas: 2}, elasticity: {sizes: Even}}")) == ""
+    said = running.refusal(job("{workers: {replicas: 8, minReplicas: 7}, elasticity: {sizes: Even}}"))
     assert "no size from 7 to 8 is legal" in said
     assert "[6, 4, 3, 2, 1] below, [12] above" in said
 
 
 def test_the_dearest_check_stays_within_the_budget(defined: Api) -> None:
-    change = "{{workers: {{replicas: {}, minReplicas: {}}}, trainer: {{batch: {{globalSize: 69769, microSize: 7}}}}}}"
+    change = """{{workers: {{replicas: {}, minReplicas: {}}}, trainer: {{batch: {{globalSize: 69769, microSize: 7}}}},
+    elasticity: {{sizes: Even}}}}"""
     assert defined.refusal(job(change.format(1, 1), name="dear")) == ""
     assert "no size from 2 to 9966 is legal" in defined.refusal(job(change.format(9966, 2), name="dear"))
     defined.kubectl("delete", "trn", "dear", "--wait=false")
@@ -276,6 +329,7 @@ def test_the_columns_show_how_training_goes(running: Api) -> None:
         "good",
         {
             "phase": "Running",
+            "stage": "Train",
             "readyReplicas": 4,
             "progress": {"step": 70, "loss": 4.25},
             "checkpoint": {"durableStep": 60},
@@ -284,9 +338,12 @@ def test_the_columns_show_how_training_goes(running: Api) -> None:
         },
     )
     head, row = running.kubectl("get", "trn", "-o", "wide").splitlines()
-    assert head.split()[:8] == ["NAME", "PHASE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
-    assert row.split()[:8] == ["good", "Running", "4", "4", "70", "4.25", "60", "2"]
-    assert row.split()[-1] == "0.97"
+    assert head.split()[:9] == ["NAME", "PHASE", "STAGE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
+    assert row.split()[:9] == ["good", "Running", "Train", "4", "4", "70", "4.25", "60", "2"]
+    assert row.split()[-1] == "0.97", "nothing is left behind yet"
+    artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
+    report_status(running, "good", {"artifacts": artifacts})
+    assert running.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"
     assert "good" in running.kubectl("get", "training")
 
 

@@ -78,7 +78,7 @@ def reference(operator: Site) -> dict[int, float]:
     name = "reference"
     operator.kubectl("create", "namespace", name)
     job = Job(operator, name, name).apply()
-    job.until_phase("Completed", 90)
+    job.until_phase("Completed")
     losses = job.losses()
     job.delete()
     operator.kubectl("delete", "namespace", name, "--wait=false")

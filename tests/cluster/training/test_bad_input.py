@@ -60,7 +60,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(new_job: Callable[..., Job]
     shard.write_bytes(content)
 
     job.suspend(yes=False)
-    job.until_phase("Completed", 60)
+    job.until_phase("Completed")
 
     assert job.losses() == reference
     assert any(newest.name in event for event in job.events()), job.events()

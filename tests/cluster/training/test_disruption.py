@@ -108,7 +108,7 @@ def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: 
 
 def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None")
-    job.until_phase("Completed", 120)
+    job.until_phase("Completed")
     deadline = time.monotonic() + 40
     while job.site.get("trainingjobs", "-n", job.namespace)["items"] or job.pods():
         assert time.monotonic() < deadline, "the job outlives its ttlSecondsAfterFinished"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.demo.metrics import every_sample_once
+from trainium_devcluster.story.metrics import every_sample_once
 from trainium_trainer.checkpoint.posix import PosixStorage
 from trainium_trainer.checkpoint.storage import Retry
 from trainium_trainer.checkpoint.survey import survey, verify
@@ -53,8 +53,8 @@ def test_checkpoints_are_committed_when_written_and_verify(new_job: Callable[...
 def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     first, second = new_job("first"), new_job("second")
 
-    first.until_phase("Completed", 90)
-    second.until_phase("Completed", 90)
+    first.until_phase("Completed")
+    second.until_phase("Completed")
 
     assert first.losses() == second.losses() == reference
 
@@ -69,7 +69,7 @@ def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
     assert not job.pods()
 
     job.suspend(yes=False)
-    status = job.until_phase("Completed", 60)
+    status = job.until_phase("Completed")
 
     assert job.losses() == reference
     assert status["restarts"]["total"] == 0, "a suspension is no failure"

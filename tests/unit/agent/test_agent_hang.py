@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import TrainerPhase
 from trainium_contract.recovery import HangSpec
+from trainium_contract.results import RunStage
 from trainium_trainer.agent.hang import (
     Calibration,
     Finding,
@@ -28,6 +30,10 @@ from trainium_trainer.agent.hang import (
     percentile,
 )
 from trainium_trainer.agent.policy import GenerationState
+from trainium_trainer.monitor.progress import ProgressWriter, read_with_pulse
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SPEC = HangSpec()
 STEP, SAVE, COMPILE, INIT, LOAD = (
@@ -210,6 +216,32 @@ def test_an_agents_word_survives_the_store(word: list[Standstill]) -> None:
     assert decode(encode(word)) == tuple(word)
 
 
+def test_a_long_stage_is_no_hang_as_long_as_it_tells_of_itself(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    watch, limit = Watch(), limit_of(SAVE, SPEC, Usual())
+
+    def look(now: int) -> Standstill:
+        found = read_with_pulse(tmp_path / "r0")
+        assert found is not None
+        assert found[1] is not None
+        sight = Sight(0, (1, found[1].beats), SAVE, 100, limit, waiting=None, stage=found[0].stage)
+        return watch.look(float(now), [sight])[0]
+
+    for now in range(10 * int(limit)):
+        if now % (int(limit) // 2) == 0:
+            writer.stage(RunStage.EXPORT, now / (10 * limit))
+        assert not look(now).overdue
+    silent = [look(now) for now in range(10 * int(limit), 12 * int(limit))]
+    assert silent[-1].overdue
+    assert silent[-1].stage is RunStage.EXPORT
+    writer.close()
+
+
+def test_the_word_of_a_rank_that_trains_is_what_earlier_agents_know() -> None:
+    assert '"stage"' not in encode([still(3)])
+    assert decode(encode([still(3, stage=RunStage.EXPORT)]))[0].stage is RunStage.EXPORT
+
+
 def test_a_finding_survives_the_store() -> None:
     finding = Finding(Kind.STUCK, (3, 4), (1,), 0.5)
     assert Finding.decode(finding.encode()) == finding
@@ -242,6 +274,10 @@ def test_a_hang_counts_once_like_a_crash_and_only_one_without_a_culprit_stays_un
                 "rank 3 of pod w-1 stood still for 16 s in step 1, its first "
                 "(not waiting for peers, using 90% of a processor)"
             ),
+        ),
+        (
+            still(3, waiting=False, phase=SAVE, stage=RunStage.EXPORT),
+            "rank 3 of pod w-1 stood still for 16 s while writing artifacts after step 119 (not waiting for peers)",
         ),
     ],
 )

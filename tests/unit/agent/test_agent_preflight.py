@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email.utils
 import json
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.health import PreflightCheck as Check
 from trainium_trainer.agent import node_checks, preflight
+from trainium_trainer.agent.coordinator import seconds_of
 from trainium_trainer.agent.node_checks import NodeChecks
 from trainium_trainer.agent.node_test import Task, product_is_right
 from trainium_trainer.agent.settings import QUICK_CHECKS, AgentSettings, settings_from
@@ -258,3 +260,58 @@ def test_a_pod_that_ends_does_not_wait_for_its_checks(tmp_path: Path) -> None:
     thread.join(5)
     assert not thread.is_alive()
     assert keeper.killed in (0, 2)
+
+
+def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "limit", lambda: 1024)
+    found = settings(tmp_path)
+
+    def wrong() -> list[preflight.Finding]:
+        return [finding for finding in preflight.preflight(found) if finding.code is not None]
+
+    assert not wrong(), "the operator does not say how large the job is"
+    (tmp_path / "nodes").write_text("4\n")
+    assert not wrong()
+    (tmp_path / "nodes").write_text("500\n")
+    (finding,) = wrong()
+    assert finding.code == 64
+    assert finding.sentence.startswith("Too few open files: a process may open 1,024 files at most (ulimit -Hn), but ")
+    assert "are needed with 1,000 training processes: raise LimitNOFILE" in finding.sentence
+
+
+def test_a_channel_beyond_the_first_1024_descriptors_can_be_waited_for() -> None:
+    import fcntl
+    import os
+    import socket
+
+    from trainium_trainer.agent.standby import is_readable
+    from trainium_trainer.open_files import raise_limit
+
+    limit = raise_limit()
+    if 0 <= limit < 2000:
+        pytest.skip("this machine lets no process open so many files")
+    mine, theirs = socket.socketpair()
+    with theirs, mine, socket.socket(fileno=fcntl.fcntl(mine.fileno(), fcntl.F_DUPFD, 1500)) as high:
+        assert high.fileno() >= 1500
+        assert not is_readable(high, 0)
+        theirs.send(b"x")
+        assert is_readable(high, 10)
+        os.read(high.fileno(), 1)
+        theirs.close()
+        assert is_readable(high, -1), "the end counts, and a time that is over is none"
+
+
+def test_a_clock_that_is_set_wrong_later_is_noticed_by_the_date_of_an_answer() -> None:
+    date = email.utils.formatdate(1_800_000_000, usegmt=True)
+    theirs = seconds_of(date)
+    assert abs(theirs - 1_800_000_000) < 1
+    sound = preflight.clock_result(theirs, 1_800_000_000.0, 1_800_000_000.9)
+    assert sound is not None
+    assert sound.passed
+    ahead = preflight.clock_result(theirs, 1_800_003_600.0, 1_800_003_600.1)
+    assert ahead is not None
+    assert not ahead.passed
+    assert "ahead of the coordinator's; see to its NTP" in ahead.detail
+    assert [seconds_of(text) for text in ("", "yesterday", "\xff")] == [0.0, 0.0, 0.0]

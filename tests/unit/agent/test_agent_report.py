@@ -8,6 +8,7 @@ import pytest
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import WorkerPhase
+from trainium_contract.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.agent.output import Tail
 from trainium_trainer.agent.processes import RankProcess
 from trainium_trainer.agent.report import Report
@@ -26,7 +27,17 @@ class Ranks:
     def read(self, path: Path) -> SimpleNamespace | None:
         return self.now
 
-    def at(self, step: int, *, attempt: int = 0, generation: int = 1, resume: int = 0, phase: str = "TRAINING") -> None:
+    def at(
+        self,
+        step: int,
+        *,
+        attempt: int = 0,
+        generation: int = 1,
+        resume: int = 0,
+        phase: str = "TRAINING",
+        stage: RunStage = RunStage.TRAIN,
+        done: float = 0.0,
+    ) -> None:
         self.now = SimpleNamespace(
             generation=generation,
             attempt=attempt,
@@ -40,6 +51,10 @@ class Ranks:
             durable_step=-1,
             updated=1000.0 + step,
             productive_seconds=1.0,
+            total_steps=100,
+            stage=stage,
+            stage_done=done,
+            stage_since=0.0 if stage is RunStage.TRAIN else 2000.0 + attempt,
         )
 
 
@@ -94,6 +109,63 @@ def test_a_restart_is_resumed_by_a_step_that_is_new(report: Report, ranks: Ranks
     assert not report.recovering
 
 
+def test_a_restart_after_the_last_step_is_resumed_when_the_ranks_are_past_it_again(
+    report: Report, ranks: Ranks
+) -> None:
+    ranks.at(100, stage=RunStage.EXPORT, done=0.5)
+    report.heartbeat()
+    report.restarting(1, 1, Cause.CRASH, 1999.0)
+    report.enter(WorkerPhase.LOADING, attempt=1)
+    ranks.at(98, attempt=1, resume=98)
+    assert report.heartbeat().restarts[0].resumed_at is None, "two steps are done again"
+    ranks.at(100, attempt=1, resume=98)
+    assert report.heartbeat().restarts[0].resumed_at is None, "no step is new, and the stage has not begun"
+    assert report.recovering
+    ranks.at(100, attempt=1, resume=98, stage=RunStage.EXPORT)
+    restart = report.heartbeat().restarts[0]
+    assert (restart.step_before, restart.resume_step, restart.resumed_at) == (100, 98, 2001.0)
+    assert not report.recovering
+
+
+def test_how_far_a_run_has_come_rises_through_its_stages_and_never_falls(report: Report, ranks: Ranks) -> None:
+    assert report.reached == -1
+    seen = []
+    for step, stage, done in (
+        (99, RunStage.TRAIN, 0.0),
+        (100, RunStage.TRAIN, 0.0),
+        (100, RunStage.EXPORT, 0.0),
+        (100, RunStage.EXPORT, 0.5),
+        (100, RunStage.EVALUATE, 0.0),
+        (100, RunStage.EXPORT, 0.25),
+        (100, RunStage.EVALUATE, 0.75),
+    ):
+        ranks.at(step, stage=stage, done=done)
+        report.observe()
+        seen.append(report.reached)
+    assert seen == [99, 100, 101, 101.5, 102, 102, 102.75]
+    assert report.best_step == 100
+
+
+def test_stage_total_and_results_are_passed_on(ranks: Ranks, tmp_path: Path) -> None:
+    report = Report(SETTINGS, ranks.read, lambda: None)
+    report.enter_generation(1, WorkerPhase.TRAINING)
+    report.follow([tmp_path / "g1-r0"])
+    ranks.at(3)
+    progress = report.heartbeat().progress
+    assert (progress.total_steps, progress.stage, progress.stage_done, progress.training) == (100, "Train", None, True)
+    assert (progress.artifacts, progress.evaluation) == ((), ())
+    artifact = ArtifactReport(kind="Model", path="/out", step=100, bytes=7, digest="ab")
+    figures = (EvaluationFigure(name="accuracy", before=0.5, after=0.75),)
+    writer = ProgressWriter(tmp_path / "g1-r0")
+    writer.artifact(artifact)
+    writer.evaluation(figures)
+    ranks.at(100, stage=RunStage.EVALUATE, done=0.5)
+    progress = report.heartbeat().progress
+    assert (progress.stage, progress.stage_done, progress.stage_since) == ("Evaluate", 0.5, 2000.0)
+    assert (progress.artifacts, progress.evaluation, progress.training) == ((artifact,), figures, False)
+    writer.close()
+
+
 def test_a_new_generation_keeps_the_step_but_not_what_belongs_to_the_old_one(report: Report, ranks: Ranks) -> None:
     ranks.at(10, resume=4)
     assert report.heartbeat().progress.resume_step == 4
@@ -123,7 +195,7 @@ def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: Report) -> 
     beat = report.heartbeat()
     assert beat.phase is WorkerPhase.FAILED
     assert (beat.verdict.exit_code, beat.verdict.rank) == (64, 3)
-    assert beat.verdict.message.endswith("no such file")
+    assert beat.verdict.message == "no such file\nfirst"
 
 
 def test_a_failure_is_held_back_until_its_last_lines_have_arrived(report: Report) -> None:

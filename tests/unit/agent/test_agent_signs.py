@@ -108,6 +108,33 @@ def test_the_runtimes_word_stays_in_the_message_when_later_lines_drive_it_out() 
     assert "NRT_EXEC" not in describe_exit(ended(1, "nrt_execute failed with status 1202"))
 
 
+FULL = (
+    "checkpoint storage /checkpoints: No space left on device: the store is full (or a file-size limit was hit): "
+    "free space, raise the limit or lower keepLast"
+)
+
+
+def test_the_last_word_of_a_program_comes_first_and_steps_that_went_well_are_left_out() -> None:
+    steps = "".join(
+        f"2026-01-01 12:00:{second:02} INFO step {second}/40: loss 6.7386, 948 tokens/s\n" for second in range(15)
+    )
+    text = describe_exit(ended(81, f"{steps}WARNING a save failed\n{FULL}\n"))
+    assert text == f"{FULL}\nWARNING a save failed"
+    assert describe_exit(ended(81, steps)).startswith("2026-01-01"), "better than nothing"
+
+
+def test_the_last_word_survives_a_long_output_and_a_short_bound() -> None:
+    text = describe_exit(ended(1, "a frame of the traceback\n" * 200 + "ValueError: the cause\n"))
+    assert text.startswith("ValueError: the cause\na")
+    assert len(text) <= 1024
+    word = "x" * 3000 + " cause"
+    assert describe_exit(ended(1, f"line\n{word}")) == word[:1024]
+
+
+def test_of_a_process_that_was_killed_the_newest_lines_are_told_in_their_order() -> None:
+    assert describe_exit(ended(137, "one\ntwo\n")) == "killed by signal 9\none\ntwo"
+
+
 def test_a_message_holds_no_secret() -> None:
     text = describe_exit(
         ended(1, "AWS_SECRET_ACCESS_KEY=abcdEFGH1234 Authorization: Bearer abc.def-ghi http://u:pw12@h/x")

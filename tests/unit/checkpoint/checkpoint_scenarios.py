@@ -13,6 +13,8 @@ import torch.distributed as dist
 from checkpoint_world import HookedStorage, Place, Run, position, solo
 
 from trainium_contract.manifest import COMMIT_NAME
+from trainium_trainer.checkpoint.errors import StorageError
+from trainium_trainer.checkpoint.gathering import deal, gather, settle
 from trainium_trainer.checkpoint.snapshot import SnapshotFile
 
 
@@ -31,6 +33,8 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     finish = settings.pop("finish", False)
     if (room := settings.pop("room_for", None)) is not None:
         limit_snapshots(room)
+    if settings.pop("wired_backwards", False):
+        place.dp_rank = place.dp_size - 1 - place.dp_rank
     run = Run(place, root, memory, **settings)
     report = run.report()
     while run.step < steps:
@@ -64,7 +68,7 @@ def save_as_a_peer_dies(place: Place, root: Any) -> str:
     run.to(1, save_at=(1,))
     try:
         run.settle()
-    except Exception as error:  # noqa: BLE001 - whatever DCP makes of it
+    except Exception as error:  # noqa: BLE001 - whatever gloo makes of it
         return str(error)
     return ""
 
@@ -81,3 +85,79 @@ def limit_snapshots(count: int) -> None:
         return create(path, payload_bytes)
 
     SnapshotFile.create = staticmethod(limited)
+
+
+def say_and_hear(place: Place, sizes: list[int]) -> list[str]:
+    """Gather a text of `sizes[rank]` characters from each rank."""
+    return gather(chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo"))
+
+
+class UnspeakableError(Exception):
+    """An error that can be written down and not read back."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} at {where}")
+
+
+def settle_with_failures(place: Place) -> list[str]:
+    """What each rank hears when all goes well, and when ranks fail in several ways."""
+    group = dist.new_group(backend="gloo")
+
+    def heard(failing: dict[int, Exception], decide: Any = sum, label: str = "same", fold: Any = None) -> str:
+        def say() -> int:
+            if place.rank in failing:
+                raise failing[place.rank]
+            return place.rank
+
+        try:
+            return str(settle(say, decide, group, label, fold))
+        except Exception as error:  # noqa: BLE001 - that is the question
+            return f"{type(error).__name__}: {error}"
+
+    def refuse(_: list[int]) -> None:
+        raise StorageError("no room")
+
+    return [
+        heard({}),
+        heard({1: ValueError("one")}),
+        heard({1: ValueError("one"), 2: StorageError("two")}),
+        heard({0: OSError(28, "full")}),
+        heard({}, refuse),
+        heard({2: UnspeakableError("lost", "sea")}),
+        heard({}, label="late" if place.rank == 1 else "same"),
+        heard({}),
+        heard({}, list, fold=lambda values: [100 * sum(values)]),
+        heard({}, fold=lambda values: [1 // (values[0] - 2)]),
+        heard({1: ValueError("one")}, fold=lambda values: [sum(values)]),
+    ]
+
+
+def deal_with_failures(place: Place) -> list[str]:
+    """What each rank is dealt when all goes well, and when ranks or the decision fail."""
+    group = dist.new_group(backend="gloo")
+
+    def dealt(failing: dict[int, Exception], decide: Any, label: str = "same") -> str:
+        def say() -> str:
+            if place.rank in failing:
+                raise failing[place.rank]
+            return chr(ord("a") + place.rank)
+
+        try:
+            return str(deal(say, decide, group, label))
+        except Exception as error:  # noqa: BLE001 - that is the question
+            return f"{type(error).__name__}: {error}"
+
+    def answers(heard: list[str]) -> list[str]:
+        return [f"{number} of {''.join(heard)}{'x' * 50_000 * (number == 1)}" for number in range(len(heard))]
+
+    def refuse(_: list[str]) -> list[str]:
+        raise StorageError("no room")
+
+    return [
+        dealt({}, answers),
+        dealt({1: ValueError("one"), 2: StorageError("two")}, answers),
+        dealt({}, refuse),
+        dealt({}, answers, label="late" if place.rank == 1 else "same"),
+        dealt({}, lambda heard: [lambda: heard for _ in heard]),
+        dealt({}, answers),
+    ]

@@ -25,6 +25,8 @@ from trainium_trainer.checkpoint.storage import Retry
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from trainium_trainer.checkpoint.owner import JobIdentity
+
 SHAPES = {
     "model.wide": ((12, 10), 0),
     "model.tall": ((10, 12), 1),
@@ -145,6 +147,8 @@ class Run:
         *,
         generation: int = 1,
         run: str = "",
+        job: JobIdentity | None = None,
+        take_over: str | None = None,
         storage: Any = None,
         retry: Any = None,
         scale: int = 1,
@@ -160,6 +164,7 @@ class Run:
                 "durable": {"everySeconds": None, "everySteps": None, "keepLast": 3, "failureTolerance": 0}
                 | settings.pop("durable", {}),
                 "milestones": settings.pop("milestones", {}),
+                "takeOver": take_over,
             }
         )
         self.manager = CheckpointManager(
@@ -170,6 +175,7 @@ class Run:
             memory_directory=memory,
             settings={"model": settings.pop("settings", "one")},
             run=run,
+            job=job,
             storage=storage,
             retry=retry or Retry(delays=()),
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from checkpoint_world import HookedStorage, Run, SlowStorage, position, solo
 from safetensors import safe_open
 
@@ -50,6 +51,7 @@ def test_a_saved_state_comes_back(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step-3"]
     assert sorted(path.name for path in (tmp_path / "step-3").rglob("*") if path.is_file()) == [
         "COMMITTED",
+        "blocks-00000.json",
         "index.json",
         "manifest.json",
         "shard-00000.safetensors",
@@ -137,6 +139,7 @@ class StoppingStorage(HookedStorage):
         "before write step-6/.*/shard-00000.*",
         "after write step-6/.*/shard-00000.*",
         "before write .*/index.json",
+        "before write .*/blocks-00000.json",
         "before write .*/manifest.json",
         "after write .*/manifest.json",
         "before create step-6/COMMITTED",
@@ -193,7 +196,13 @@ def damage_manifest(folder: Path) -> None:
 
 def damage_index(folder: Path) -> None:
     path = next(folder.glob("*/index.json"))
-    path.write_text(path.read_text().replace('"offsets":[0', '"offsets":[1', 1))
+    path.write_text(path.read_text().replace('"shape":[12', '"shape":[11', 1))
+
+
+def damage_blocks(folder: Path) -> None:
+    path = next(folder.glob("*/blocks-00000.json"))
+    digest = json.loads(path.read_text())["files"]["shard-00000.safetensors"]["blocks"]
+    path.write_text(path.read_text().replace(digest, digest[::-1]))
 
 
 def damage_receipt(folder: Path) -> None:
@@ -212,6 +221,7 @@ def shard_of_another_step(folder: Path) -> None:
         damage_lost_file,
         damage_manifest,
         damage_index,
+        damage_blocks,
         damage_receipt,
         shard_of_another_step,
     ],
@@ -587,3 +597,15 @@ def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) ->
     run.state.state_dict = lambda: {"lr": 0.1}
     with pytest.raises(TypeError, match="lr is float"):
         run.to(1, save_at=(1,))
+
+
+def test_a_state_that_changed_its_layout_is_planned_anew(tmp_path: Path) -> None:
+    run = solo(tmp_path).to(2, save_at=(2,)).settle()
+    planned = run.manager._durable._planner
+    run.to(3, save_at=(3,)).settle()
+    assert run.manager._durable._planner is planned
+    run.state.tensors["model.more"] = torch.ones(5)
+    run.to(4, save_at=(4,)).settle()
+    assert run.manager._durable._planner is not planned
+    with safe_open(shard_of(tmp_path / "step-4"), framework="pt") as file:
+        assert file.get_tensor("model.more").equal(torch.ones(5))

@@ -317,6 +317,17 @@ def test_a_degree_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> N
     assert not (tmp_path / "tag").exists()
 
 
+def test_a_checkpoint_of_a_tuning_which_is_no_whole_model_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    kept = {f"{name}.lora_A.weight": torch.ones(2, 20), f"{name}.lora_B.weight": torch.ones(32, 2)}
+    parts = {state_name(part, key): value for part in Part for key, value in kept.items()}
+    contents = written(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
+    target = NxdTarget(1, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
+    with pytest.raises(UserError, match=r"what a tuning trained and not model\.embed_tokens"):
+        write_tag(tmp_path / "tag", contents, SHAPE, target, OptimizerConfig(), POSITION)
+    assert not (tmp_path / "tag").exists()
+
+
 def test_the_commands_say_what_they_did_and_what_they_cannot_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoint_scenarios import report_after, save_as_a_peer_dies
+from checkpoint_scenarios import (
+    deal_with_failures,
+    report_after,
+    save_as_a_peer_dies,
+    say_and_hear,
+    settle_with_failures,
+)
 
 from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.snapshot import read_header
 from trainium_trainer.checkpoint.survey import survey
 
 if TYPE_CHECKING:
@@ -25,6 +32,11 @@ def memories(folder: Path, count: int, *, prefix: str = "node") -> list[Path]:
 
 def steps_of(reports: list[dict[str, Any]]) -> set[int | None]:
     return {report["step"] for report in reports}
+
+
+def step_in(path: Path) -> int:
+    header = read_header(path)
+    return -1 if header is None else header.claim.moment.position.step
 
 
 def assert_right(reports: list[dict[str, Any]], step: int) -> None:
@@ -53,6 +65,15 @@ def test_a_durable_checkpoint_is_resumed_at_another_tensor_parallel_size(
     assert_right(world(1, report_after, root, None, 3, {"save_at": (3,)}), 2)
     assert_right(world(4, report_after, root, None, 4, {"save_at": (4,)}, tp=2, mode="FullySharded"), 3)
     assert_right(world(2, report_after, root, None, 4, {}), 4)
+
+
+def test_ranks_that_are_wired_in_another_order_save_what_any_order_resumes(
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    assert_right(world(3, report_after, root, None, 2, {"save_at": (2,), "wired_backwards": True}), None)
+    assert_right(world(3, report_after, root, None, 3, {"save_at": (3,)}), 2)
+    assert_right(world(2, report_after, root, None, 3, {"wired_backwards": True}), 3)
 
 
 def test_a_rank_without_a_snapshot_gets_it_from_a_peer_also_at_another_size(
@@ -142,6 +163,23 @@ def test_the_shard_of_a_lost_node_comes_from_its_buddy(
     assert [len(list(node.glob("*.snapshot"))) for node in nodes] == [5] * size
 
 
+def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_before(
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    root, nodes = tmp_path / "root", memories(tmp_path, 3)
+    both = [nodes[0], nodes[0], nodes[1], nodes[1]]
+    reports = world(4, report_after, root, both, 5, {}, mode="FullySharded")
+    assert [report["guarded"] for report in reports] == [5] * 4
+    (copy,) = (path for path in nodes[0].glob("*-d2of4-*") if step_in(path) == 5)
+    data = bytearray(copy.read_bytes())
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    reports = world(4, report_after, root, [nodes[0], nodes[0], nodes[2], nodes[2]], 7, {}, mode="FullySharded")
+    assert_right(reports, 4)
+    assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
+    assert all(any("damaged" in warning for warning in report["warnings"]) for report in reports)
+
+
 def test_a_node_without_room_for_copies_says_so_and_goes_on(
     world: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -194,3 +232,49 @@ def test_tensor_parallel_replicas_resume_from_memory_and_peers(
     assert_right(reports, 3)
     assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
     assert len(list(nodes[0].iterdir())) == 2 * 3 + 2
+
+
+@pytest.mark.parametrize("sizes", [[3, 0], [0, 100_000, 7], [1, 2, 3, 4], [5, 0, 1, 70_000, 2]])
+def test_every_rank_hears_every_rank_in_order_however_much_each_says(
+    world: Callable[..., list[list[str]]], sizes: list[int]
+) -> None:
+    expected = ["abcde"[rank] * size for rank, size in enumerate(sizes)]
+    assert world(len(sizes), say_and_hear, sizes) == [expected] * len(sizes)
+
+
+def test_all_ranks_hear_what_the_first_decides_and_the_first_error_with_a_sentence(
+    world: Callable[..., list[list[str]]],
+) -> None:
+    first, *others = world(3, settle_with_failures)
+    assert others == [first, first]
+    assert first[:5] == [
+        "3",
+        "ValueError: one",
+        "StorageError: two",
+        "OSError: [Errno 28] full",
+        "StorageError: no room",
+    ]
+    assert "Unspeakable" in first[5]
+    assert "lost at sea" in first[5]
+    assert first[6] == "RuntimeError: ranks are at different points: same and late"
+    assert first[7] == "3"
+    assert first[8] == "[0, 100, 200]"
+    assert first[9] == "ZeroDivisionError: integer division or modulo by zero"
+    assert first[10] == "ValueError: one"
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(
+    world: Callable[..., list[list[str]]], size: int
+) -> None:
+    said = "abcdefgh"[:size]
+    results = world(size, deal_with_failures)
+    for rank, found in enumerate(results):
+        assert found[0] == found[5] == f"{rank} of {said}{'x' * 50_000 * (rank == 1)}"
+    assert [found[1:5] for found in results] == [results[0][1:5]] * size
+    assert results[0][1:4] == [
+        "StorageError: two",
+        "StorageError: no room",
+        "RuntimeError: ranks are at different points: same and late",
+    ]
+    assert results[0][4].startswith("RuntimeError")  # what cannot travel is an error of all, no silence

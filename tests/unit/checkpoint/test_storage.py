@@ -135,6 +135,17 @@ def test_a_folder_is_removed_with_all_that_is_in_it_and_nothing_else(storage: St
     assert [entry.name for entry in storage.list("")] == ["step-10"]
 
 
+def test_drafts_of_killed_writers_are_removed_and_nothing_of_the_users(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    draft = storage._draft("note", b"half of it")
+    for name in (".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"):
+        storage.write(name, b"the user's")
+    assert draft in set(tmp_path.iterdir())
+    storage.remove_drafts()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"}
+
+
 def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Server) -> None:
     storage = S3Storage.of("s3://bucket/run", QUICK)
     data = os.urandom(40 << 20)

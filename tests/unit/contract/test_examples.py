@@ -1,27 +1,115 @@
-"""The examples: each is a job that the contract takes and that can start at its sizes; HLAT's has HLAT's settings."""
+"""The examples: each is a job that the contract takes and that can start at its sizes, with the settings of its table.
+
+The bases of fine-tuning are on a volume of the cluster: a folder with a published model's configuration stands for one.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from trainium_contract.job import TrainingJobSpec
+from trainium_contract.sizes import INSTANCES
+from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.trainer_examples import DataFormat, LossOn
+from trainium_contract.trainer_model import ModelPreset
 from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
-from trainium_contract.trainer_parallelism import Precision, Recompute
+from trainium_contract.trainer_parallelism import BackendChoice, Precision, Recompute
+from trainium_contract.trainer_tuning import TuningMethod
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.limits import check_nxd
-from trainium_trainer.config import Launch, settle
+from trainium_trainer.check_memory import needs_of, refuse_what_does_not_fit
+from trainium_trainer.config import Launch, settle, with_steps
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.shapes import PRESETS, ModelShape
 from trainium_trainer.schedule import learning_rate
 
+if TYPE_CHECKING:
+    from trainium_contract.trainer import TrainingConfig
+    from trainium_trainer.config import Settings
+
 FOLDER = Path(__file__).parents[3] / "manifests/examples"
-EXAMPLES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))
+}
+EXAMPLES = [name for name, document in DOCUMENTS.items() if document["kind"] == "TrainingJob"]
+BASES = {
+    "/data/models/llama2-7b": ModelPreset.LLAMA2_7B,
+    "/data/models/llama2-13b": ModelPreset.LLAMA2_13B,
+    "/data/models/llama3-8b": ModelPreset.LLAMA3_8B,
+}
+TUNING = [name for name in EXAMPLES if DOCUMENTS[name]["spec"]["trainer"].get("model", {}).get("weights")]
+DOLLY = 15_011
+"""Records of databricks-dolly-15k."""
+HLAT = {
+    "nodes": (128, "trn1.32xlarge"),
+    "layers, width, heads": (32, 4096, 32),
+    "sequence length": 4096,
+    "global batch size": 1024,
+    "micro batch size": 1,
+    "tensor, pipeline, data parallel": (8, 1, 512),
+    "sequence parallel": True,
+    "gradient accumulation": 2,
+    "beta1, beta2, eps": (0.9, 0.95, 1e-5),
+    "weight decay": (0.1, WeightDecayScope.ALL),
+    "gradient clipping": 1.0,
+    "total steps": 500_000,
+    "learning rate, its floor": (3e-4, 3e-5),
+    "warm-up": (2000, ScheduleKind.COSINE),
+    "initial deviation": 0.02,
+    "precision": Precision.BFLOAT16_STOCHASTIC,
+    "recompute": Recompute.SELECTIVE,
+    "checkpoints: steps between, kept": (1000, 5),
+    "weights alone: steps between": 23_842,
+}
+"""The 7B column of the paper (arXiv 2404.10630) and what its text adds; the decay's end has a test of its own."""
 
 
 def spec_of(example: str) -> TrainingJobSpec:
-    document = yaml.safe_load((FOLDER / example).read_text(encoding="utf-8"))
-    return TrainingJobSpec.model_validate(document["spec"])
+    return TrainingJobSpec.model_validate(DOCUMENTS[example]["spec"])
+
+
+def base_folder(shape: ModelShape, folder: Path) -> Path:
+    """What the shape of a published model is read from."""
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tie_embeddings,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def here(config: TrainingConfig, folder: Path) -> TrainingConfig:
+    """The configuration with what is on a volume of the cluster replaced by what is here."""
+    # The corpus and its tokenizer are on the volume; the vocabulary of the published model is known.
+    data = config.data.model_copy(update={"tokenizer": type(config.data.tokenizer)()})
+    model = config.model
+    if model.weights is not None:
+        base = base_folder(PRESETS[BASES[model.weights]], folder / "base")
+        model = model.model_copy(update={"weights": str(base)})
+    return config.model_copy(update={"data": data, "model": model})
+
+
+def settled(example: str, folder: Path, nodes: int | None = None) -> Settings:
+    spec = spec_of(example)
+    ranks = (nodes or spec.workers.replicas) * spec.workers.accelerator.cores()
+    return settle(here(spec.training_config(), folder), launch(ranks))
 
 
 def legal_sizes(spec: TrainingJobSpec) -> tuple[int, ...]:
@@ -50,13 +138,11 @@ def test_the_trainer_takes_an_example_at_each_of_its_sizes(example: str, tmp_pat
     assert spec.workers.replicas in sizes
     config = spec.training_config()
     assert type(config).model_validate(config.to_wire()) == config
-    # The corpus and its tokenizer are on a volume of the cluster; the vocabulary of the published model is known.
-    data = config.data.model_copy(update={"tokenizer": type(config.data.tokenizer)()})
     for nodes in sizes:
-        settled = settle(config.model_copy(update={"data": data}), launch(nodes * spec.workers.accelerator.cores()))
-        assert settled.dp_size * config.batch.micro_size * spec.batch_shape().accumulation(nodes) == (
-            config.batch.global_size
-        )
+        found = settled(example, tmp_path, nodes)
+        rows = found.dp_size * config.batch.micro_size * found.passes
+        assert found.passes == spec.batch_shape().passes(nodes)
+        assert config.batch.global_size == round(spec.batch_shape().filled(nodes) * rows)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -66,28 +152,67 @@ def test_an_elastic_example_has_another_size_to_go_on_with(example: str) -> None
         assert min(legal_sizes(spec)) < spec.workers.replicas
 
 
-def test_the_hlat_example_has_the_settings_of_hlat() -> None:
+def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
     spec = spec_of("hlat-7b.yaml")
-    config = spec.training_config()
-    shape = spec.batch_shape()
-    nodes = spec.workers.replicas
-    assert (nodes, spec.workers.accelerator.instance_type) == (128, "trn1.32xlarge")
-    assert (config.batch.global_size, config.data.sequence_length) == (1024, 4096)
-    assert (config.parallelism.tensor, config.parallelism.pipeline, config.parallelism.sequence) == (8, 1, True)
-    assert (shape.data_parallel(nodes), shape.accumulation(nodes)) == (512, 2)
-    optimizer = config.optimizer
-    assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
-    assert (optimizer.weight_decay, optimizer.decay_scope) == (0.1, WeightDecayScope.ALL)
-    assert (config.schedule.kind, config.schedule.warmup_steps) == (ScheduleKind.COSINE, 2000)
-    assert learning_rate(config, 1999) == pytest.approx(3e-4)
-    assert learning_rate(config, config.steps - 1) == pytest.approx(3e-5)
-    assert config.precision is Precision.BFLOAT16_STOCHASTIC
+    config, optimizer, nodes = spec.training_config(), spec.trainer.optimizer, spec.workers.replicas
+    shape, parallelism = spec.batch_shape(), spec.parallelism
+    model = PRESETS[config.model.preset or ModelPreset.DEMO]
+    tokens_of_a_step = config.batch.global_size * config.data.sequence_length
+    milestone = config.checkpoint.milestones
+    ours = {
+        "nodes": (nodes, spec.workers.accelerator.instance_type),
+        "layers, width, heads": (model.num_layers, model.hidden_size, model.num_attention_heads),
+        "sequence length": config.data.sequence_length,
+        "global batch size": config.batch.global_size,
+        "micro batch size": config.batch.micro_size,
+        "tensor, pipeline, data parallel": (parallelism.tensor, parallelism.pipeline, shape.data_parallel(nodes)),
+        "sequence parallel": parallelism.sequence,
+        "gradient accumulation": shape.passes(nodes),
+        "beta1, beta2, eps": (optimizer.beta1, optimizer.beta2, optimizer.eps),
+        "weight decay": (optimizer.weight_decay, optimizer.decay_scope),
+        "gradient clipping": optimizer.clip_norm,
+        "total steps": config.steps,
+        "learning rate, its floor": (
+            learning_rate(config, 1999),
+            pytest.approx(learning_rate(config, config.steps - 1), rel=1e-12),
+        ),
+        "warm-up": (config.schedule.warmup_steps, config.schedule.kind),
+        "initial deviation": model.initial_std,
+        "precision": config.precision,
+        "recompute": config.recompute,
+        "checkpoints: steps between, kept": (
+            config.checkpoint.durable.every_steps,
+            config.checkpoint.durable.keep_last,
+        ),
+        "weights alone: steps between": round((milestone.every_tokens or 0) / tokens_of_a_step),
+    }
+    assert ours == HLAT
+
+
+def test_the_hlat_examples_learning_rate_ends_its_cosine_at_480_000_of_500_000_steps() -> None:
+    config = spec_of("hlat-7b.yaml").training_config()
+    rates = [learning_rate(config, done - 1) for done in (1, 1000, 2000, 241_000, 479_000, 480_000, 490_000, 500_000)]
+    assert rates == pytest.approx([1.5e-7, 1.5e-4, 3e-4, 1.65e-4, 3e-5, 3e-5, 3e-5, 3e-5], rel=1e-4)
+    assert rates[4] > rates[5] == rates[6] == rates[7]
+
+
+def test_the_hlat_example_rounds_at_random_and_saves_by_steps_alone() -> None:
+    config = spec_of("hlat-7b.yaml").training_config()
     variables = neuron_environment.variables(config, nxd=True, given={})
     assert variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
-    assert config.recompute is Recompute.SELECTIVE
-    assert config.checkpoint.durable.every_steps == 1000
     # Time alone must not make a save: a step takes seconds.
     assert config.checkpoint.durable.every_seconds == 86_400
+
+
+def test_what_the_hlat_example_does_otherwise_is_what_its_comments_say() -> None:
+    spec = spec_of("hlat-7b.yaml")
+    untouched = {"model", "data", "batch", "steps", "optimizer", "schedule", "precision", "recompute"}
+    assert spec.trainer.model_fields_set - untouched == {"data_parallel", "non_finite_tolerance"}
+    assert spec.workers.min_replicas == 64
+    text = (FOLDER / "hlat-7b.yaml").read_text(encoding="utf-8")
+    for field in ("minReplicas: 64", "dataParallel: ShardedOptimizer", "nonFiniteTolerance: 3"):
+        (line,) = (line for line in text.splitlines() if field in line)
+        assert "#" in line, f"{field} has no reason beside it"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -97,6 +222,139 @@ def test_an_example_for_trn1_can_be_run_by_the_backend_of_trn1(example: str) -> 
         check_nxd(spec.training_config(), spec.batch_shape().data_parallel(spec.workers.replicas))
 
 
-def test_the_70b_example_divides_its_weights_over_a_whole_node() -> None:
+def test_the_70b_example_divides_its_weights_over_half_a_node_and_keeps_hlats_number_of_cores() -> None:
     spec = spec_of("hlat-70b.yaml")
-    assert (spec.workers.replicas, spec.parallelism.tensor) == (128, spec.workers.accelerator.cores())
+    cores = spec.workers.accelerator.cores()
+    assert (spec.workers.replicas * cores, spec.parallelism.tensor) == (4096, cores // 2)
+
+
+@pytest.mark.parametrize("example", ["hlat-7b.yaml", "hlat-70b.yaml", "llama3-8b-trn2.yaml"])
+@pytest.mark.parametrize("backend", [BackendChoice.NATIVE, BackendChoice.NXD])
+def test_an_example_that_trains_all_weights_fits_its_cores_on_either_backend(
+    example: str, backend: BackendChoice, tmp_path: Path
+) -> None:
+    accelerator, settings = spec_of(example).workers.accelerator, settled(example, tmp_path)
+    settings = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
+    found = needs_of(settings, accelerator.cores(), accelerator.instance_type or "")
+    instance = accelerator.instance()
+    assert instance is not None
+    assert found is not None
+    assert refuse_what_does_not_fit(found, instance, "the instance") == []
+
+
+def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None:
+    found = needs_of(settled("hlat-70b.yaml", tmp_path), 32, "trn1.32xlarge")
+    assert found is not None
+    assert found.state == pytest.approx(13.7e9 + 0.2e9, rel=0.005)
+    with pytest.raises(UserError, match=r"has 16.0 GiB, but a process needs 13.0 GiB of weights"):
+        refuse_what_does_not_fit(found, INSTANCES["trn1.32xlarge"], "trn1.32xlarge")
+
+
+def mounted(document: dict[str, Any], example: str) -> dict[str, str]:
+    """Mount paths of a pod and the claims behind them."""
+    pod = document["spec"]["template"]["spec"] if example == "fetch-model.yaml" else document
+    claims = {each["name"]: each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"]}
+    return {each["mountPath"]: claims[each["name"]] for each in pod["containers"][0]["volumeMounts"]}
+
+
+def test_what_is_fetched_lies_where_the_examples_look_for_it_and_the_token_comes_from_a_secret() -> None:
+    fetch = DOCUMENTS["fetch-model.yaml"]
+    (container,) = fetch["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["trainium-trainer", "fetch-model"]
+    output = container["command"][container["command"].index("--output") + 1]
+    assert {spec_of(example).trainer.model.weights for example in TUNING if "llama3-8b" in example} == {output}
+    (variable,) = container["env"]
+    assert (variable["name"], set(variable)) == ("HF_TOKEN", {"name", "valueFrom"})
+    assert variable["valueFrom"]["secretKeyRef"]["name"]
+    for example in TUNING:
+        template = spec_of(example).workers.template["spec"]
+        assert mounted(template, example) == mounted(fetch, "fetch-model.yaml")
+        assert "env" not in template["containers"][0], "workers need no token"
+
+
+@pytest.mark.parametrize("example", TUNING)
+def test_an_example_of_fine_tuning_leaves_its_model_behind_and_measures_it(example: str) -> None:
+    spec = spec_of(example)
+    kinds = spec.trainer.artifacts.kinds
+    assert kinds is not None
+    assert ArtifactKind.MODEL in kinds
+    assert (ArtifactKind.ADAPTER in kinds) == (spec.trainer.tuning.method is TuningMethod.LORA)
+    assert spec.trainer.evaluate.enabled
+    assert spec.trainer.data.validation is not None
+    assert spec.precompile.enabled
+    assert spec.checkpoint.storage.kept
+
+
+@pytest.mark.parametrize("example", ["llama2-7b-full-text.yaml", "llama2-7b-full-qnli.yaml"])
+def test_llama2_7b_in_full_has_the_settings_of_nemo_megatron(example: str) -> None:
+    spec = spec_of(example)
+    config, shape = spec.training_config(), spec.batch_shape()
+    assert spec.workers.accelerator.instance_type == "trn1.32xlarge"
+    assert legal_sizes(spec) == (1, 2, 3, 4)
+    assert [(shape.data_parallel(nodes), shape.passes(nodes)) for nodes in (1, 2, 3, 4)] == [
+        (4, 64), (8, 32), (12, 22), (16, 16),
+    ]  # fmt: skip
+    assert (config.batch.global_size, config.data.sequence_length, config.steps, config.epochs) == (256, 4096, 500, 0)
+    assert (config.parallelism.tensor, config.parallelism.pipeline, config.parallelism.sequence) == (8, 1, True)
+    assert not config.tuning.freezes
+
+
+def test_the_qnli_example_reads_the_fields_and_labels_of_qnli() -> None:
+    data = spec_of("llama2-7b-full-qnli.yaml").trainer.data
+    assert data.format is DataFormat.CLASSIFICATION
+    classes = data.examples.classification
+    assert (classes.text_fields, classes.label_field) == (("question", "sentence"), "label")
+    assert classes.labels == ("entailment", "not_entailment")
+    assert spec_of("llama2-7b-full-text.yaml").trainer.data.format is DataFormat.TEXT
+
+
+def test_lora_on_dolly_has_the_settings_of_optimum_neuron(tmp_path: Path) -> None:
+    spec = spec_of("llama3-8b-lora-dolly.yaml")
+    config = spec.training_config()
+    assert (spec.workers.replicas, spec.workers.accelerator.instance_type) == (1, "trn1.32xlarge")
+    assert (config.parallelism.tensor, spec.batch_shape().data_parallel(1)) == (2, 16)
+    assert config.tuning.method is TuningMethod.LORA
+    examples = config.data.examples
+    assert (config.data.format, examples.packing, examples.loss) == (DataFormat.INSTRUCTION, False, LossOn.ANSWER)
+    assert (config.data.sequence_length, config.epochs) == (1024, 3)
+    assert (config.schedule.kind, config.schedule.warmup_ratio) == (ScheduleKind.CONSTANT, 0.03)
+    timed = with_steps(config, -(-DOLLY // config.batch.global_size) * config.batch.global_size)
+    assert (timed.steps, timed.schedule.warmup_steps) == (1410, 43)
+    assert learning_rate(timed, 42) == learning_rate(timed, 1409) == pytest.approx(5e-5)
+    assert neuron_environment.variables(config, nxd=True, given={})["MALLOC_ARENA_MAX"] == "64"
+    assert settled("llama3-8b-lora-dolly.yaml", tmp_path).dp_size == 16
+
+
+def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path: Path) -> None:
+    lora, full = (spec_of(f"llama3-8b-{name}-hyperpod.yaml") for name in ("lora", "full"))
+    for spec in (lora, full):
+        shape = spec.batch_shape()
+        assert (spec.workers.replicas, spec.workers.spares) == (1, 1)
+        assert spec.workers.accelerator.instance_type == "trn1.32xlarge"
+        assert (spec.parallelism.tensor, shape.data_parallel(1), shape.passes(1)) == (8, 4, 3)
+        assert spec.trainer.epochs == 3
+    same = ("model", "data", "batch", "epochs", "evaluate", "schedule", "seed")
+    assert [getattr(lora.trainer, name) for name in same] == [getattr(full.trainer, name) for name in same]
+    adapters = lora.trainer.tuning.lora
+    assert (adapters.rank, adapters.targets) == (16, ("q_proj", "v_proj"))
+    assert settled("llama3-8b-lora-hyperpod.yaml", tmp_path).choice.trained == 6_815_744
+    found = settled("llama3-8b-full-hyperpod.yaml", tmp_path)
+    assert found.choice.trained == 8_030_261_248
+    vocabulary = found.shape.vocab_size * found.shape.hidden_size
+    assert found.choice.trained - vocabulary * 7 // 8 == 7_570_591_744, "the number of the table"
+
+
+def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> None:
+    instruction, domain = (spec_of(f"llama2-13b-{name}.yaml") for name in ("instruction", "domain"))
+    data = instruction.trainer.data
+    assert data.format is DataFormat.INSTRUCTION
+    assert data.examples.where == {"category": "information_extraction"}
+    assert (data.examples.template.prompt, data.examples.template.completion) == (None, None), "template.json decides"
+    assert not Path(data.source).suffix, "a folder: template.json lies in it, beside the records"
+    lora = instruction.trainer.tuning.lora
+    assert (lora.rank, lora.alpha, lora.dropout) == (8, 32, 0.05)
+    assert (instruction.trainer.epochs, instruction.trainer.optimizer.learning_rate) == (5, 1e-4)
+    assert (domain.trainer.data.format, Path(domain.trainer.data.source).suffix) == (DataFormat.TEXT, ".txt")
+    assert legal_sizes(domain) == (1, 2)
+    for example in ("llama2-13b-instruction.yaml", "llama2-13b-domain.yaml"):
+        assert settled(example, tmp_path).shape.num_parameters == 13_015_864_320

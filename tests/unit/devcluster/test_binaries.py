@@ -250,6 +250,22 @@ def test_a_program_without_published_checksum_is_built_in_a_folder_of_its_own(
     assert [entry.name for entry in found.folder.iterdir()] == ["kwok"]
 
 
+def test_helm_alone_is_prepared_without_the_control_plane_and_kept_for_it(
+    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = fake_build(monkeypatch)
+
+    def ensure(programs: frozenset[Program]) -> Path:
+        return ensure_binaries(programs=programs, root=tmp_path, origin=Origin.BUILD, write=lambda _: None).folder
+
+    helm = ensure(frozenset({Program.HELM}))
+    assert built == [("helm", frozenset({Program.HELM}))]
+    assert ensure(CLUSTER_PROGRAMS) == helm
+    assert [name for name, _ in built] == ["helm", "etcd, the Kubernetes control plane and kubectl"], (
+        "helm is not built again"
+    )
+
+
 def test_two_processes_do_not_prepare_the_cache_at_once(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,9 @@ from trainium_operator.coordinator.authentication import (
     ReviewUnavailableError,
     UnauthenticatedError,
 )
+from trainium_operator.plan.model.job_id import JobId
+
+JOB_A = JobId("team", "job-a", "uid-a")
 
 
 def status(pod: str = "job-a-w-0", uid: str = "pod-uid", namespace: str = "team", **changes: Any) -> dict[str, Any]:
@@ -28,10 +31,10 @@ def status(pod: str = "job-a-w-0", uid: str = "pod-uid", namespace: str = "team"
 
 
 class Pods:
-    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> tuple[str, str] | None:
+    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         known = {
-            ("team", "job-a-w-0", "pod-uid"): ("job-a", "uid-a"),
-            ("team", "job-b-w-0", "other"): ("job-b", "uid-b"),
+            ("team", "job-a-w-0", "pod-uid"): JobId("team", "job-a", "uid-a"),
+            ("team", "job-b-w-0", "other"): JobId("team", "job-b", "uid-b"),
         }
         return known.get((namespace, pod_name, pod_uid))
 
@@ -53,14 +56,14 @@ class World:
             raise answer
         return answer
 
-    async def admit(self, token: str = "good", **changes: Any) -> str:
+    async def admit(self, token: str = "good", **changes: Any) -> JobId:
         says = {"namespace": "team", "job": "job-a", "pod_name": "job-a-w-0", "pod_uid": "pod-uid", **changes}
         return await self.authenticator.admit(f"Bearer {token}", **says)
 
 
 async def test_a_pod_may_speak_for_itself_in_its_own_job() -> None:
     world = World()
-    assert await world.admit() == "uid-a"
+    assert await world.admit() == JOB_A
     assert world.bodies[0]["spec"]["audiences"] == [TOKEN_AUDIENCE]
 
 
@@ -164,12 +167,12 @@ async def test_a_refusal_is_remembered_for_a_moment_only() -> None:
     assert len(world.reviews) == 1
     world.now += 6
     world.answers["late"] = status()
-    assert await world.admit("late") == "uid-a"
+    assert await world.admit("late") == JOB_A
 
 
 async def test_many_messages_with_one_token_ask_once() -> None:
     world = World()
-    assert await asyncio.gather(*(world.admit() for _ in range(50))) == ["uid-a"] * 50
+    assert await asyncio.gather(*(world.admit() for _ in range(50))) == [JOB_A] * 50
     assert len(world.reviews) == 1
 
 
@@ -179,7 +182,7 @@ async def test_while_the_api_server_is_away_a_known_token_goes_on_and_an_unknown
     world.now += 120
     world.answers["good"] = ReviewUnavailableError("away")
     world.answers["new"] = ReviewUnavailableError("away")
-    assert await world.admit() == "uid-a"
+    assert await world.admit() == JOB_A
     with pytest.raises(ReviewUnavailableError):
         await world.admit("new")
     world.now += 700

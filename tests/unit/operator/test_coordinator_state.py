@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from virtual_time import run_virtual, settle
@@ -15,7 +16,11 @@ from trainium_contract.messages import (
     Transition,
     WorkerPhase,
 )
+from trainium_contract.results import ArtifactReport
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
+
+JOB = JobId("ns", "job", "job-uid")
 
 
 def membership(generation: int, *pods: str) -> Membership:
@@ -75,29 +80,49 @@ def state(clock: Clock) -> CoordinatorState:
 
 
 def test_a_served_generation_never_goes_back(state: CoordinatorState) -> None:
-    state.publish("job", membership(3))
-    state.publish("job", membership(2))
-    assert state.published("job") == 3
+    state.publish(JOB, membership(3))
+    state.publish(JOB, membership(2))
+    assert state.published(JOB) == 3
 
 
 def test_a_new_job_of_the_same_name_inherits_nothing(state: CoordinatorState) -> None:
-    state.publish("old-uid", membership(7))
-    assert state.published("new-uid") == 0
-    state.forget_job("old-uid")
-    assert state.published("old-uid") == 0
+    state.publish(JobId("ns", "job", "old"), membership(7))
+    assert state.published(JobId("ns", "job", "new")) == 0
+    state.forget_job(JobId("ns", "job", "old"))
+    assert state.published(JobId("ns", "job", "old")) == 0
 
 
 def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorState, clock: Clock) -> None:
-    state.register("job", registration("a"))
-    state.heartbeat("job", step("a", 10))
+    state.register(JOB, registration("a"))
+    state.heartbeat(JOB, step("a", 10))
     clock.now += 4
-    state.heartbeat("job", step("a", 12))
-    view = state.agents("job")["a"]
+    state.heartbeat(JOB, step("a", 12))
+    view = state.agents(JOB)["a"]
     assert view.step_seconds == 2
     assert view.progressed == clock.now
     clock.now += 1
-    state.heartbeat("job", step("a", 12))
-    assert state.agents("job")["a"].progressed == clock.now - 1
+    state.heartbeat(JOB, step("a", 12))
+    assert state.agents(JOB)["a"].progressed == clock.now - 1
+
+
+def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_that_of_steps(
+    state: CoordinatorState,
+) -> None:
+    state.register(JOB, registration("a"))
+
+    def told(**fields: Any) -> tuple[bool, bool]:
+        accepted = state.heartbeat(JOB, step("a", 10).model_copy(update={"progress": Progress(step=10, **fields)}))
+        return accepted.matters, accepted.progressed
+
+    artifact = ArtifactReport(kind="Model", path="/out", step=10)
+    told()
+    assert told() == (False, False)
+    assert told(stage="Export", stage_done=0.0) == (True, True)
+    assert told(stage="Export", stage_done=0.5) == (False, True)
+    assert told(stage="Export", stage_done=0.5) == (False, False)
+    assert told(stage="Export", stage_done=0.5, artifacts=(artifact,)) == (True, False)
+    view = state.agents(JOB)["a"]
+    assert view.step_seconds is None, "no step was made"
 
 
 def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
@@ -105,10 +130,10 @@ def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
 ) -> None:
     def since(attempt: int, phase: WorkerPhase = WorkerPhase.JOINING) -> float | None:
         clock.now += 1
-        state.heartbeat("job", step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
-        return state.agents("job")["a"].joining_since
+        state.heartbeat(JOB, step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
+        return state.agents(JOB)["a"].joining_since
 
-    state.register("job", registration("a"))
+    state.register(JOB, registration("a"))
     first = since(0)
     assert first == clock.now
     assert since(0) == first
@@ -118,21 +143,21 @@ def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
 
 
 def test_what_a_lost_member_said_last_stays_until_the_next_generation(state: CoordinatorState) -> None:
-    state.publish("job", membership(1, "a", "b"))
+    state.publish(JOB, membership(1, "a", "b"))
     for pod in ("a", "b", "spare"):
-        state.register("job", registration(pod))
-    state.forget_pod("job", "b")
-    state.forget_pod("job", "spare")
-    assert set(state.agents("job")) == {"a", "b"}
-    state.publish("job", membership(2, "a"))
-    assert set(state.agents("job")) == {"a"}
+        state.register(JOB, registration(pod))
+    state.forget_pod(JOB, "b")
+    state.forget_pod(JOB, "spare")
+    assert set(state.agents(JOB)) == {"a", "b"}
+    state.publish(JOB, membership(2, "a"))
+    assert set(state.agents(JOB)) == {"a"}
 
 
 def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state: CoordinatorState) -> None:
     async def scenario() -> None:
-        waiting = asyncio.create_task(state.newer_membership("job", 0, 60))
+        waiting = asyncio.create_task(state.newer_membership(JOB, 0, 60))
         await settle()
-        state.forget_job("job")
+        state.forget_job(JOB)
         await settle()
         assert waiting.done()
         assert waiting.result() is None
@@ -142,12 +167,12 @@ def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state: Coordina
 
 def test_many_waiters_get_one_publication(state: CoordinatorState) -> None:
     async def scenario() -> None:
-        waiting = [asyncio.create_task(state.newer_membership("job", 1, 60)) for _ in range(100)]
+        waiting = [asyncio.create_task(state.newer_membership(JOB, 1, 60)) for _ in range(100)]
         await settle()
-        state.publish("job", membership(1))
+        state.publish(JOB, membership(1))
         await settle()
         assert not any(task.done() for task in waiting)
-        state.publish("job", membership(2))
+        state.publish(JOB, membership(2))
         assert {(await task).generation for task in waiting} == {2}
 
     run_virtual(scenario())

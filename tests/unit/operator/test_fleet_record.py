@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.exit_codes import Cause
 from trainium_operator.cluster.fleet_record import decode, encode
-from trainium_operator.plan.fleet_memory import Machine, MachineState, Memory, Strike
+from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
 
 AT = 1_800_000_000.0
 ENTRY = Machine(

@@ -8,7 +8,7 @@ import pytest
 
 from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
 from trainium_operator.cluster.lenient import readable_status
-from trainium_operator.plan.conditions import is_terminal
+from trainium_operator.plan.model.conditions import is_terminal
 
 COMPLETE = {
     "type": "Complete",

@@ -23,9 +23,9 @@ from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeco
 from trainium_contract.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
 from trainium_contract.scheduling import GangStatus
 from trainium_operator.metrics import Metrics
-from trainium_operator.plan.fleet_memory import Machine, MachineState
-from trainium_operator.plan.model import JobView, NodeCondition, NodeReadiness, NodeView, Taint
-from trainium_operator.plan.times import rfc3339
+from trainium_operator.plan.fleet.memory import Machine, MachineState
+from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView, Taint
+from trainium_operator.plan.model.times import rfc3339
 
 NOW = 1_800_000_000.0
 MOST_SERIES = 1_500
@@ -91,6 +91,7 @@ def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
             lost_seconds={"Crash": 100 - 100 * ratio},
             lost_by_stage={"Load": 100 - 100 * ratio},
             node_seconds=500.0,
+            stage_seconds={"Export": 30.0},
         )
         checkpoint = CheckpointStatus(durable_step=1, durable_time=rfc3339(NOW - 100 * ratio))
         metrics.planned(view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint))
@@ -101,6 +102,7 @@ def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
     assert found["wall_seconds"] == 200
     assert found["productive_seconds"] + found['lost_seconds{cause="Crash"}'] == pytest.approx(200)
     assert found['lost_stage_seconds{stage="Load"}'] == pytest.approx(40)
+    assert found['stage_seconds{stage="Export"}'] == pytest.approx(60)
     assert found["checkpoint_durable_age_seconds"] == pytest.approx(90, abs=1)
     assert found['jobs{phase="Running"}'] == 2
     assert found['workers{state="spare_wanted"}'] == 4

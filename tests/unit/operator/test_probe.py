@@ -11,12 +11,28 @@ from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import HeartbeatRequest, Member, Membership, RegisterRequest, Transition, WorkerPhase
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
+
+JOB = JobId("ns", "job", "job-uid")
 
 PODS = ("a", "b")
 IPS = {"a": "10.0.0.1", "b": "10.0.0.2"}
 SILENCE = [("ns", "j", True)]
 """What is told when members of the job fall silent."""
 PODS_OF = {ip: pod for pod, ip in IPS.items()}
+
+
+def registration(pod: str, *, pod_ip: str = "", port: int = 4000) -> RegisterRequest:
+    return RegisterRequest(
+        namespace="ns",
+        job="j",
+        pod_name=pod,
+        pod_uid=pod,
+        pod_ip=pod_ip or IPS[pod],
+        node_name="n",
+        rendezvous_port=port,
+        agent_version="1",
+    )
 
 
 class Network:
@@ -42,10 +58,13 @@ class World:
         self.state = CoordinatorState(lambda: self.now)
         self.network = Network()
         self.told: list[tuple[str, str, bool]] = []
+        self.addresses = dict(IPS)
+        """As the API server has them."""
         self.prober = Prober(
             self.state,
             is_serving=lambda: True,
             notify=lambda *words: self.told.append(words),
+            address_of=lambda doubt: self.addresses[doubt.pod],
             connect=self.network.connect,
         )
         members = tuple(
@@ -53,7 +72,7 @@ class World:
             for rank, pod in enumerate(PODS)
         )
         self.state.publish(
-            "job",
+            JOB,
             Membership(
                 generation=1,
                 transition=Transition.IMMEDIATE,
@@ -66,24 +85,12 @@ class World:
             self.register(pod)
 
     def register(self, pod: str) -> None:
-        self.state.register(
-            "job",
-            RegisterRequest(
-                namespace="ns",
-                job="j",
-                pod_name=pod,
-                pod_uid=pod,
-                pod_ip=IPS[pod],
-                node_name="n",
-                rendezvous_port=4000,
-                agent_version="1",
-            ),
-        )
+        self.state.register(JOB, registration(pod))
 
     def beat(self, *pods: str) -> None:
         for pod in pods:
             self.state.heartbeat(
-                "job",
+                JOB,
                 HeartbeatRequest(
                     namespace="ns", job="j", pod_name=pod, pod_uid=pod, generation=1, phase=WorkerPhase.TRAINING
                 ),
@@ -96,7 +103,7 @@ class World:
         return sorted(self.network.asked)
 
     def refused(self, pod: str) -> bool:
-        return self.state.agents("job")[pod].refused is not None
+        return self.state.agents(JOB)[pod].refused is not None
 
 
 @pytest.fixture
@@ -185,10 +192,32 @@ def test_a_refusal_that_comes_after_a_newer_message_is_too_late(world: World) ->
     assert not world.refused("a")
 
 
+@pytest.mark.parametrize("address", ["169.254.169.254", "10.0.0.9", ""])
+def test_an_address_that_is_not_the_pods_own_is_never_connected_to(world: World, address: str) -> None:
+    world.addresses["b"] = address
+    assert world.look() == ["a"]
+    world.now += 2.5
+    assert world.look() == ["a"]
+    assert not world.refused("b")
+
+
+def test_one_address_may_be_written_in_several_ways(world: World) -> None:
+    world.state.register(JOB, registration("b", pod_ip="fd00::2"))
+    PODS_OF["fd00:0:0::2"] = "b"
+    world.addresses["b"] = "fd00:0:0::2"
+    assert world.look() == ["a", "b"]
+
+
 def test_a_follower_asks_nobody() -> None:
     async def scenario() -> None:
         world = World()
-        prober = Prober(world.state, is_serving=lambda: False, notify=lambda *_: None, connect=world.network.connect)
+        prober = Prober(
+            world.state,
+            is_serving=lambda: False,
+            notify=lambda *_: None,
+            address_of=lambda doubt: doubt.host,
+            connect=world.network.connect,
+        )
         task = asyncio.create_task(prober.run())
         await asyncio.sleep(5)
         task.cancel()
@@ -201,21 +230,14 @@ async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> 
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     world = World()
-    world.state.register(
-        "job",
-        RegisterRequest(
-            namespace="ns",
-            job="j",
-            pod_name="b",
-            pod_uid="b",
-            pod_ip="127.0.0.1",
-            node_name="n",
-            rendezvous_port=port,
-            agent_version="1",
-        ),
+    world.state.register(JOB, registration("b", pod_ip="127.0.0.1", port=port))
+    prober = Prober(
+        world.state,
+        is_serving=lambda: True,
+        notify=lambda *words: world.told.append(words),
+        address_of=lambda doubt: doubt.host,
     )
-    prober = Prober(world.state, is_serving=lambda: True, notify=lambda *words: world.told.append(words))
-    world.state.forget_pod("job", "a")
+    world.state.forget_pod(JOB, "a")
     await prober.look()
     server.close()
     await server.wait_closed()

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from trainium_operator.cluster.store import Entry, Owner, Store
+from trainium_operator.cluster.store import Entry, Store
+from trainium_operator.plan.model.job_id import JobId
 
 KEY = ("ns", "pod")
-OWNER = Owner("ns", "job", "job-uid")
+OWNER = JobId("ns", "job", "job-uid")
 
 
 def entry(version: int, view: str = "v", uid: str = "u") -> Entry[str]:
@@ -28,7 +29,7 @@ def test_a_write_of_our_own_is_seen_at_once_and_not_told() -> None:
     told = listened(store)
     assert store.write_through(KEY, entry(5))
     assert store.get(KEY) == "v"
-    assert store.owned_by("job-uid") == {KEY: "v"}
+    assert store.owned_by(OWNER) == {KEY: "v"}
     store.put(KEY, entry(5))  # the watch's echo of it
     assert told == []
 
@@ -65,4 +66,4 @@ def test_only_the_incarnation_that_is_named_is_forgotten() -> None:
     assert store.get(KEY) == "v"
     store.forget(KEY, "second")
     assert store.get(KEY) is None
-    assert store.owned_by("job-uid") == {}
+    assert store.owned_by(OWNER) == {}

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import base64
-import json
+import gzip
+import tracemalloc
 import uuid
+import zlib
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_contract.worker_env import LABEL_JOB
-from trainium_operator.cluster.views import child_record, job_record, left_out, membership_of, node_view, pod_view
-from trainium_operator.plan import names
-from trainium_operator.plan.children import membership_map
-from trainium_operator.plan.model import NodeReadiness, PodPhase
-from trainium_operator.plan.node_signals import Demand, problems_of
+from trainium_operator.cluster.membership_record import LARGEST_TEXT, membership_of
+from trainium_operator.cluster.views import child_record, job_record, left_out, node_view, pod_view
+from trainium_operator.plan.faults.node_signals import Demand, problems_of
+from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 
 CREATED = "2026-01-01T00:00:00Z"
 
@@ -147,7 +150,7 @@ def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
         assert child_record({**raw, "data": {names.MEMBERSHIP_KEY: text}}).membership is None
 
 
-def test_a_membership_too_large_for_a_config_map_is_packed_and_read_again() -> None:
+def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
     many = tuple(
         Member(
             pod_uid=str(uuid.UUID(int=rank * 7919)),
@@ -170,9 +173,42 @@ def test_a_membership_too_large_for_a_config_map_is_packed_and_read_again() -> N
     assert manifest == membership_map(job.view, membership)
     assert membership_of(manifest) == membership
     small = membership_map(job.view, membership.model_copy(update={"members": many[:100]}))
-    assert json.loads(small["data"][names.MEMBERSHIP_KEY])["generation"] == 3
+    assert small.keys() == manifest.keys(), "one form at any size"
+    assert membership_of({**manifest, "data": {names.MEMBERSHIP_KEY: "{"}}) == membership
     for text in ("!", "aGVsbG8=", manifest["binaryData"][names.MEMBERSHIP_PACKED_KEY][:1000]):
         assert membership_of({"binaryData": {names.MEMBERSHIP_PACKED_KEY: text}}) is None
+
+
+def test_a_membership_is_unpacked_no_further_than_the_longest_that_is_read() -> None:
+    for blanks in (LARGEST_TEXT + 1, 200 * 2**20):
+        packed = base64.b64encode(gzip.compress(b" " * blanks, 1)).decode()
+        tracemalloc.start()
+        assert membership_of({"binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}) is None
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 4 * LARGEST_TEXT
+
+
+def test_a_record_of_more_values_than_a_membership_has_is_refused_without_reading_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(Membership, "model_validate_json", lambda text: read.append(len(text)))
+    for value in ("{}", "[]", "0"):
+        text = f'{{"members":[{f"{value}," * 1_000_000}{value}]}}'
+        packed = base64.b64encode(gzip.compress(text.encode(), 1)).decode()
+        assert membership_of({"binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}) is None
+        assert membership_of({"data": {names.MEMBERSHIP_KEY: text[:500_000]}}) is None
+    assert read == []
+
+
+def test_a_record_is_not_read_before_somebody_asks_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}
+    record = child_record({"metadata": metadata, "binaryData": {names.MEMBERSHIP_PACKED_KEY: "x"}})
+    read: list[str] = []
+    monkeypatch.setattr(zlib, "decompressobj", lambda *_: read.append("unpacked"))
+    assert record.content_hash == "h"
+    assert read == []
 
 
 HEALTHY = {"type": "NetworkingReady", "status": "True", "lastTransitionTime": CREATED, "lastHeartbeatTime": CREATED}

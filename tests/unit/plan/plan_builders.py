@@ -18,23 +18,21 @@ from trainium_contract.messages import (
     Transition,
     WorkerPhase,
 )
-from trainium_operator.plan import children, disruption, names
-from trainium_operator.plan.model import (
-    Action,
+from trainium_operator.plan.manifests import config_maps
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import Action, CreatePod, DeletePod, Plan, PublishMembership
+from trainium_operator.plan.model.observed import (
     AgentView,
-    CreatePod,
-    DeletePod,
     JobView,
     NodeReadiness,
     NodeView,
     Observed,
-    Plan,
     PlanSettings,
     PodPhase,
     PodView,
-    PublishMembership,
 )
 from trainium_operator.plan.plan import plan
+from trainium_operator.plan.pods import disruption_budget
 
 NOW = 1_800_000_000.0
 SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443")
@@ -42,7 +40,7 @@ CA = "-----BEGIN CERTIFICATE-----\n"
 
 
 def spec(**changes: Any) -> TrainingJobSpec:
-    """A CPU job of 4 workers and no spare whose every size from 1 to 4, 6, 8, ... is legal."""
+    """A CPU job of 4 workers and no spare whose batch comes out even at every size from 1 to 4, at 6, 8, ..."""
     workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
     trainer = {"batch": {"globalSize": 24}, "steps": 100, **changes.pop("trainer", {})}
     return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
@@ -158,10 +156,10 @@ def observed(
     **changes: Any,
 ) -> Observed:
     """An observation long after the operator's start, with every node there and every child applied."""
-    applied = [children.config_map(view, CA)]
+    applied = [config_maps.config_map(view, CA)]
     size = view.status.membership.size
     if size:
-        applied.append(disruption.budget(view, size if view.spec.workers.spares else size - 1))
+        applied.append(disruption_budget.budget(view, size if view.spec.workers.spares else size - 1))
     base = Observed(
         job=view,
         pods=pods,

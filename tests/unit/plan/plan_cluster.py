@@ -14,23 +14,12 @@ from plan_world import STEPS_PER_SECOND, Pod
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
-from trainium_operator.plan import names
-from trainium_operator.plan.model import (
-    SILENCE_TOLD_SECONDS,
-    Action,
-    ApplyObject,
-    CreatePod,
-    DeletePod,
-    FleetView,
-    JobView,
-    Observed,
-    Plan,
-    PodPhase,
-    PodView,
-    PublishMembership,
-)
+from trainium_operator.plan.faults.causes import budget_of
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, Plan, PublishMembership
+from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, FleetView, JobView, Observed, PodPhase, PodView
 from trainium_operator.plan.plan import plan
-from trainium_operator.plan.size import decide_size
+from trainium_operator.plan.view.size import decide_size
 
 
 class ConflictError(Exception):
@@ -138,6 +127,7 @@ class FakeCluster(FaultyWorld):
     def _write(self, write: TrainingJobStatus | Action) -> None:
         match write:
             case TrainingJobStatus():
+                self._check_records(write)
                 self.status = TrainingJobStatus.model_validate_json(write.model_dump_json(by_alias=True))
             case ApplyObject(manifest):
                 metadata = manifest["metadata"]
@@ -149,6 +139,19 @@ class FakeCluster(FaultyWorld):
                 self._create(manifest)
             case DeletePod(name, uid, grace):
                 self._delete(name, uid, grace)
+
+    def _check_records(self, status: TrainingJobStatus) -> None:
+        for record in set(status.failures) - set(self.status.failures):
+            pod = self.pods.get(record.pod)
+            asked = pod is not None and pod.view.deleting and pod.view.exit_code in (None, 75)
+            answers = pod is not None and pod.agent is not None and pod.agent.verdict is None
+            if asked and (answers or (pod is not None and pod.agent is None)):
+                told = f"{record.pod} was asked to go, and counts as {record.cause}"
+                assert budget_of(record.cause) is None or self._node_bad(pod), told
+
+    def _node_bad(self, pod: Pod | None) -> bool:
+        node = self.nodes.get(pod.view.node) if pod is not None else None
+        return node is None or not node.up or node.muted
 
     def _publish(self, write: PublishMembership) -> None:
         recorded = self.membership.generation if self.membership else 0
@@ -215,7 +218,7 @@ class FakeCluster(FaultyWorld):
     def check(self) -> None:
         """What must hold at any time."""
         status, job = self.status, self.spec
-        limit = (status.desired or job.workers.replicas) + job.workers.spares
+        limit = (status.desired or job.workers.replicas) + decide_size(job).reserve + job.workers.spares
         live = [each for each in self.pods.values() if self._alive(each)]
         members = {member.pod_uid for member in self.membership.members} if self.membership else set()
         extra = sum(each.view.uid in members or each.view.ip != "" for each in live)
@@ -227,7 +230,13 @@ class FakeCluster(FaultyWorld):
 
     def _visible(self) -> Any:
         beats = {
-            uid: (view.heartbeat.phase, view.heartbeat.attempt, view.heartbeat.generation, view.heartbeat.ready)
+            uid: (
+                view.heartbeat.phase,
+                view.heartbeat.attempt,
+                view.heartbeat.generation,
+                view.heartbeat.ready,
+                view.heartbeat.progress and (view.heartbeat.progress.stage, view.heartbeat.progress.artifacts),
+            )
             for uid, view in self.heard.items()
             if view.heartbeat
         }

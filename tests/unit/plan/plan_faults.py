@@ -11,7 +11,7 @@ from plan_world import FakeWorld, Node, Pod
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.messages import ProcessFailure, RestartRecord, WorkerPhase
-from trainium_operator.plan.model import NodeCondition, NodeView, PodPhase, Taint
+from trainium_operator.plan.model.observed import NodeCondition, NodeView, PodPhase, Taint
 
 
 class FaultyWorld(FakeWorld):

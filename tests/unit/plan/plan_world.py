@@ -23,13 +23,8 @@ from trainium_contract.messages import (
     StepTiming,
     WorkerPhase,
 )
-from trainium_operator.plan.model import (
-    AgentView,
-    NodeReadiness,
-    NodeView,
-    PodPhase,
-    PodView,
-)
+from trainium_contract.results import ArtifactReport
+from trainium_operator.plan.model.observed import AgentView, NodeReadiness, NodeView, PodPhase, PodView
 
 START_SECONDS = 1.0
 STOP_SECONDS = 2.0
@@ -62,6 +57,8 @@ class Agent:
     failures: list[ProcessFailure] = field(default_factory=list)
     restarts: list[RestartRecord] = field(default_factory=list)
     verdict: ProcessFailure | None = None
+    stage: str = "Train"
+    stage_since: float = 0.0
     waiting_for: tuple[int, ...] = ()
 
 
@@ -96,6 +93,11 @@ class FakeWorld:
         self.operator_down_until = 0.0
         self.best_step = 0
         self.committed = 0
+        self.stages: tuple[tuple[str, float], ...] = ()
+        """What follows the last step, each with its length in seconds; a fault begins the present one anew."""
+        self.stages_over = 0
+        self.trained_at = 0.0
+        """When the last step ended."""
 
     @property
     def operator_up(self) -> bool:
@@ -140,7 +142,11 @@ class FakeWorld:
             elif node is None or not node.up:
                 continue
             elif each.view.deleting and self.now - each.since >= STOP_SECONDS:
-                del self.pods[name]
+                if each.agent is None:
+                    del self.pods[name]
+                else:  # the API server shows how it ended before it is gone
+                    each.view = replace(each.view, phase=PodPhase.FAILED, exit_code=75, reason="Error", ready=False)
+                    each.agent = None
             elif each.view.phase is PodPhase.PENDING and self.now - each.since >= START_SECONDS:
                 number = each.view.ordinal
                 ip = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
@@ -212,6 +218,7 @@ class FakeWorld:
             resume = max([*(agent.step for agent in agents), self.committed])
             for agent in agents:
                 agent.phase, agent.waiting_for, agent.attempt, agent.step = WorkerPhase.LOADING, (), attempt, resume
+                agent.stage, agent.stage_since = "Train", 0.0
         elif all(agent.phase is WorkerPhase.LOADING for agent in agents):
             for agent in agents:
                 agent.phase = WorkerPhase.TRAINING
@@ -223,7 +230,11 @@ class FakeWorld:
 
     def _step(self, agents: list[Agent], steps: int) -> None:
         total = self.spec.trainer.steps
+        if agents[0].step >= total and self.stages:
+            self._stage(agents)
+            return
         reached = min(total, agents[0].step + steps)
+        self.trained_at = self.now
         self.best_step = max(self.best_step, reached)
         self.committed = max(self.committed, reached - reached % 10)
         for agent in agents:
@@ -233,8 +244,41 @@ class FakeWorld:
                     agent.restarts[index] = record.model_copy(
                         update={"resumed_at": self.now, "resume_step": record.step_before}
                     )
-            if reached == total:
+            if reached == total and not self.stages:
                 agent.phase = WorkerPhase.FINISHED
+
+    def _stage(self, agents: list[Agent]) -> None:
+        """One tick of the stage that is due."""
+        if self.stages_over < len(self.stages):
+            name, seconds = self.stages[self.stages_over]
+            if agents[0].stage == name and self.now - agents[0].stage_since >= seconds:
+                self.stages_over += 1
+        if self.stages_over == len(self.stages):
+            for agent in agents:
+                agent.phase = WorkerPhase.FINISHED
+            return
+        name = self.stages[self.stages_over][0]
+        for agent in agents:
+            if agent.stage == name:
+                continue
+            agent.stage, agent.stage_since = name, self.now
+            for index, record in enumerate(agent.restarts):
+                if record.resumed_at is None and record.generation == agent.generation:
+                    update = {"resumed_at": self.now, "resume_step": agent.step}
+                    agent.restarts[index] = record.model_copy(update=update)
+
+    def _progress(self, agent: Agent) -> Progress:
+        seconds = dict(self.stages).get(agent.stage)
+        return Progress(
+            step=agent.step,
+            memory_step=agent.step,
+            durable_step=self.committed,
+            updated=self.now if agent.stage == "Train" else self.trained_at,
+            stage=agent.stage,
+            stage_done=None if seconds is None else min(1.0, (self.now - agent.stage_since) / seconds),
+            stage_since=agent.stage_since,
+            artifacts=(ArtifactReport(kind="Model", path="/out", step=agent.step),) if self.stages_over else (),
+        )
 
     def _timing(self, pod: Pod) -> StepTiming | None:
         if all(node.slowness == 1.0 for node in self.nodes.values()):
@@ -259,11 +303,7 @@ class FakeWorld:
                 generation=agent.generation,
                 attempt=agent.attempt,
                 phase=agent.phase,
-                progress=Progress(
-                    step=agent.step, memory_step=agent.step, durable_step=self.committed, updated=self.now
-                )
-                if agent.generation
-                else None,
+                progress=self._progress(agent) if agent.generation else None,
                 failures=tuple(agent.failures[-8:]),
                 verdict=agent.verdict,
                 restarts=tuple(agent.restarts[-8:]),

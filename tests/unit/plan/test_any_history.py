@@ -13,8 +13,8 @@ from plan_cluster import FakeCluster
 
 from trainium_contract.exit_codes import Cause, verdict_of
 from trainium_contract.job import Phase
-from trainium_operator.plan.conditions import is_terminal
-from trainium_operator.plan.model import FleetView, NodeCondition, NodeReadiness, Taint
+from trainium_operator.plan.model.conditions import is_terminal
+from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
 
 NODES = 6
 BOUND_SECONDS = 420

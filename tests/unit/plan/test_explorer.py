@@ -13,10 +13,12 @@ from explorer.models import MODELS, trains
 from explorer.search import Explorer
 
 from trainium_contract.exit_codes import Cause
-from trainium_operator.plan import causes, generation
 from trainium_operator.plan import plan as plan_module
-from trainium_operator.plan.model import FleetView
-from trainium_operator.plan.size import SizeDecision
+from trainium_operator.plan.faults import causes
+from trainium_operator.plan.membership import decide, generation
+from trainium_operator.plan.membership.generation import Decision
+from trainium_operator.plan.model.observed import FleetView
+from trainium_operator.plan.view.size import SizeDecision
 
 if TYPE_CHECKING:
     from explorer.alphabet import Letter
@@ -31,8 +33,8 @@ def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("model", "crash_points", "first_only", "states"),
-    [("spare", (1,), True, 1000), ("rigid", (1,), True, 600)],
-    ids=["spare", "rigid"],
+    [("spare", (1,), True, 1000), ("rigid", (1,), True, 600), ("reserve", (), True, 400)],
+    ids=["spare", "rigid", "reserve"],
 )
 def test_every_history_of_two_letters_keeps_the_oracles_and_ends_well(
     model: str, crash_points: tuple[int, ...], first_only: bool, states: int
@@ -92,10 +94,9 @@ def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: py
 def test_a_restart_that_is_counted_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = plan_module.take_restarts
 
-    def forgetful(facts: Any, draft: Any, *, member_lost: bool) -> None:
-        attempt = draft.status.membership.attempt
-        real(facts, draft, member_lost=member_lost)
-        draft.update(membership=draft.status.membership.model_copy(update={"attempt": attempt}))
+    def forgetful(facts: Any, status: Any, *, member_lost: bool) -> Any:
+        taken = real(facts, status, member_lost=member_lost)
+        return taken.having(taken.status.replaced(membership=status.membership))
 
     monkeypatch.setattr(plan_module, "take_restarts", forgetful)
     violation = broken(1, FAULTS).violation
@@ -122,7 +123,7 @@ def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_decision_that_nobody_finishes_is_found_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "finish_decided", lambda _facts, _draft: None)
+    monkeypatch.setattr(decide, "finish_decided", lambda _facts, status: Decision(status=status))
     lost = [letter for letter in FAULTS if letter.name == "the spare's node is lost"]
     up = [letter.dying(1) for letter in WISHES if letter.name == "the user scales up"]
     violation = broken(2, (*lost, *up)).violation

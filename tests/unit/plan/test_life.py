@@ -8,7 +8,7 @@ from plan_cluster import FakeCluster
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import ConditionType, Phase, Rung
-from trainium_operator.plan.conditions import is_true
+from trainium_operator.plan.model.conditions import find_condition, is_true
 
 
 def started(*, nodes: Any = 6, spares: Any = 1, steps: Any = 100_000, **workers: Any) -> Any:
@@ -196,7 +196,10 @@ def test_a_process_that_keeps_crashing_moves_to_another_node() -> None:
     assert node not in {each.view.node for each in cluster.members()}
 
 
-def test_a_worker_that_never_starts_ends_the_job_within_two_tries() -> None:
+@pytest.mark.parametrize(
+    ("reason", "advice"), [("Error", "Look at the pod's log"), ("StartError", "never ran, so there is no log")]
+)
+def test_a_worker_that_never_starts_ends_the_job_within_two_tries(reason: str, advice: str) -> None:
     cluster = FakeCluster(spec(workers={"replicas": 1}), 3)
     for _ in range(6):
         cluster.run(2)
@@ -204,15 +207,19 @@ def test_a_worker_that_never_starts_ends_the_job_within_two_tries() -> None:
             if each.view.node and each.agent is None and each.view.exit_code is None:
                 from dataclasses import replace
 
-                from trainium_operator.plan.model import PodPhase
+                from trainium_operator.plan.model.observed import PodPhase
 
                 each.view = replace(
-                    each.view, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="No module named 'trainer'"
+                    each.view, phase=PodPhase.FAILED, reason=reason, exit_code=1, message="No module named 'trainer'"
                 )
                 cluster.dirty = True
     assert cluster.status.phase is Phase.FAILED
     assert "No module named 'trainer'" in cluster.status.verdict
     assert "2 worker pods ended before they could train" in cluster.status.verdict
+    assert advice in cluster.status.verdict
+    admitted = find_condition(cluster.status, ConditionType.ADMITTED)
+    assert admitted is not None
+    assert admitted.message == "the job has ended"
     assert cluster.status.avoided_nodes == ()
     assert cluster.status.next_pod_ordinal == 2
 

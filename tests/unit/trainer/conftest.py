@@ -139,3 +139,26 @@ def launch(forge: Forge, base_config: dict[str, Any], tmp_path: Path) -> Callabl
         return Job(forge, pids, folder, logs)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of the model that `base_config` describes, made by transformers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -42,9 +42,26 @@ def start(order: dict[str, Any]) -> list[int]:
             )
             from trainium_trainer.cli import main
 
+            if str(rank) == os.environ.get("FORGE_BROKEN_RANK"):
+                break_from(int(os.environ["FORGE_BROKEN_STEP"]))
             main(order["argv"])
         pids.append(pid)
     return pids
+
+
+def break_from(step: int) -> None:
+    """This rank's device computes nonsense from a step on."""
+    from trainium_trainer.backends.native import NativeBackend
+
+    sound, taken = NativeBackend.totals, [0]
+
+    def totals(self: NativeBackend, **words: Any) -> Any:
+        taken[0] += 1
+        if taken[0] >= step:
+            self._losses[-1] = self._losses[-1] * float("nan")
+        return sound(self, **words)
+
+    NativeBackend.totals = totals  # type: ignore[method-assign]
 
 
 def wait(pids: list[int], seconds: float) -> list[int | None]:

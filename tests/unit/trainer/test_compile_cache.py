@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainium_contract.trainer import TrainingConfig
 from trainium_trainer.compile import lock
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.compile.key import Graphs, graphs_of, key
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
+from trainium_trainer.compile.replicas import data_ranks
 from trainium_trainer.compile.sizes import read_sizes
-from trainium_trainer.config import settle
+from trainium_trainer.config import Settings, settle
 from trainium_trainer.exits import UserError
+from trainium_trainer.models.shapes import PRESETS
+from trainium_trainer.tuning.choice import choose
 
 KEY = "k" * 32
 MODULE = "neuronxcc-2.1/MODULE_1+abc"
@@ -46,6 +50,11 @@ def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
 def test_a_key_is_the_same_for_what_does_not_change_a_graph() -> None:
     same = graphs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
     assert key(graphs()) == key(same)
+
+
+def test_packed_examples_have_the_graph_of_masked_documents() -> None:
+    packed = graphs(data={"format": "Instruction", "examples": {"packing": True}})
+    assert key(packed) == key(graphs(data={"maskDocuments": True})) != key(graphs())
 
 
 def test_a_key_differs_by_image_flags_model_and_size() -> None:
@@ -164,16 +173,26 @@ def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_touched
         assert mine
 
 
-def test_the_sizes_of_a_job_are_its_legal_ones_the_first_start_first() -> None:
+def test_the_sizes_of_a_job_are_those_that_it_may_come_to_run_at_the_first_start_first() -> None:
     plan = read_sizes(EXAMPLES / "demo.yaml")
     assert plan.nodes == (4, 3, 2, 6)
-    assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 64)
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 86, 64), "between them a node more brings nothing"
     assert read_sizes(EXAMPLES / "hlat-7b.yaml", asked=(256,)).cores_per_node == 32
 
 
 def test_a_size_that_is_not_legal_is_refused_with_the_next_one() -> None:
-    with pytest.raises(UserError, match=r"--sizes has 5, but 5 x 1 ranks .* next smaller legal size is 4"):
-        read_sizes(EXAMPLES / "demo.yaml", asked=(5,))
+    with pytest.raises(UserError, match=r"--sizes has 5, but 5 x 1 ranks .* pipeline 1: the next smaller .* size is 4"):
+        read_sizes(EXAMPLES / "demo.yaml", ["parallelism.tensor=2"], asked=(5,))
+
+
+def test_a_job_that_wants_even_sizes_only_compiles_no_others(tmp_path: Path) -> None:
+    job = yaml.safe_load((EXAMPLES / "hlat-7b.yaml").read_text())
+    job["spec"]["elasticity"] = {"sizes": "Even"}
+    file = tmp_path / "even.yaml"
+    file.write_text(yaml.safe_dump(job))
+    assert read_sizes(file).nodes == (128, 64)
+    with pytest.raises(UserError, match=r"a global batch of 1024 in micro-batches of 1: the next .* size is 64"):
+        read_sizes(file, asked=(86,))
 
 
 def test_the_trainer_s_own_configuration_needs_sizes(tmp_path: Path) -> None:
@@ -188,3 +207,45 @@ def test_each_place_of_the_model_is_rehearsed_by_its_first_rank() -> None:
     config = TrainingConfig.model_validate({"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"globalSize": 12}})
     assert [rank_of(place, config, 12) for place in places(config)] == [0, 1, 6, 7]
     assert places(config)[-1] == Place(pipeline=1, tensor=1)
+
+
+def nxd_settings(tensor: int, data: int, **fields: Any) -> Settings:
+    """Llama 2 70B, of 8 key/value heads, divided by NxD."""
+    given = {"backend": "Nxd", "dataParallel": "FullySharded", "batch": {"globalSize": data}} | fields
+    config = TrainingConfig.model_validate({"parallelism": {"tensor": tensor}} | given)
+    shape = PRESETS["Llama2-70B"]
+    return Settings(config=config, shape=shape, launch=launch_at(0, tensor * data), choice=choose(shape, config.tuning))
+
+
+def test_ranks_that_count_repeated_heads_otherwise_are_rehearsed_too() -> None:
+    # Of 512 rows of query, key and value the first half is on one rank, the other half on four each.
+    assert data_ranks(nxd_settings(32, 128)) == (0, 64)
+    assert data_ranks(nxd_settings(32, 5)) == (0, 2, 3), "the third has rows of both kinds, and a graph of its own"
+    stochastic = nxd_settings(32, 5, precision="BFloat16Stochastic")
+    assert data_ranks(stochastic) == (0, 2, 3, 4), "there keys and values are also made equal, in runs of rows"
+    found = [rank_of(place, stochastic.config, 160) for place in places(stochastic.config, data_ranks(stochastic))]
+    assert found == [data * 32 + part for part in range(32) for data in (0, 2, 3, 4)]
+
+
+def test_where_no_head_is_repeated_or_nothing_is_divided_one_rank_stands_for_its_replicas() -> None:
+    assert data_ranks(nxd_settings(8, 16)) == (0,)
+    assert data_ranks(nxd_settings(32, 128, dataParallel="Replicated")) == (0,)
+    assert data_ranks(nxd_settings(32, 1)) == (0,)
+
+
+def test_an_adapter_of_fewer_rows_than_replicas_has_ranks_without_any_of_it() -> None:
+    tuned = nxd_settings(2, 8, tuning={"method": "LoRA", "lora": {"rank": 4, "targets": ["gate_proj"]}})
+    assert data_ranks(tuned) == (0, 4), "its first matrix is whole on both, and has a row for four of the eight"
+
+
+def test_an_entry_that_was_made_for_one_kind_of_rank_is_not_taken_for_all() -> None:
+    with_more, with_one = nxd_settings(32, 128), nxd_settings(8, 16)
+    found = [graphs_of(each, image="i", flags=()).compute for each in (with_more, with_one)]
+    assert found[0]["dataRanks"] == (0, 64)
+    assert "dataRanks" not in found[1], "what needs no more places keeps its key"
+
+
+def test_a_rank_of_another_kind_is_found_where_groups_lie_in_each_other() -> None:
+    config = nxd_settings(4, 16).config
+    ranks = [rank_of(Place(0, part, data), config, 64, apart=8) for data in (0, 3, 9) for part in (0, 1)]
+    assert ranks == [0, 8, 3, 11, 33, 41]

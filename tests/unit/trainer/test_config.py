@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 import yaml
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.memory_needs import Needs
+from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer import TrainingConfig
 from trainium_trainer import cli
+from trainium_trainer.check_here import missing
+from trainium_trainer.check_memory import refuse_what_does_not_fit
 from trainium_trainer.checkpoint.settings import settings_digest
-from trainium_trainer.config import Launch, launch_of, load, settle
+from trainium_trainer.config import Launch, launch_of, load, settle, with_steps
 from trainium_trainer.exits import UserError
 
 
@@ -53,7 +58,7 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
     ("document", "override", "sentence"),
     [
         ({"optimizer": {"learnRate": 1}}, None, "optimizer.learnRate is not a field: did you mean learningRate?"),
-        ({"zzz": 1}, None, "zzz is not a field: known fields: backend, batch, checkpoint,"),
+        ({"zzz": 1}, None, "zzz is not a field: known fields: artifacts, backend, batch,"),
         ({"steps": 0}, None, "steps is 0: use a number of at least 1"),
         ({"batch": {"globalSize": -4}}, None, "batch.globalSize is -4: use a number of at least 1"),
         ({"steps": "many"}, None, "steps is 'many', which is not a whole number: use one"),
@@ -125,6 +130,11 @@ def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     [
         (["model.vocabSize=100"], 1, "the tokenizer has 2048 entries: set model.vocabSize to at least 2048"),
         (["backend=Nxd", "data.maskDocuments=true"], 1, "data.maskDocuments cannot be had with the Nxd backend"),
+        (
+            ["backend=Nxd", "data.format=Instruction", "data.examples.packing=true"],
+            1,
+            "data.examples.packing cannot be had with the Nxd backend",
+        ),
         (["backend=Nxd", "torchCompile=Layers"], 1, "torchCompile is Layers, but backend Nxd compiles whole steps"),
         (["model.hiddenSize=97"], 1, "model.hiddenSize is 97, which is not divisible by model.numAttentionHeads 4"),
         (["model.hiddenSize=100"], 1, "heads of width 25"),
@@ -146,7 +156,11 @@ def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
         (["parallelism.pipeline=4"], 4, "is more than the 3 layers of the model (model.numLayers)"),
         (["parallelism.stagesPerRank=2"], 1, "parallelism.pipeline is 1: only a pipeline has stages"),
         (["model.vocabSize=2049", "parallelism.tensor=2"], 2, "model.vocabSize is 2049, which is not divisible"),
-        (["batch.globalSize=8"], 3, "batch.globalSize 8 cannot be divided over 3 data-parallel ranks"),
+        (
+            ["batch={globalSize: 2, microSize: 4}"],
+            3,
+            "batch.microSize is 4 but batch.globalSize is 2: every pass of every",
+        ),
         (
             ["parallelism.tensor=2", "parallelism.sequence=true", "data.sequenceLength=127"],
             2,
@@ -216,9 +230,50 @@ def test_check_says_what_a_configuration_means_at_a_size(tmp_path: Path, capsys:
         "step: 1024 samples of 4096 tokens = 4,194,304 tokens; 2 passes of 1 samples on each data-parallel rank",
         "run: 500,000 steps = 2,097,152,000,000 tokens",
         "learning rate: up to 0.0003 in 2,000 steps, Cosine, 3e-05 in the last",
+        "open files: up to 4,237 in one process",
+        (
+            "memory of a process: 12.6 GiB of weights, gradients and optimizer (842,534,912 parameters), about "
+            "4.3 GiB of activations"
+        ),
     ]
     assert cli.run([*argv, "--ranks", "12"]) == ExitCode.USER_ERROR
     assert "the number of ranks is 12, which is not divisible by parallelism.tensor 8" in capsys.readouterr().err
+
+
+def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_says_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(instance: str) -> int:
+        spec = {
+            "workers": {"replicas": 1, "accelerator": {"instanceType": instance}},
+            "parallelism": {"tensor": 2},
+            "trainer": {"model": {"preset": "Llama2-7B"}, "batch": {"globalSize": 32, "microSize": 1}, "steps": 10},
+        }
+        document = {
+            "apiVersion": "trainium.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "a"},
+            "spec": spec,
+        }
+        document["spec"]["trainer"]["data"] = {"source": "/data", "tokenizer": {"vocabSize": 32000}}
+        document["spec"]["trainer"]["schedule"] = {"warmupSteps": 1}
+        return cli.run(["check", "--config", str(write(tmp_path, document))])
+
+    assert check("trn1.32xlarge") == ExitCode.USER_ERROR
+    assert "a core of trn1.32xlarge has 16.0 GiB, but a process needs 50.2 GiB of weights" in capsys.readouterr().err
+
+
+def test_too_little_shared_memory_on_a_node_is_told_with_what_is_switched_off() -> None:
+    gib = 1 << 30
+    found = Needs(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
+    small = INSTANCES["trn1.2xlarge"]
+    first, second = refuse_what_does_not_fit(found, small, "trn1.2xlarge")
+    assert first.startswith(
+        "snapshots need 20.0 GiB of /dev/shm on each node, but trn1.2xlarge has about 16.0 GiB there"
+    )
+    assert "switch them, or the copies of a buddy's, off" in first
+    assert second.startswith("a node needs 40.0 GiB of memory")
+    assert refuse_what_does_not_fit(found, INSTANCES["trn1.32xlarge"], "") == []
 
 
 def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +291,46 @@ def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+def test_data_and_packages_that_are_not_here_are_refused_where_the_run_would_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = str(tmp_path / "corpus")
+    for document, sentence in (
+        ({"data": {"source": gone}}, f"data.source {gone}: there is no such file or folder on this machine"),
+        ({"data": {"sources": [{"source": "python-docs"}, {"source": gone}]}}, f"data.source {gone}: there is no such"),
+        ({"data": {"source": f"{gone}/*.txt"}}, f"data.source {gone}/*.txt: there is no such file or folder"),
+        ({"backend": "Nxd"}, "backend is Nxd, but torch_xla and neuronx_distributed cannot be imported"),
+    ):
+        argv = ["check", "--config", str(write(tmp_path, document))]
+        assert cli.run(argv) == ExitCode.USER_ERROR
+        assert sentence in capsys.readouterr().err
+        # So many ranks run elsewhere, where both may be.
+        assert cli.run([*argv, "--ranks", "2"]) == 0
+        assert f"warning: {sentence}" in capsys.readouterr().out
+
+
+def test_data_that_is_here_or_need_not_be_is_not_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.txt").write_text("text")
+    for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt", "owner/set"):
+        assert cli.run(["check", "--config", str(write(tmp_path, {"data": {"source": source}}))]) == 0
+        assert "data.source" not in capsys.readouterr().out
+    assert missing(TrainingConfig.model_validate({"data": {"source": "s3://bucket/corpus"}})) == []
+
+
+def test_weights_beside_a_shape_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    argv = ["check", "--config", str(write(tmp_path, {"model": {"path": str(folder)}}))]
+    assert cli.run(argv) == 0
+    assert "warning" not in capsys.readouterr().out
+    (folder / "model.safetensors").write_bytes(b"")
+    assert cli.run(argv) == 0
+    assert f"warning: model.path {folder} gives the shape only and its weights are not read" in capsys.readouterr().out
+
+
 def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom trainium_trainer import cli\n"
@@ -249,8 +344,9 @@ def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pyte
     example = Path(__file__).parents[3] / "manifests/examples/hlat-7b.yaml"
     assert cli.run(["check", "--config", str(example)]) == 0
     told = capsys.readouterr().out
-    assert "job: starts on 128 nodes of 32 processes; legal sizes: 64, 128\n" in told
+    assert "job: starts on 128 nodes of 32 processes; useful sizes: 64, 86, 128\n" in told
     assert "warning: data.tokenizer.path /data/tokenizer is not on this machine" in told
+    assert "warning: data.source /data/corpus: there is no such file or folder on this machine" in told
     assert "processes: 4096 = data 512 x tensor 8 x pipeline 1" in told
     assert cli.run(["check", "--config", str(example), "--ranks", "2048"]) == 0
     assert "processes: 2048 = data 256" in capsys.readouterr().out
@@ -261,3 +357,33 @@ def test_what_is_wrong_with_a_manifest_is_said_with_its_place(tmp_path: Path) ->
     document = {"kind": "TrainingJob", "spec": {"workers": {"replica": 3}}}
     with pytest.raises(UserError, match=r"spec: workers\.replica is not a field: did you mean replicas\?"):
         load(write(tmp_path, document))
+
+
+def test_the_steps_follow_from_the_epochs_and_the_warm_up_from_the_steps() -> None:
+    config = TrainingConfig.model_validate(
+        {"epochs": 2.5, "batch": {"globalSize": 8}, "schedule": {"warmupRatio": 0.03}}
+    )
+    settled = with_steps(config, 400)
+    assert (settled.steps, settled.schedule.warmup_steps) == (125, 4), "rounded up"
+    assert with_steps(TrainingConfig(), None) == TrainingConfig()
+
+
+def test_epochs_of_unknown_length_and_a_warm_up_longer_than_the_run_are_refused() -> None:
+    config = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}})
+    with pytest.raises(UserError, match=r"set data.tokenization to Ahead, or give steps"):
+        with_steps(config, None)
+    with pytest.raises(UserError, match=r"warmupSteps is 10, but 1 epochs are 5 steps"):
+        with_steps(config, 40)
+
+
+def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    shape = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(shape))
+    tuning = {"method": "LoRA", "lora": {"rank": 4, "alpha": 8}}
+    config = {"model": {"weights": str(tmp_path / "base")}, "tuning": tuning, "epochs": 3}
+    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
+    said = capsys.readouterr().out
+    assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in said
+    assert "run: 3 epochs" in said

@@ -15,11 +15,11 @@ from trainium_trainer.data import online
 from trainium_trainer.data.counts import BlockCounts
 from trainium_trainer.data.encoding import Encoder
 from trainium_trainer.data.lanes import LanePlan, Lanes, TextBlocks
-from trainium_trainer.data.loader import Share
 from trainium_trainer.data.online import Streams
 from trainium_trainer.data.opening import Data, open_data
 from trainium_trainer.data.order import shuffled
 from trainium_trainer.data.samples import Samples
+from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokenizer import load_tokenizer
 from trainium_trainer.data.workers import WorkerError

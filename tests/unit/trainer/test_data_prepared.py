@@ -18,7 +18,7 @@ from trainium_trainer import cli
 from trainium_trainer.data.build import Progress, Recipe, build
 from trainium_trainer.data.cache import vocabulary_of_data
 from trainium_trainer.data.encoding import SourceSpec, held_back
-from trainium_trainer.data.prepared import Prepared, Selection
+from trainium_trainer.data.prepared import Prepared, Selection, watching
 from trainium_trainer.data.tokenizer import load_tokenizer
 from trainium_trainer.data.workers import WorkerError, Workers
 from trainium_trainer.exits import UserError
@@ -94,10 +94,10 @@ def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it
 
     write_text(tmp_path / "d.txt")
     threads = thread_names()  # some libraries end theirs around a fork
-    _prepare_data(config(tmp_path, tmp_path / "d.txt"), 8)
+    _prepare_data(config(tmp_path, tmp_path / "d.txt"), 8, 0.0)
     assert len(thread_names()) <= len(threads), "a process with threads must not be forked"
     assert prepared_in(tmp_path / "cache").tokens
-    _prepare_data(config(tmp_path, tmp_path / "none.txt"), 8)
+    _prepare_data(config(tmp_path, tmp_path / "none.txt"), 8, 0.0)
 
 
 def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -> None:
@@ -219,6 +219,46 @@ def test_a_folder_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path, token
     (folder / "manifest.json").write_text(manifest)
     with pytest.raises(UserError, match="holds other prepared data"):
         build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "other", workers=1)
+
+
+def test_the_processes_of_a_node_look_at_every_file_once_together(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (only,) = manifest["shards"]
+    for number in range(1, 7):
+        os.link(folder / only["file"], folder / f"copy-{number}.arrow")
+    copies = [only | {"file": f"copy-{number}.arrow", "tokens": 0} for number in range(1, 7)]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"shards": [only, *copies]}))
+    looked: list[str] = []
+    check = Prepared._check
+    monkeypatch.setattr(Prepared, "_check", lambda self, shard: (looked.append(shard.file), check(self, shard))[1])
+    for number in range(4):
+        before = len(looked)
+        with watching(number, 4):
+            Prepared(folder)
+        assert len(looked) - before <= 2
+    assert sorted(looked) == sorted([only["file"], *(copy["file"] for copy in copies)])
+    (folder / "copy-5.arrow").unlink()
+    for number in (0, 2, 3):
+        with watching(number, 4):
+            Prepared(folder)
+    with watching(1, 4), pytest.raises(UserError, match=r"copy-5.arrow: is missing"):
+        Prepared(folder)
+
+
+def test_a_file_that_nobody_looked_at_is_looked_at_when_it_is_opened(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    with watching(1, 2):
+        prepared = Prepared(folder)
+    os.truncate(folder / "tokens-00000.arrow", 100)
+    with pytest.raises(UserError, match=r"tokens-00000.arrow: has 100 bytes, not"):
+        prepared.read(0, 1)
 
 
 def test_a_broken_token_is_found_before_it_is_used(tmp_path: Path, tokenizer: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import exits
 from trainium_trainer.data import files
 from trainium_trainer.data.cache import vocabulary_of_data
-from trainium_trainer.data.documents import Piece, open_source
+from trainium_trainer.data.documents import Piece
+from trainium_trainer.data.examples.held_out import held_out
+from trainium_trainer.data.sources import open_source
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -65,6 +68,19 @@ def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server:
             names(source)
     with pytest.raises(UserError, match="names no bucket"):
         names("s3://*/data")
+
+
+@pytest.mark.parametrize("source", ["s3://bucket/tuning/", "s3://bucket/tuning/d.jsonl", "s3://bucket/tuning/*.jsonl"])
+def test_examples_and_the_template_beside_them_are_read_from_s3(server: S3Server, tmp_path: Path, source: str) -> None:
+    rows = [{"question": f"what is {number}", "answer": f"it is {number}"} for number in range(30)]
+    server.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    server.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
+    held = {"fraction": 0.2, "split": "Tail"}
+    given = config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
+    assert opened(given).report.examples == 30
+    assert [(one.prompt_text, one.answer_text) for one in held_out(given).examples] == [
+        (f"Q: what is {number}\nA:", f" it is {number}") for number in range(24, 30)
+    ]
 
 
 def test_a_changed_object_is_tokenised_anew(server: S3Server, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainium_trainer.data.loader import Loader, SampleMaker, Share, validation_batches
+from trainium_trainer.data.loader import Loader, SampleMaker, validation_batches
 from trainium_trainer.data.order import WINDOW, Mixture, Permutation
 from trainium_trainer.data.samples import Part, Rules, Samples, ValidationSet
+from trainium_trainer.data.share import Share
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

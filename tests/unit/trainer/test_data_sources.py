@@ -23,8 +23,9 @@ from data_files import (
 from pyarrow import parquet
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.data.documents import Piece, Skipped, open_source
+from trainium_trainer.data.documents import Piece, Skipped
 from trainium_trainer.data.samples import Samples
+from trainium_trainer.data.sources import open_source
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -90,7 +91,14 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
         ("empty.txt", b"", "holds no text"),
         ("short.txt", b"too short", "tokens to train on, fewer than one sequence of 16"),
         ("latin.txt", b"caf\xe9 " * 50, "latin.txt line 1: not UTF-8 text at byte 3 of it"),
-        ("table.csv", b"a,b\n", "files end in .txt, .jsonl, .json, .arrow, .parquet"),
+        ("table.tsv", b"a\tb\n", "files end in .txt, .jsonl, .json, .csv, .arrow, .parquet"),
+        ("d.csv", b"a,b\n1,2\n", "no column 'text' (columns: a, b): set data.textField"),
+        ("d.csv", b"text,b\n1\n", "line 2: has 1 values, the header 2 names"),
+        ("d.csv", b"text\n\xe9\n", "line 2: not UTF-8 text"),
+        ("d.csv", b"text,text\n1,2\n", "two columns are called 'text'"),
+        ("d.csv", b'text\n"open\n', "line 2: not comma-separated values"),
+        ("d.json", b"[{}, oops]\n", "line 1: not one JSON array"),
+        ("d.json", b'[{"body": 1}]\n', "item 1: no text under 'text' (keys: body)"),
         ("d.jsonl", b"{oops\n", "line 1: not JSON"),
         ("d.jsonl", b'{"body": "fine"}\n', "line 1: no text under 'text' (keys: body): set data.textField"),
         ("d.jsonl", b"[1]\n", "line 1: no text under 'text'"),

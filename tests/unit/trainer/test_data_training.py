@@ -91,6 +91,38 @@ def children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children()]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "makers"),
+    [
+        pytest.param(4, ["parallelism.tensor=2"], [1, 0, 1, 0], id="tensor"),
+        pytest.param(2, ["parallelism.pipeline=2"], [1, 0], id="pipeline"),
+    ],
+)
+def test_ranks_that_train_on_the_same_samples_tokenise_them_once(
+    launch: Launcher, documents: list[str], ranks: int, overrides: list[str], makers: list[int]
+) -> None:
+    online = [*documents, "data.tokenization=Online"]
+    whole = curve(launch(1, "whole", online), 1)
+    assert_same(curve(launch(ranks, "divided", [*online, *overrides]), ranks), whole)
+    job = launch(ranks, "endless", [*online, *overrides, "steps=100000"])
+    job.wait_for_step(3, PATIENCE)
+    assert [len(children(pid)) for pid in job.pids] == makers
+    os.kill(job.pids[-1], signal.SIGTERM)
+    assert job.wait(PATIENCE) == [75] * ranks, job.log()
+
+
+def test_an_error_of_the_rank_that_tokenises_ends_all_that_train_on_its_samples(
+    launch: Launcher, tmp_path: Path, documents: list[str]
+) -> None:
+    with (tmp_path / "d.jsonl").open("a") as stream:
+        stream.write("\n{oops\n" * 40)
+    bad = [*documents, "data.tokenization=Online", "data.maxBadLines=0", "parallelism.tensor=2", "steps=100000"]
+    job = launch(2, "run", bad)
+    assert job.wait(PATIENCE) == [64, 64], job.log()
+    for rank in range(2):
+        assert "not JSON" in job.log(rank).splitlines()[-1]
+
+
 def test_bad_lines_end_a_run_with_64_and_their_place(launch: Launcher, tmp_path: Path, documents: list[str]) -> None:
     with (tmp_path / "d.jsonl").open("a") as stream:
         stream.write("\n{oops\n")

@@ -13,9 +13,11 @@ from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.config import launch_of, settle
 from trainium_trainer.data.loader import MicroBatch
+from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from trainium_trainer.backends.base import StepOutcome
     from trainium_trainer.config import Launch
@@ -48,7 +50,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[NativeBackend]:
 
 def one_step(backend: NativeBackend, seed: int) -> StepOutcome:
     tokens = torch.randint(0, 400, (2, 9), generator=torch.Generator().manual_seed(seed))
-    backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16), last=True)
+    backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
     totals = backend.totals(stop=False, memory_ends=False, vote=0)
     return backend.step(tokens=totals.tokens, learning_rate=0.01, clip_norm=1.0)
 
@@ -78,6 +80,23 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on(backend:
     assert one_step(backend, 3).applied
     for name, value in backend.state.local_tensors().items():
         assert torch.equal(value, undisturbed[name]), name
+
+
+@pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer", "FullySharded"])
+def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_none(mode: str, base: Path) -> None:
+    tuning = {"method": "LoRA", "lora": {"rank": 2, "alpha": 4.0}}
+    settings = {"data": {"tokenizer": {"vocabSize": 320}}, "device": "Cpu", "model": {"weights": str(base)}}
+    config = TrainingConfig.model_validate(settings | {"dataParallel": mode, "tuning": tuning})
+    for backend in built(config, launch_of({})):
+        backend.load_frozen(BaseWeights.open(str(base)))
+        tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(1))
+        backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
+        totals = backend.totals(stop=False, memory_ends=False, vote=0)
+        culprit = "model.layers.0.self_attn.v_proj.lora_B.weight"
+        backend._store.gradient(culprit).fill_(math.inf)
+        done = backend.step(tokens=totals.tokens, learning_rate=0.01, clip_norm=1.0)
+        assert not done.applied
+        assert done.culprits == (culprit,)
 
 
 def test_a_rehearsal_makes_the_update_whatever_the_numbers_are(rehearsing: NativeBackend) -> None:

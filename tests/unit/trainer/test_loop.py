@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainium_contract.origin import origin_in
 from trainium_trainer.agent.proc import handles
-from trainium_trainer.checkpoint.manager import LATE_SECONDS
+from trainium_trainer.checkpoint.ownership import LATE_SECONDS
 from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
 from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting
 from trainium_trainer.stop import patience
@@ -134,6 +135,30 @@ def test_a_rank_whose_collective_ends_long_after_it_began_records_nothing_if_the
     job.wait()
 
 
+def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains_and_saves_on(launch: Launcher) -> None:
+    overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
+
+    def identity(name: str) -> dict[str, str]:
+        return {"TRAINIUM_NAMESPACE": "team", "TRAINIUM_JOB": name, "TRAINIUM_RUN_ID": f"uid-of-{name}"}
+
+    first = launch(1, "run", overrides, memory=True, **identity("one"))
+    first.wait_for_step(7)
+    second = launch(1, "run", overrides, TRAINIUM_MEMORY_DIR="", **identity("two"))
+    assert second.wait() == [64], second.log()
+    last = [line for line in second.log().splitlines() if "belongs to the job" in line][-1]
+    assert "belongs to the job team/one" in last
+    assert "checkpoint.storage.takeOver: team/one" in last
+    reached = first.metrics()[-1]["step"]
+    deadline = time.monotonic() + 45
+    while max(int(path.parent.name.split("-")[1]) for path in first.folder.glob("step-*/COMMITTED")) <= reached:
+        assert time.monotonic() < deadline, f"its commits are fenced out: {first.log()}"
+        time.sleep(0.05)
+    os.kill(first.pids[0], signal.SIGTERM)
+    assert first.wait() == [75], first.log()
+    steps = [line["step"] for line in first.metrics()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
     whole = launch(2, "whole", ["steps=40"])
     assert whole.wait() == [0, 0], whole.log()
@@ -189,6 +214,15 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_with_65(launch: Launcher) ->
     assert job.log().splitlines()[-1].startswith("step 1: loss is nan")
 
 
+def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all(launch: Launcher) -> None:
+    job = launch(3, "run", ["batch.globalSize=12"], FORGE_BROKEN_RANK="2", FORGE_BROKEN_STEP="3")
+    assert job.wait() == [65, 65, 65]
+    for rank in range(3):
+        last = job.log(rank).splitlines()[-1]
+        assert last.startswith("step 3: loss is nan"), last
+        assert origin_in(last) == 2, last
+
+
 def test_tolerated_steps_are_skipped_and_told(launch: Launcher, tmp_path: Path) -> None:
     progress = tmp_path / "r0"
     overrides = ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"]
@@ -224,9 +258,9 @@ def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tm
     assert record.durable_step == 5
 
 
-def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
+def test_an_alarm_about_the_gradient_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "r0"
-    overrides = ["optimizer.learningRate=1", "monitor.alarmRatio=1.5"]
+    overrides = ["optimizer.learningRate=1", "monitor.alarmRatio=1.5", "monitor.spikeWindow=5"]
     job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file))
     assert job.wait() == [0], job.log()
     (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]

@@ -45,3 +45,19 @@ def test_logits_of_any_size_neither_overflow_nor_lose_the_loss(world_of_one: dis
     logits = torch.tensor([[[1e4, 0.0, -1e4]]])
     assert loss_sum(logits, torch.tensor([[0]]), group=world_of_one).item() == 0.0
     assert loss_sum(logits, torch.tensor([[2]]), group=world_of_one).item() == 2e4
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_columns_beyond_the_vocabulary_do_not_count(world_of_one: dist.ProcessGroup, divided: bool) -> None:
+    values = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, 8, (2, 5), generator=torch.Generator().manual_seed(1))
+    padded, exact = values.clone().requires_grad_(), values[..., :8].clone().requires_grad_()
+    loss = loss_sum(padded, labels, group=world_of_one if divided else None, vocabulary=8)
+    reference = loss_sum(exact, labels)
+    torch.testing.assert_close(loss, reference)
+    loss.backward()
+    reference.backward()
+    assert padded.grad is not None
+    torch.testing.assert_close(padded.grad[..., :8], exact.grad)
+    assert not padded.grad[..., 8:].any()
+    assert torch.equal(padded.detach(), values), "the logits stay as they are"

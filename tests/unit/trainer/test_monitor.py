@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -11,13 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainium_trainer.exits import StorageError
+from trainium_contract.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter, read_progress
+from trainium_trainer.monitor.lines import LineWriter, forget_after
+from trainium_trainer.monitor.progress import (
+    ProgressPhase,
+    ProgressWriter,
+    read_progress,
+    read_results,
+    read_with_pulse,
+    results_path,
+)
+from trainium_trainer.monitor.pulse import Activity, Waiting
 from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.tensorboard import ScalarWriter
 from trainium_trainer.monitor.throughput import Throughput
-from trainium_trainer.monitor.writers import LineWriter, forget_after
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +99,76 @@ def test_productive_seconds_are_carried_over_restarts_without_the_lost_steps(tmp
     other.close()
 
 
+def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    writer.resumed(10, tokens=0, samples=0)
+    writer.total_steps(11)
+    step_done(writer, 11)
+    writer.stage(RunStage.EXPORT, 0.0)
+    began = writer.record.stage_since
+    writer.stage(RunStage.EXPORT, 0.25)
+    found = read_progress(tmp_path / "r0")
+    assert found == writer.record
+    assert (found.total_steps, found.stage, found.stage_done) == (11, RunStage.EXPORT, 0.25)
+    assert found.stage_since == began > 0, "the stage began once"
+    for odd, told in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
+        writer.stage(RunStage.EVALUATE, odd)
+        assert writer.record.stage_done == told
+    step_done(writer, 13)
+    assert (writer.record.stage, writer.record.stage_done, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
+    writer.close()
+
+
+def test_each_word_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    writer.resumed(0, tokens=0, samples=0)
+    readings = []
+    for done in (0.0, 0.0, 0.5):
+        writer.stage(RunStage.EXPORT, done)
+        found = read_with_pulse(tmp_path / "r0")
+        assert found is not None
+        assert found[1] is not None
+        readings.append(found[1])
+    assert len({each.beats for each in readings}) == 3
+    assert {(each.activity, each.waiting) for each in readings} == {(Activity.SAVE, Waiting.MAYBE)}
+    step_done(writer, 1)
+    found = read_with_pulse(tmp_path / "r0")
+    assert found is not None
+    assert found[1] is not None
+    assert (found[1].activity, found[1].waiting) == (Activity.STEP, Waiting.NO)
+    writer.close()
+
+
+def test_results_lie_beside_the_record_and_outlive_a_restart_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "r0"
+    writer = ProgressWriter(path, generation=2)
+    assert read_results(path).artifacts == ()
+    adapter = ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab")
+    writer.artifact(adapter)
+    writer.artifact(adapter.model_copy(update={"digest": "cd"}))
+    writer.close()
+    again = ProgressWriter(path, generation=2, attempt=1)
+    figures = (EvaluationFigure(name="perplexity", before=9.0, after=float("nan")),)
+    again.evaluation(figures)
+    found = read_results(path)
+    assert [(each.kind, each.digest) for each in found.artifacts] == [("Adapter", "cd")], "told twice, kept once"
+    assert found.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), "what is no number is told as none"
+    for step in range(20, 20 + MAX_ARTIFACTS):
+        again.artifact(adapter.model_copy(update={"step": step}))
+    assert [each.step for each in read_results(path).artifacts] == list(range(20, 20 + MAX_ARTIFACTS))
+    again.close()
+    other = ProgressWriter(path, generation=3)
+    other.evaluation(figures)
+    assert read_results(path).artifacts == (), "those of an earlier generation are not this one's"
+    other.close()
+
+
+def test_results_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+    for text in ("", "{", '{"artifacts": 3}', '{"artifacts": [{"kind": ""}]}'):
+        results_path(tmp_path / "r0").write_text(text)
+        assert read_results(tmp_path / "r0").artifacts == ()
+
+
 def test_the_progress_record_is_read_without_torch() -> None:
     script = "import sys, trainium_trainer.monitor.progress; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -121,10 +200,14 @@ def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_a_metrics_file_that_cannot_be_opened_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_metrics_file_that_cannot_be_opened_is_told_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written"):
-        LineWriter(tmp_path / "metrics.jsonl")
+    told: list[str] = []
+    writer = LineWriter(tmp_path / "metrics.jsonl", tell=told.append)
+    writer.write({"step": 1})
+    writer.write({"step": 2})
+    assert len(told) == 1
+    assert re.search(r"metrics.jsonl: cannot be written \(Is a directory\): .*training goes on", told[0])
 
 
 def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:

@@ -106,6 +106,39 @@ def test_each_rank_has_the_query_heads_that_attend_to_its_key_and_value_heads(si
         assert output.offsets[1] == query.offsets[0], "the output projection has the columns of the same heads"
 
 
+ADAPTED = (
+    *(f"self_attn.{which}_proj" for which in "qkvo"),
+    *(f"mlp.{which}_proj" for which in ("gate", "up", "down")),
+)
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+@pytest.mark.parametrize("module", [*(f"model.layers.1.{name}" for name in ADAPTED), "lm_head"])
+def test_an_adapter_is_divided_on_the_side_on_which_its_projection_is(size: int, order: str, module: str) -> None:
+    outputs, width = whole_sizes(SHAPE)[f"{module}.weight"]
+    sizes = {f"{module}.lora_A.weight": (4, width), f"{module}.lora_B.weight": (outputs, 4)}
+    counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in sizes.items()}
+    for rank in ranks(size, order):
+        (base,) = rank.pieces(f"{module}.weight")
+        first, second = (rank.pieces(name, adapter_rank=4)[0] for name in sizes)
+        for piece in (first, second):
+            assert piece.whole == sizes[piece.name]
+            assert piece.of(counts[piece.name]).shape == piece.sizes
+            piece.of(counts[piece.name]).add_(1)
+        assert (first.offsets[1], first.sizes[1]) == (base.offsets[1], base.sizes[1]), "A has the weight's inputs"
+        assert (second.offsets[0], second.sizes[0]) == (base.offsets[0], base.sizes[0]), "B has the weight's outputs"
+    for piece in (first, second):
+        assert bool((counts[piece.name] == piece.replicas).all())
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+def test_a_projection_alone_is_what_it_is_within_the_stack(size: int, order: str) -> None:
+    for rank in ranks(size, order):
+        for stack in ("self_attn.qkv_proj.weight_qkv", "mlp.gate_up_proj.weight"):
+            for piece in rank.pieces(f"model.layers.0.{stack}"):
+                assert rank.pieces(piece.name) == (replace(piece, start=0),)
+
+
 def test_neighbours_have_different_heads_on_trn1_and_the_same_head_on_trn2() -> None:
     assert [rank.key_value_chunk for rank in ranks(8, "trn1")] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert [rank.key_value_chunk for rank in ranks(8, "trn2")] == [0, 0, 0, 0, 1, 1, 1, 1]

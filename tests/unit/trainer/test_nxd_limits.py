@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL = {"numLayers": 2, "hiddenSize": 64, "intermediateSize": 64, "numAttentionHeads": 4, "numKeyValueHeads": 4}
+TEXT = {"sequenceLength": 32}
+PACKED = TEXT | {"format": "Instruction", "source": "/data/examples.jsonl", "examples": {"packing": True}}
 
 
 def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
-    document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": {"sequenceLength": 32}} | fields
+    document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": TEXT} | fields
     launch = replace(launch_at(0, ranks, node), alone=alone)
     return settle(TrainingConfig.model_validate(document), launch, vocabulary=320)
 
@@ -34,6 +36,8 @@ def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: An
         (2, {"parallelism": {"pipeline": 2}}, "parallelism.pipeline is 2, but backend Nxd has no pipeline: use 1"),
         (1, {"device": "Cpu"}, "device is Cpu, but backend Nxd computes on NeuronCores only: leave device out"),
         (2, {"precision": "BFloat16Stochastic"}, "drift apart; set dataParallel to ShardedOptimizer"),
+        (1, {"data": TEXT | {"maskDocuments": True}}, "data.maskDocuments cannot be had with the Nxd backend: leave"),
+        (1, {"data": PACKED}, "data.examples.packing cannot be had with the Nxd backend: leave it out"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], said: str) -> None:

@@ -12,16 +12,19 @@ from trainium_trainer.backends.choose import NXD_PACKAGES
 from trainium_trainer.exits import UserError, code_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that is looked through for packages before all others."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in (*NXD_PACKAGES, "trainium_trainer.backends.nxd"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+    yield tmp_path
+    for name in NXD_PACKAGES:  # transformers takes what it finds there for the real ones
+        sys.modules.pop(name, None)
 
 
 def refusal() -> UserError:

@@ -96,19 +96,25 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
     assert not (tmp_path / "other").exists()
 
 
-def test_every_row_has_a_name_of_its_own_and_divides_its_batch() -> None:
+def test_every_row_has_a_name_of_its_own_and_the_passes_that_it_says() -> None:
     from benchmarks.parity.rows import BASE, ROWS
+    from benchmarks.parity.tuning_rows import TUNING_ROWS, TUNING_SETTINGS
 
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    for row in ROWS:
-        assert BASE["batch"]["globalSize"] % (row.data * row.accumulation) == 0
+    from trainium_contract.sizes import passes
+
+    rows = (*ROWS, *TUNING_ROWS)
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.settings.name for row in TUNING_ROWS} == {settings.name for settings in TUNING_SETTINGS}
+    for row in rows:
+        micro = int(row.set_options[0].removeprefix("batch.microSize="))
+        assert passes(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
 
 
 def test_the_page_tells_of_rows_that_failed(tmp_path: Path) -> None:
     from benchmarks.parity.document import write
 
     row: dict[str, Any] = {"settings": "A", "data": 2, "tensor": 1, "pipeline": 3, "overrides": ["x=y"]}
-    row["accumulation"] = 1
+    row |= {"accumulation": 1, "date": "2026-01-01"}
     measured = {
         "losses": [2.0, 1.0],
         "loss": 1.0,
@@ -118,18 +124,27 @@ def test_the_page_tells_of_rows_that_failed(tmp_path: Path) -> None:
         "trainedLogits": 0.1,
     }
     report = {
-        "date": "2026-01-01",
         "versions": {"torch": "1", "transformers": "2"},
         "machine": "1 core",
         "steps": 2,
         "tolerance": 1e-4,
         "settings": {"A": "about", "B": "no rows"},
-        "references": {"A": [2.0, 1.1]},
+        "references": {"A": [2.0, 1.1], "C": [2.0, 1.1]},
         "rows": [row | {"passed": False, "problem": "rank 1 ended with 76"}, row | measured | {"passed": True}],
+        "tunings": {"C": "tuned"},
+        "adapterTolerance": 1e-4,
+        "mergedTolerance": 1e-5,
+        "adaptersOfPeft": {"C": 1e-7},
     }
+    tuned = row | measured | {"settings": "C", "trainedNumbers": 2e-3, "accuracy": 0.75, "passed": False}
+    report["rows"] += [tuned, row | {"settings": "C", "passed": False, "problem": "rank 0 ended with 64"}]
     write(report, tmp_path / "parity.md", tmp_path / "parity.png")
     page = (tmp_path / "parity.md").read_text()
     assert "| 2 | 1 | 3 | 1 | `x=y` | rank 1 ended with 76 | | | | | **failed** |" in page
+    assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | **failed** |" in page
+    assert "| 2 | 1 | 3 | 1 | `x=y` | rank 0 ended with 64 | | | | | | **failed** |" in page
+    assert "saved, from `peft`'s: C 1.0e-07." in page
     assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 0.0e+00 | 1.0e-01 | passed |" in page
     assert "no rows" not in page
+    assert "Made 2026-01-01 with torch 1" in page
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")

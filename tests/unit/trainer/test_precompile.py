@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from trainium_contract.trainer import TrainingConfig
+from trainium_trainer.compile import command, crew
+from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.config import settle
+from trainium_trainer.exits import UserError
 
 pytestmark = pytest.mark.timeout(240)  # processes that import torch, one after another
 
@@ -78,6 +82,52 @@ def test_one_process_stands_for_any_rank_of_a_world_divided_in_every_way() -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_places_of_a_model_are_compiled_side_by_side(tmp_path: Path) -> None:
+    trainer = JOB["spec"]["trainer"] | {"model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}}
+    spec = JOB["spec"] | {"trainer": trainer, "parallelism": {"tensor": 2, "pipeline": 2}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "TrainingJob", "spec": spec}))
+    done = run(tmp_path, "precompile", "--config", "job.yaml", "--sizes", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 nodes: data parallel 1, 4 place(s) in the model: compiled in ")
+
+
+TOOL = """#!/bin/sh
+cat > /dev/null
+echo "$2 $NEURON_RT_VISIBLE_CORES $RANK" > "$NOTES/$RANK"
+while [ "$RANK" != 0 ] && [ "$(ls "$NOTES" | wc -l)" -lt 4 ]; do sleep 0.02; done
+sleep 0.5
+[ "$RANK" != "$FAILS" ] || { echo "no such operator" >&2; exit 64; }
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "2"])
+def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The tool removes its folder at its start, and a core of the device is one process's; the tool is a stand-in."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "neuron_parallel_compile").write_text(TOOL)
+    (tmp_path / "neuron_parallel_compile").chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAILS": fails}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "_is_nxd", lambda _: True)
+    monkeypatch.setattr(command, "data_ranks", lambda _: (0,))
+    monkeypatch.setattr(crew, "memory_of", lambda _: 1)  # three fit beside each other on any machine
+    trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
+    settings = settle(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
+    if fails:
+        with pytest.raises(UserError, match="compiling for 4 ranks, rank 2: no such operator"):
+            command._compile(settings, None)
+        return
+    command._compile(settings, None)
+    seen = [(notes / str(rank)).read_text().split() for rank in range(4)]
+    assert len({folder for folder, _, _ in seen}) == 4
+    assert [rank for _, _, rank in seen] == ["0", "1", "2", "3"]
+    assert sorted(core for _, core, _ in seen[1:]) == ["0", "1", "2"]
+    assert not any(Path(folder).parent.exists() for folder, _, _ in seen)
 
 
 @pytest.mark.parametrize(

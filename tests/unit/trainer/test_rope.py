@@ -51,7 +51,7 @@ def test_linear_scaling_divides_every_frequency() -> None:
 
 
 def test_the_table_has_one_row_per_position_and_starts_unrotated() -> None:
-    cos, sin, _ = rotary(resolve_shape(ModelConfig(), 100), 7, CPU)
+    cos, sin, *_ = rotary(resolve_shape(ModelConfig(), 100), 7, CPU)
     assert cos.shape == sin.shape == (7, 24)
     assert cos[0].eq(1).all()
     assert sin[0].eq(0).all()

@@ -1,4 +1,4 @@
-"""HLAT's spike rule and the alarm about the loss, step by step."""
+"""HLAT's spike rule and the alarm about the norm's growth, step by step."""
 
 from __future__ import annotations
 
@@ -76,19 +76,46 @@ def test_a_spike_is_told_once_when_it_has_lasted_long_enough() -> None:
     assert [step for step, one in enumerate(told) if one] == [22]
 
 
+def test_a_norm_that_rises_with_the_learning_rate_while_the_loss_falls_is_not_told() -> None:
+    warming = [0.3 + 0.03 * step for step in range(60)]
+    falling = [8.0 - 0.05 * step for step in range(60)]
+    assert not any(one.spike_told for one in judged(warming, losses=falling))
+    assert judged(warming, losses=falling)[-1].after.spikes == 1, "it is counted all the same"
+    rising = falling[:22] + [falling[21] + 0.1 * step for step in range(38)]
+    assert any(one.spike_told for one in judged(warming, losses=rising))
+
+
 def test_the_alarm_is_raised_above_three_times_the_lowest_and_not_repeated() -> None:
-    losses = [5.0, 2.0, 4.0, 6.0, 6.1, 9.0, 5.0, 7.0]
-    assert [one.alarm_raised for one in judged([1.0] * 8, losses=losses)] == [False] * 4 + [True] + [False] * 3
+    norms = [0.5] * 10 + [0.2] + [0.5] * 10 + [0.6, math.nextafter(0.2 * 3, 1), 9.0, 0.3, 7.0]
+    found = judged(norms)
+    assert [step for step, one in enumerate(found) if one.alarm_raised] == [22]
+    assert [step for step, one in enumerate(found) if one.after.alarm] == [22, 23, 24, 25]
+    assert found[-1].after.lowest_norm == 0.2
 
 
-def test_the_alarm_may_be_raised_again_after_a_new_lowest() -> None:
-    losses = [2.0, 7.0, 2.0, 7.0, 1.9, 7.0]
-    assert [one.alarm_raised for one in judged([1.0] * 6, losses=losses)] == [False, True, False, False, False, True]
+def test_no_alarm_is_raised_before_there_are_twenty_steps() -> None:
+    assert not any(one.alarm_raised for one in judged([0.1] + [5.0] * 19))
+    assert judged([0.1] + [5.0] * 20)[-1].alarm_raised
+
+
+def test_the_alarm_may_be_raised_again_when_twenty_steps_were_below() -> None:
+    found = judged([0.5] * 20 + [2.0] + [0.5] * 19 + [2.0] + [0.5] * 20 + [2.0])
+    assert [step for step, one in enumerate(found) if one.alarm_raised] == [20, 61]
+    assert [found[step].after.alarm for step in (39, 40, 59, 60)] == [True, True, True, False]
+
+
+def test_the_loss_has_no_part_in_the_alarm() -> None:
+    """It follows the gradient: where the norm stays, a few samples were hard."""
+    assert not any(one.alarm_raised for one in judged([0.5] * 40, losses=[1.0] * 20 + [9.0] * 20))
+
+
+def test_a_step_without_a_gradient_is_not_the_lowest() -> None:
+    assert judged([0.5] * 10 + [0.0] + [0.5] * 20)[-1].after.lowest_norm == 0.5
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_a_skipped_step_is_not_judged(loss: float, norm: float) -> None:
-    state = Stability(norms=(1.0,) * 20, lowest_loss=2.0, spikes=4)
+    state = Stability(norms=(1.0,) * 20, lowest_norm=2.0, spikes=4)
     verdict = judge(state, HLAT, loss=loss, gradient_norm=norm)
     assert verdict == Judgement(after=state)
 
@@ -99,7 +126,7 @@ def test_it_makes_no_difference_where_the_steps_are_cut(norms: list[float], cut:
     whole = [one.after for one in judged(norms, rules, losses=norms)]
     state = whole[cut - 1] if 0 < cut <= len(norms) else Stability()
     start = cut if 0 < cut <= len(norms) else 0
-    # What a history file keeps: the newest norms, the counts and the lowest loss.
+    # What a history file keeps: the newest norms, the counts and the lowest norm.
     for norm, expected in zip(norms[start:], whole[start:], strict=True):
         state = judge(state, rules, loss=norm, gradient_norm=norm).after
         assert state == expected

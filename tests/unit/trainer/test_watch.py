@@ -12,8 +12,9 @@ import torch
 from trainium_contract.messages import AlertKind
 from trainium_contract.trainer_monitor import MonitorConfig
 from trainium_trainer.monitor.figures import StepFigures, perplexity
+from trainium_trainer.monitor.lines import LineWriter
 from trainium_trainer.monitor.watch import Alert, Device, Past, Watch, read_past
-from trainium_trainer.monitor.writers import METRICS_NAME, LineWriter, Recorder
+from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +43,7 @@ def write(root: Path, figures: list[StepFigures]) -> None:
 
 def test_judgements_over_a_restart_at_any_step_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
     choose = random.Random(1)
-    values = [(choose.uniform(1, 9), 5.0 if step % 11 > 6 else 1.0) for step in range(40)]
+    values = [(choose.uniform(1, 2) + step / 10, 5.0 if step % 11 > 6 else 1.0) for step in range(40)]
     watch = new_watch()
     whole = [take(watch, step, *value) for step, value in enumerate(values, start=1)]
     write(tmp_path, [figures for figures, _ in whole])
@@ -80,12 +81,12 @@ def test_alerts_name_the_step_the_figures_and_what_to_do() -> None:
     watch = new_watch()
     for step in range(1, 6):
         take(watch, step)
-    assert [take(watch, step, norm=9.0)[1] for step in (6, 7)] == [(), ()]
-    ((spike,), (alarm,)) = (take(watch, 8, norm=9.0)[1], take(watch, 9, loss=7.0)[1])
+    assert [take(watch, step, norm=2.5)[1] for step in (6, 7)] == [(), ()]
+    ((spike,), (alarm,)) = (take(watch, 8, norm=2.5)[1], take(watch, 9, norm=7.0)[1])
     assert spike.kind is AlertKind.LOSS_SPIKE
-    assert "Step 8: the gradient norm, 9, has been above" in spike.sentence
+    assert "Step 8: the gradient norm, 2.5, has been above" in spike.sentence
     assert "for 3 steps; it is spike 1" in spike.sentence
-    assert alarm.sentence.startswith("Step 9: the loss, 7, is above 3 times its lowest, 2:")
+    assert alarm.sentence.startswith("Step 9: the gradient norm, 7, is above 3 times its lowest, 1 (the loss is 2):")
     assert all("optimizer.learningRate" in alert.sentence for alert in (spike, alarm))
 
 
@@ -95,13 +96,13 @@ def test_a_history_of_an_earlier_version_can_be_gone_on_with(tmp_path: Path) -> 
     past = read_past(tmp_path, 5)
     assert past.stability.norms == (1.0,)
     assert past.began == 1.0
-    assert take(new_watch(past), 3)[0].stability.lowest_loss == 2.0
+    assert take(new_watch(past), 3)[0].stability.lowest_norm == 1.0
 
 
 def test_a_line_has_what_was_measured_and_no_number_that_json_lacks() -> None:
     figures, _ = take(new_watch(), 1, loss=float("nan"), norm=float("inf"), parameter_norm=float("nan"))
     line = json.loads(json.dumps(figures.to_json(), allow_nan=False))
-    assert (line["loss"], line["gradNorm"], line["lowestLoss"]) == (None, None, None)
+    assert (line["loss"], line["gradNorm"], line["lowestGradNorm"]) == (None, None, None)
     assert not {"perplexity", "validationLoss", "validationPerplexity", "mfu", "deviceBytes", "resumed"} & line.keys()
     assert line["hostBytes"] > 0
 

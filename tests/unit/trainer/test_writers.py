@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.writers import METRICS_NAME, Recorder, first_line, newest_lines
+from trainium_trainer.monitor.lines import first_line, newest_lines
+from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -93,6 +93,7 @@ class Jobs:
                 node_name=self.registered[pod].node_name,
                 node_rank=rank,
                 rendezvous_port=self.registered[pod].rendezvous_port,
+                seals=self.registered[pod].seals,
             )
             for rank, pod in enumerate(pods)
         ]

@@ -1,7 +1,8 @@
 """A stand-in for training where training is not the point: counts steps, keeps them in memory, saves on SIGTERM.
 
 Files in $FAKE_CONTROL steer it: `exit-<rank>` holds a code to leave with and last words (taken once), `always-exit` a
-code to leave with at once each time, `last-step` ends the run. Every start is written to `starts.jsonl`.
+code to leave with at once each time, `last-step` ends the run, after an export of as many pieces as `export` says: they
+outlive a process. Every start is written to `starts.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,31 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_contract.results import ArtifactReport, RunStage
+
+if TYPE_CHECKING:
+    from trainium_trainer.monitor.progress import ProgressWriter
 
 STEP_SECONDS = 0.02
+
+
+def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> bool:
+    """One more piece; whether that was the last."""
+    wanted, written = control / "export", control / "exported"
+    if not wanted.exists():
+        return True
+    done, pieces = (int(written.read_text()) if written.exists() else 0), int(wanted.read_text())
+    if done >= pieces:
+        progress.artifact(ArtifactReport(kind="Model", path="/out", step=step, bytes=done))
+        return True
+    progress.stage(RunStage.EXPORT, done / pieces)
+    if rank == 0:
+        temporary = written.with_suffix(".new")
+        temporary.write_text(str(done + 1))
+        temporary.rename(written)
+    return False
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +91,7 @@ def main(argv: list[str]) -> int:
     store.set(f"ready-{rank}", "1")
     store.wait([f"ready-{peer}" for peer in range(world)], timedelta(seconds=30))
     progress.resumed(step, tokens=0, samples=0)
+    last = control / "last-step"
     while True:
         time.sleep(STEP_SECONDS)
         command = control / f"exit-{rank}"
@@ -75,15 +100,16 @@ def main(argv: list[str]) -> int:
             command.unlink()
             print(last_words or f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
             return int(code)
+        if last.exists() and step >= int(last.read_text()):
+            if export(progress, control, rank, step):
+                return 0
+            continue
         step += 1
         progress.step_done(figures(step), seconds=STEP_SECONDS)
         if rank == 0:
             temporary = memory.with_suffix(".new")
             temporary.write_text(str(step))
             temporary.rename(memory)
-        last = control / "last-step"
-        if last.exists() and step >= int(last.read_text()):
-            return 0
         if stop:
             store.set("stop", "1")
         if store.check(["stop"]):

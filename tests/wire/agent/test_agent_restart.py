@@ -194,3 +194,34 @@ def standby_of(agent: int) -> str:
         if "standby" in Path(f"/proc/{pid}/cmdline").read_text():
             return pid
     return ""
+
+
+async def test_an_export_is_killed_more_often_than_a_step_may_be_and_goes_on_each_time(world: World) -> None:
+    (world.control / "export").write_text("1000")
+    (world.control / "last-step").write_text("10")  # before the start: every rank ends with the same step
+    await job(world, "a", "b", TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
+
+    def exports(name: str, attempt: int, beyond: float) -> bool:
+        beat = world.jobs.last(name)
+        progress = beat.progress
+        return beat.attempt == attempt and progress.stage == "Export" and progress.stage_done > beyond
+
+    reached = 0.0
+    for attempt in range(4):
+        await world.until(
+            lambda attempt=attempt, beyond=reached + 0.002: all(exports(name, attempt, beyond) for name in "ab"),
+            f"attempt {attempt} exports",
+        )
+        kill_rank(world, attempt % 2, attempt=attempt)
+        await world.until(lambda attempt=attempt: len(world.starts(attempt=attempt + 1)) == 2, "the next attempt")
+        reached = int((world.control / "exported").read_text()) / 1000
+    (world.control / "export").write_text("1")
+
+    await world.until(
+        lambda: all(world.jobs.last(name).phase == "Finished" for name in ("a", "b")), "the export is done"
+    )
+    beat = world.jobs.last("a")
+    assert [artifact.path for artifact in beat.progress.artifacts] == ["/out"]
+    assert len(beat.restarts) == 4
+    assert all(restart.resumed_at for restart in beat.restarts[:-1])
+    assert beat.verdict is None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import Cause
-from trainium_operator.plan.model import FleetView, NodeCondition, NodeReadiness, Taint
+from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

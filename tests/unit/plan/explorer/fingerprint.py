@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plan_world import Agent, Node, Pod
 
     from trainium_contract.messages import ProcessFailure, RestartRecord
-    from trainium_operator.plan.model import AgentView, NodeCondition
+    from trainium_operator.plan.model.observed import AgentView, NodeCondition
 
 _EXACT_SECONDS = 50.0
 _COARSE_SECONDS = 60.0

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from trainium_operator.plan import children, worker_pod
+from trainium_operator.plan.manifests import worker_pod
+from trainium_operator.plan.pods import configuration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def remembered_manifests() -> Iterator[None]:
     """Each manifest is built once per spec."""
     with (
-        patch.object(children, "config_map", _once(children.config_map)),
+        patch.object(configuration, "config_map", _once(configuration.config_map)),
         patch.object(worker_pod, "pod_template", _once(worker_pod.pod_template)),
     ):
         yield

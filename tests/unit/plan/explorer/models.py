@@ -14,15 +14,16 @@ NODES = 4
 _WARM_SECONDS = 12
 
 
-def _model(nodes: int = NODES, **workers: Any) -> FakeCluster:
+def _model(nodes: int = NODES, batch: int = 24, **workers: Any) -> FakeCluster:
     recovery = {"rescaleAfterSeconds": 30, "budgets": {"process": {"maxFailures": 50}}}
-    made = spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer={"steps": 10**6})
+    trainer = {"steps": 10**6, "batch": {"globalSize": batch}}
+    made = spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer=trainer)
     return FakeCluster(made, nodes)
 
 
-def trains(nodes: int = NODES, **workers: Any) -> FakeCluster:
+def trains(nodes: int = NODES, batch: int = 24, **workers: Any) -> FakeCluster:
     """A job that trains."""
-    cluster = _model(nodes, **workers)
+    cluster = _model(nodes, batch, **workers)
     cluster.run(_WARM_SECONDS)
     return cluster
 
@@ -30,5 +31,7 @@ def trains(nodes: int = NODES, **workers: Any) -> FakeCluster:
 MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     "spare": (lambda: trains(spares=1, minReplicas=1), lambda: _model(spares=1, minReplicas=1)),
     "rigid": (trains, _model),
+    # With one node less three are left, of which two are as fast: the third is in reserve.
+    "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
 }
 """By name: the states from which histories begin, one that trains and one that has just been created."""

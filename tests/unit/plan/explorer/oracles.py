@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import Phase
-from trainium_operator.plan.causes import Budget, budget_of
-from trainium_operator.plan.conditions import is_terminal
+from trainium_operator.plan.faults.causes import budget_of
+from trainium_operator.plan.faults.fault_table import Budget
+from trainium_operator.plan.model.conditions import is_terminal
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster
@@ -61,8 +62,10 @@ def _sizes(cluster: FakeCluster) -> None:
     if membership is None or cluster.status.membership.size == 0:
         return
     size = len(membership.members)
-    assert cluster.spec.batch_shape().is_legal(size), f"{size} is no legal size"
-    assert size >= min(workers.min_replicas or 1, workers.replicas), "smaller than the job allows"
+    shape, floor = cluster.spec.batch_shape(), min(workers.min_replicas or 1, workers.replicas)
+    assert shape.is_legal(size), f"{size} is no legal size"
+    assert shape.best(size, min(size, floor)) == size, f"{size} nodes train where fewer are as fast"
+    assert size >= floor, "smaller than the job allows"
 
 
 def _budgets(status: TrainingJobStatus, blamed: Blamed) -> None:

@@ -1,0 +1,225 @@
+"""Tuning on the nxd backend with the real neuronx-distributed: curves, adapters, checkpoints of the native one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from trainium_trainer.checkpoint.contents import Contents
+from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.survey import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    Launcher = Callable[..., Any]
+    MakeBase = Callable[..., Path]
+    Trained = dict[str, torch.Tensor]
+    Metrics = list[dict[str, Any]]
+    Run = Callable[..., tuple[Metrics, Trained]]
+
+pytestmark = pytest.mark.timeout(900)  # the first test also waits for NxD's imports
+
+NXD, NATIVE = "backend=Nxd", "backend=Native"
+TP, TP4 = "parallelism.tensor=2", "parallelism.tensor=4"
+SP = "parallelism.sequence=true"
+ZERO1 = "dataParallel=ShardedOptimizer"
+CONSTANT = "schedule.kind=Constant"
+SETTINGS = "rank: 4, alpha: 8"
+LORA = f"tuning={{method: LoRA, lora: {{{SETTINGS}, targets: ['*_proj', lm_head]}}}}"
+SOME = f"tuning={{method: LoRA, lora: {{{SETTINGS}, targets: [k_proj, up_proj, down_proj]}}}}"
+DROPS = f"tuning={{method: LoRA, lora: {{{SETTINGS}, dropout: 0.3, targets: ['*_proj']}}}}"
+BESIDE = f"tuning={{method: LoRA, trainable: ['*norm', embed_tokens], lora: {{{SETTINGS}}}}}"
+PATTERNS = "tuning={trainable: ['model.layers.1.*', norm]}"
+MIXED = "tuning={trainable: [q_proj, v_proj, gate_proj, lm_head]}"
+TUNINGS = {
+    "LoRA": LORA,
+    "LoRA on some": SOME,
+    "LoRA with dropout": DROPS,
+    "LoRA beside weights": BESIDE,
+    "patterns": PATTERNS,
+    "mixed": MIXED,
+}
+needs_torch_xla = pytest.mark.torch_xla
+
+
+def trained(folder: Path) -> Trained:
+    """The weights in the newest checkpoint."""
+    storage = PosixStorage(folder)
+    contents = Contents(storage, survey(storage).committed[0], Retry(()))
+    return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
+
+
+@pytest.fixture
+def run(launch: Launcher, base: Path) -> Run:
+    """Tune a base to the end: the metrics and what was trained."""
+
+    def start(ranks: int, name: str, *overrides: str, weights: Path = base, **given: Any) -> tuple[Metrics, Trained]:
+        job = launch(ranks, name, [f"model.weights={weights}", *overrides], **given)
+        assert job.wait(300) == [0] * ranks, job.log()
+        return job.metrics(), trained(job.folder)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def native() -> dict[str, tuple[Metrics, Trained]]:
+    """What the native backend made of each tuning, once it was asked for."""
+    return {}
+
+
+def assert_same(ours: tuple[Metrics, Trained], theirs: tuple[Metrics, Trained]) -> None:
+    for line, expected in zip(ours[0], theirs[0], strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, tensor in theirs[1].items():
+        assert ours[1][name].dtype == tensor.dtype
+        torch.testing.assert_close(ours[1][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+LAYOUTS = [
+    pytest.param(1, [], id="one"),
+    pytest.param(2, [TP], id="tp2"),
+    pytest.param(2, [TP, SP], id="tp2, sequence"),
+    pytest.param(4, [TP4, SP], id="tp4, sequence, repeated heads as on trn1"),
+    pytest.param(4, [TP, SP, ZERO1], id="tp2, sequence, zero1 dp2", marks=needs_torch_xla),
+    pytest.param(4, [TP, "recompute=Full"], id="tp2 dp2, full recompute"),
+    pytest.param(2, [TP, SP, "recompute=Selective"], id="tp2, sequence, selective recompute"),
+]
+
+
+@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
+def test_the_curve_and_what_was_trained_are_those_of_the_native_backend(
+    run: Run,
+    native: dict[str, tuple[Metrics, Trained]],
+    ranks: int,
+    overrides: Sequence[str],
+    tuning: str,
+) -> None:
+    if tuning not in native:
+        native[tuning] = run(1, "native", NATIVE, TUNINGS[tuning])
+    assert_same(run(ranks, "nxd", NXD, TUNINGS[tuning], *overrides), native[tuning])
+
+
+@pytest.mark.parametrize("tuning", ["LoRA", "LoRA with dropout", "mixed"])
+def test_heads_repeated_as_on_trn2_make_the_same_curve(
+    run: Run, native: dict[str, tuple[Metrics, Trained]], tuning: str
+) -> None:
+    if tuning not in native:
+        native[tuning] = run(1, "native", NATIVE, TUNINGS[tuning])
+    assert_same(run(4, "nxd", NXD, TUNINGS[tuning], TP4, TEST_NXD_TARGET="trn2"), native[tuning])
+
+
+@pytest.mark.parametrize("overrides", [[TP, SP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
+def test_all_of_a_base_is_trained_as_on_the_native_backend(run: Run, overrides: list[str]) -> None:
+    assert_same(run(4, "nxd", NXD, *overrides), run(1, "native", NATIVE))
+
+
+@pytest.mark.parametrize("tuning", [BESIDE, "tuning={trainable: [down_proj]}"], ids=["trained", "frozen"])
+def test_an_embedding_for_both_ends_is_trained_or_frozen_as_one(run: Run, make_base: MakeBase, tuning: str) -> None:
+    weights = make_base(tied=True)
+    theirs = run(1, "native", NATIVE, tuning, weights=weights)
+    assert_same(run(2, "nxd", NXD, tuning, TP, SP, weights=weights), theirs)
+
+
+@pytest.mark.parametrize("tuning", [LORA, "tuning={method: Full}"], ids=["LoRA", "full"])
+def test_rows_of_a_padded_vocabulary_do_not_count(run: Run, make_base: MakeBase, tuning: str) -> None:
+    weights = make_base(vocabulary=321)
+    theirs = run(2, "native", NATIVE, tuning, TP, weights=weights)
+    for name, overrides in (("nxd", [TP]), ("sequence", [TP, SP])):
+        assert_same(run(2, name, NXD, tuning, *overrides, weights=weights), theirs)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "overrides"),
+    [
+        pytest.param(LORA, ["precision=BFloat16", TP], id="LoRA"),
+        pytest.param(BESIDE, ["precision=BFloat16", TP, SP, ZERO1], id="LoRA beside weights", marks=needs_torch_xla),
+        pytest.param(MIXED, ["precision=BFloat16", TP, SP], id="mixed"),
+        pytest.param(MIXED, ["precision=BFloat16Stochastic", TP, ZERO1], id="mixed, bfloat16", marks=needs_torch_xla),
+    ],
+)
+def test_half_precision_stays_close_to_full_precision(run: Run, overrides: list[str], tuning: str) -> None:
+    whole, _ = run(1, "whole", NATIVE, tuning)
+    half, adapters = run(4, "half", NXD, tuning, *overrides)
+    assert half[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-2)
+    assert half[-1]["loss"] != whole[-1]["loss"]
+    assert {tensor.dtype for name, tensor in adapters.items() if ".lora_" in name} <= {torch.float32}
+
+
+@pytest.mark.parametrize("tuning", [DROPS, PATTERNS], ids=["LoRA with dropout", "patterns"])
+@pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, overrides: list[str], tuning: str) -> None:
+    settings = [NXD, CONSTANT, tuning, *overrides]
+    through, theirs = run(4, "through", *settings, "steps=6")
+    run(4, "halted", *settings, "steps=3")
+    resumed, ours = run(4, "halted", *settings, "steps=6")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in through]
+    assert [line["gradNorm"] for line in resumed] == [line["gradNorm"] for line in through]
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@needs_torch_xla
+@pytest.mark.parametrize("tuning", [DROPS, MIXED], ids=["LoRA with dropout", "mixed"])
+def test_a_checkpoint_goes_from_the_native_backend_through_layouts_and_back(run: Run, tuning: str) -> None:
+    reference = run(1, "reference", NATIVE, tuning, CONSTANT, "steps=8")
+    layouts: list[tuple[int, list[str]]] = [
+        (2, [NATIVE]),
+        (4, [NXD, ZERO1, TP, SP]),
+        (4, [NXD, TP4]),
+        (2, [NATIVE, TP]),
+    ]
+    for number, (ranks, overrides) in enumerate(layouts, start=1):
+        travelled = run(ranks, "travelling", *overrides, tuning, CONSTANT, f"steps={2 * number}")
+    assert_same(travelled, reference)
+
+
+def test_a_killed_run_goes_on_from_memory(launch: Launcher, run: Run, base: Path) -> None:
+    settings = [NXD, TP, CONSTANT, DROPS, "steps=12"]
+    reference, theirs = run(2, "reference", *settings)
+    job = launch(2, "killed", [f"model.weights={base}", *settings], memory=True)
+    job.wait_for_step(5, 300)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    resumed, ours = run(2, "killed", *settings, memory=True)
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in reference]
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_a_run_begins_with_an_adapter_that_peft_saved(run: Run, base: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(base)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(5)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    tuning = (
+        f"tuning={{method: LoRA, lora: {{{SETTINGS}, targets: [q_proj, v_proj, down_proj], "
+        f"adapter: {tmp_path / 'adapter'}}}}}"
+    )
+    theirs = run(1, "native", NATIVE, tuning)
+    assert_same(run(4, "nxd", NXD, tuning, TP, SP), theirs)
+    begun, _ = run(1, "fresh", NATIVE, tuning.replace(str(tmp_path / "adapter"), "null"), "steps=2")
+    assert begun[0]["loss"] != pytest.approx(theirs[0][0]["loss"], rel=1e-3), "the adapter was used"
+
+
+@pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
+def test_what_is_frozen_has_no_gradient_no_moments_and_no_master_weights(
+    program: Callable[..., list[dict[str, Any]]], base: Path, overrides: list[str]
+) -> None:
+    for found in program("frozen", 4, NXD, f"model.weights={base}", LORA, "precision=BFloat16", *overrides):
+        assert found["held"] > 0
+        assert found["strange"] == [], "adapters alone are held and have gradients, in float32"
+        assert found["frozen"] == ["torch.bfloat16"]
+        assert found["same"], "the base is as it was"

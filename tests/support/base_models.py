@@ -1,0 +1,60 @@
+"""Real Hugging Face folders of tiny Llamas made by `transformers`, and checkpoints as a run leaves them.
+
+model = save_base(tmp_path / "base", dtype=torch.bfloat16, num_hidden_layers=3)
+write_run(tmp_path / "run", shape, {"model.norm.weight": tensor}, step=7, settings={"weights": digest})
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.whole import Source, write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trainium_trainer.models.shapes import ModelShape
+
+TINY: dict[str, Any] = {
+    "vocab_size": 72,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def save_base(
+    folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, largest: str = "5GB", **fields: Any
+) -> Any:
+    """Save a Llama of random weights; returns the model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    # Larger than usual, so that logits of different weights differ visibly.
+    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**TINY | {"initializer_range": 0.2} | fields))
+    model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=largest)  # type: ignore[operator]
+    return model
+
+
+def write_run(
+    root: Path | str,
+    shape: ModelShape,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    step: int = 7,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """A committed checkpoint of `weights`, by the names of parameters, as a run of a model of `shape` leaves it."""
+    sources = [Source(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach) for name, tensor in weights.items()]
+    position = Position(step=step, samples=step * 8, tokens=step * 100)
+    fixed = {"model": shape.to_json(), "seed": 0, "data": "d" * 64, "globalBatch": 8} | dict(settings or {})
+    write_whole(open_storage(str(root)), sources, position, fixed, Retry())

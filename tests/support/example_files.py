@@ -1,0 +1,124 @@
+"""Records, tokenizers of models' kinds, and data configurations for them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from trainium_contract.trainer_data import DataConfig
+from trainium_trainer.data.examples.opening import OpenExamples, open_examples
+from trainium_trainer.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
+BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+TURN, HEAD, TAIL = "<|eot|>", "<|head|>", "<|tail|>"
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|head|>' + message['role'] + '<|tail|>\n\n' + message['content'] | trim + '<|eot|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|tail|>\n\n' }}{% endif %}"
+)
+"""As Llama 3 has it."""
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ENDED = "<|endoftext|>"
+
+
+def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Instructions, every third one with a context, in two categories."""
+    choose = random.Random(seed)
+    return [
+        {
+            "instruction": f"say {WORDS[number % 12]} number {number}",
+            "context": " ".join(choose.choices(WORDS, k=9)) if number % 3 == 0 else "",
+            "response": " ".join(choose.choices(WORDS, k=choose.randint(1, 12))),
+            "category": ("open_qa", "information_extraction")[number % 2],
+        }
+        for number in range(count)
+    ]
+
+
+def write_records(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_tokenizer(
+    folder: Path,
+    *,
+    specials: Sequence[str] = (BOS, EOS, PAD, TURN, HEAD, TAIL, "<|im_start|>", "<|im_end|>"),
+    bos: bool = True,
+    chat: str | None = CHAT,
+    **more: Any,
+) -> Path:
+    """A byte-level BPE with special tokens, as a model's folder has it; `bos`: it begins texts with BOS."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([json.dumps(row) for row in records(200)], trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = (
+        {"bos_token": BOS, "eos_token": {"__type": "AddedToken", "content": EOS, "special": True}, "pad_token": PAD}
+        if EOS in specials
+        else {}
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **({"chat_template": chat} if chat else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+    return folder / "tokenizer.json"
+
+
+def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
+    """Of format Instruction in sequences of 64, with the tokenizer in `tmp_path/tokenizer` if it is there."""
+    fields: dict[str, Any] = {
+        "format": "Instruction",
+        "sequence_length": 64,
+        "cache_directory": str(tmp_path / "cache"),
+        "workers": 1,
+    }
+    folder = tmp_path / "tokenizer"
+    fields["tokenizer"] = {"path": str(folder)} if folder.exists() else {"vocab_size": 300}
+    return DataConfig.model_validate({**fields, "source": str(source), **more})
+
+
+def opened(settings: DataConfig, *, batch: int = 8, epochs: float = 0.0) -> OpenExamples:
+    from pathlib import Path
+
+    assert settings.cache_directory is not None
+    cache = Path(settings.cache_directory)
+    cache.mkdir(exist_ok=True)
+    return open_examples(settings, cache, batch, epochs=epochs)
+
+
+def texts(data: OpenExamples, source: int = 0) -> list[tuple[str, str]]:
+    """Each stored example: all of it, and what is learned of it, decoded."""
+    tokenizer = load_tokenizer(data.tokenizer)
+    stored = data.sources[source].stored
+    found = []
+    for number in range(len(stored.rows)):
+        ids, trained = stored.example(number)
+        found.append(
+            (
+                str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
+                str(tokenizer.decode(ids[trained].tolist(), skip_special_tokens=False)),
+            )
+        )
+    return found

@@ -1,0 +1,134 @@
+"""The agents' store on a real server: what somebody else writes there is refused before it is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.messages import Member, Membership, Transition
+from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_store
+from trainium_trainer.agent.policy import GenerationState
+from trainium_trainer.agent.seal import LONGEST_VALUE, ForgedValueError, Seal
+
+
+def membership_at(
+    port: int = 1, *, generation: int = 1, seals: tuple[bool, ...] = (True, True), uid: str = "uid"
+) -> Membership:
+    members = tuple(
+        Member(
+            pod_uid=f"{uid}-{rank}",
+            pod_name=f"job-w-{rank}",
+            pod_ip="127.0.0.1",
+            node_name=f"node-{rank}",
+            node_rank=rank,
+            rendezvous_port=port,
+            seals=each,
+        )
+        for rank, each in enumerate(seals)
+    )
+    return Membership(
+        generation=generation,
+        transition=Transition.IMMEDIATE,
+        cause=Cause.RESIZE,
+        members=members,
+        processes_per_node=1,
+    )
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    return serve_store("127.0.0.1")
+
+
+def stranger(server: TCPStore) -> TCPStore:
+    """Somebody who reaches the port and knows how the store is used."""
+    return TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5), wait_for_workers=False)
+
+
+def connected(membership: Membership) -> GenerationStore:
+    store = GenerationStore(membership)
+    store.connect()
+    return store
+
+
+def test_agents_of_a_generation_understand_each_other(server: TCPStore) -> None:
+    one, two = (connected(membership_at(server.port)) for _ in range(2))
+    one.begin(GenerationState())
+    one.set(one.key(0, "port"), "29500")
+    assert two.get(two.key(0, "port")) == "29500"
+    after = two.change(lambda state: GenerationState(attempt=state.attempt + 1))
+    assert after.attempt == one.state().attempt == 1
+    assert one.change(lambda state: state).attempt == 1
+    assert one.count(one.key("left"), 2) == 2
+
+
+def test_a_stop_that_a_stranger_writes_is_refused_and_told_once(
+    server: TCPStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    membership = membership_at(server.port)
+    ours = connected(membership)
+    ours.begin(GenerationState())
+    sealed = stranger(server).get(ours.key("state"))
+    stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
+    for forged in (stopped.encode(), b"x" * 32 + stopped.encode(), b"", b"\xff" * 40, sealed[:-1], b"["):
+        stranger(server).set(ours.key("state"), forged.decode("latin-1"))
+        for ask in (ours.state, lambda: ours.change(lambda state: state)):
+            if not ours.connected:
+                ours.connect()
+            with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
+                ask()
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+    stranger(server).set(ours.key("state"), sealed.decode())
+    assert ours.state() == GenerationState()
+
+
+def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: TCPStore) -> None:
+    ours = connected(membership_at(server.port))
+    ours.set(ours.key(0, "port"), "29500")
+    sealed = stranger(server).get(ours.key(0, "port")).decode()
+    stranger(server).set(ours.key(1, "port"), sealed)
+    with pytest.raises(StoreLostError):
+        ours.get(ours.key(1, "port"))
+    next_one = Seal(membership_at(generation=2))
+    with pytest.raises(ForgedValueError):
+        next_one.open(ours.key(0, "port"), sealed)
+    with pytest.raises(ForgedValueError):
+        Seal(membership_at(uid="other")).open(ours.key(0, "port"), sealed)
+
+
+def test_nobody_seals_while_an_agent_of_an_older_version_is_among_them(server: TCPStore) -> None:
+    ours = connected(membership_at(server.port, seals=(True, False)))
+    ours.begin(GenerationState(attempt=3))
+    assert json.loads(stranger(server).get(ours.key("state")))["attempt"] == 3
+    assert ours.state().attempt == 3
+
+
+def test_a_value_beyond_all_bounds_is_not_read() -> None:
+    for seals in ((True,), (False,)):
+        with pytest.raises(ForgedValueError, match="longer than anything"):
+            Seal(membership_at(seals=seals)).open("state", b"x" * (LONGEST_VALUE + 1))
+
+
+@given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
+def test_any_change_of_a_sealed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
+    seal = Seal(membership_at())
+    sealed = seal.close(name, value)
+    assert seal.open(name, sealed.encode()) == value
+    at %= len(sealed)
+    changed = sealed[:at] + to + sealed[at + 1 :]
+    if changed != sealed:
+        with pytest.raises(ForgedValueError):
+            seal.open(name, changed.encode())
+
+
+def test_an_agent_of_an_older_version_reads_a_membership_with_seals_and_is_read_without() -> None:
+    wire = membership_at().model_dump(mode="json", by_alias=True)
+    assert wire["members"][0].pop("seals") is True
+    assert not Membership.model_validate(wire).members[0].seals

@@ -1,0 +1,191 @@
+"""Adapters and merged models against peft itself: what it loads, merges and saves is what we write, merge and read."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_trainer import cli
+from trainium_trainer.artifacts.export import export, merge
+from trainium_trainer.artifacts.peft_format import short_names
+from trainium_trainer.exits import UserError
+from trainium_trainer.weights.adapter import AdapterWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    # Of one library about another.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
+]
+FLOAT32 = ArtifactPrecision.FLOAT32
+UNTIED = {"tie_word_embeddings": False}
+TOKENS = torch.randint(0, 72, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def load(folder: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    model, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"lora": {"targets": ["*_proj"], "rankStabilized": True, "alpha": 3.5}},
+        {"base": UNTIED, "lora": {"targets": ["lm_head", "model.layers.1.mlp.*"]}},
+        {"base": UNTIED, "trainable": ["lm_head", "embed_tokens", "model.layers.1.input_layernorm"]},
+        {"base": {"tie_word_embeddings": True}, "trainable": ["embed_tokens"]},
+        {"base": {"dtype": torch.bfloat16}},
+    ],
+    ids=["plain", "all, stabilised", "head and one layer", "whole weights too", "tied embedding too", "half base"],
+)
+def test_peft_loads_our_adapter_and_merges_it_to_our_model(
+    tmp_path: Path, tuned: Callable[..., Any], given: dict[str, Any]
+) -> None:
+    from peft import PeftModel
+
+    run = tuned(**given)
+    base = str(tmp_path / "base")
+    export(run.root, tmp_path / "adapter", base=base, kind=ArtifactKind.ADAPTER)
+    export(run.root, tmp_path / "model", base=base, precision=FLOAT32)
+    with_peft = PeftModel.from_pretrained(load(tmp_path / "base"), str(tmp_path / "adapter"))
+    expected, merged = logits(with_peft), logits(load(tmp_path / "model"))
+    scale = float(expected.abs().max())
+    assert float((merged - expected).abs().max()) < 1e-5 * scale
+    assert float((merged - logits(with_peft.merge_and_unload())).abs().max()) < 1e-5 * scale
+    assert float((merged - logits(load(tmp_path / "base"))).abs().max()) > 0.05 * scale
+
+
+def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    run = tuned(lora={"dropout": 0.1})
+    export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == {f"base_model.model.{name}" for name in run.trained}
+    for name, value in run.trained.items():
+        assert torch.equal(found[f"base_model.model.{name}"], value)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert list(config) == sorted(config)
+    said = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
+    assert said.items() <= config.items()
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    again = AdapterWeights.open(str(tmp_path / "adapter"))
+    assert again.base_digest == run.weights.digest
+    again.check(run.config.tuning, run.shape, run.weights.digest)
+
+
+def test_every_field_of_the_configuration_is_one_that_peft_knows(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    from peft import LoraConfig
+
+    run = tuned()
+    export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config.keys() <= LoraConfig().to_dict().keys()
+
+
+def test_merging_what_peft_saved_is_what_peft_merges(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    from peft import PeftModel
+
+    run = tuned(lora={"targets": ["*_proj"]}, base=UNTIED, trainable=["model.norm"])
+    export(run.root, tmp_path / "ours", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
+    with_peft = PeftModel.from_pretrained(load(tmp_path / "base"), str(tmp_path / "ours"))
+    with_peft.save_pretrained(tmp_path / "theirs")
+    merge(str(tmp_path / "base"), str(tmp_path / "theirs"), tmp_path / "merged", precision=FLOAT32)
+    merge(str(tmp_path / "base"), str(tmp_path / "ours"), tmp_path / "merged2", precision=FLOAT32)
+    expected = logits(with_peft.merge_and_unload())
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "merged2")]
+    assert files[0] == files[1]
+
+
+def test_merging_into_a_file_of_half_precision_rounds_once(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    run = tuned(base={"dtype": torch.bfloat16})
+    export(run.root, tmp_path / "model", base=str(tmp_path / "base"), precision=ArtifactPrecision.BFLOAT16)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    for name, before in run.base.named_parameters():
+        if name.endswith("q_proj.weight"):
+            module = name.removesuffix(".weight")
+            narrow, wide = (run.trained[f"{module}.lora_{side}.weight"] for side in "AB")
+            exact = before.detach().double() + 3.0 * (wide.double() @ narrow.double())
+            assert torch.equal(found[name], exact.bfloat16())
+        elif not name.endswith("v_proj.weight"):
+            assert torch.equal(found[name], before.detach())
+
+
+def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    from peft import PeftModel
+
+    run = tuned(base=UNTIED, vocabulary=75, padding=5, trainable=["lm_head", "embed_tokens"])
+    base = str(tmp_path / "base")
+    export(run.root, tmp_path / "model", base=base, precision=FLOAT32)
+    export(run.root, tmp_path / "adapter", base=base, kind=ArtifactKind.ADAPTER)
+    model = load(tmp_path / "model")
+    assert model.config.vocab_size == 75
+    assert torch.equal(model.lm_head.weight, run.trained["lm_head.weight"][:75])
+    grown = load(tmp_path / "base")
+    grown.resize_token_embeddings(75, mean_resizing=False)
+    with_peft = PeftModel.from_pretrained(grown, str(tmp_path / "adapter"))
+    tokens = torch.cat([TOKENS, torch.tensor([[72], [74]])], dim=1)
+    torch.testing.assert_close(logits(model, tokens), logits(with_peft, tokens), rtol=1e-4, atol=1e-4)
+    assert "base.resize_token_embeddings(base.config.vocab_size + 3)" in (tmp_path / "adapter/README.md").read_text()
+
+
+def test_what_does_not_belong_together_is_not_merged(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    from base_models import save_base
+
+    run = tuned()
+    export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
+    save_base(tmp_path / "sibling", seed=9)
+    save_base(tmp_path / "quantised")
+    document = json.loads((tmp_path / "quantised/config.json").read_text())
+    document["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "quantised/config.json").write_text(json.dumps(document))
+    for name, sentence in (
+        ("sibling", "was trained on another base than this one"),
+        ("quantised", r"is quantised \(bitsandbytes\).*can neither be trained nor merged into"),
+        ("adapter", "has no config.json"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            merge(str(tmp_path / name), str(tmp_path / "adapter"), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_merge_and_export_adapters(
+    tmp_path: Path, tuned: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tuned()
+    base, adapter, out = (str(tmp_path / name) for name in ("base", "adapter", "out"))
+    assert cli.run(["export", run.root, adapter, "--base", base, "--adapter"]) == 0
+    assert cli.run(["merge", "--base", base, "--adapter", adapter, out, "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == f"exported step 7 to {adapter}\nmerged {adapter} into {base}: {out}\n"
+    export(run.root, tmp_path / "model", base=base, precision=FLOAT32)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (["a.0.q", "a.1.q"], ["q"]),
+        (["a.0.q", "a.1.q", "a.0.v"], ["a.0.q", "a.0.v", "a.1.q"]),
+        (["a.0.v", "a.1.v", "head"], ["head", "v"]),
+    ],
+)
+def test_targets_are_short_where_short_names_mean_no_other_module(modules: list[str], names: list[str]) -> None:
+    assert short_names(modules, ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "head"]) == names

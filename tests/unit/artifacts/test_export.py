@@ -1,0 +1,183 @@
+"""A model in Hugging Face's form, against `transformers` itself: names, shapes, rotary scaling, logits."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from base_models import save_base, write_run
+
+from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer_model import ModelConfig
+from trainium_trainer import cli
+from trainium_trainer.artifacts.export import export
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.shapes import resolve_shape
+from trainium_trainer.tuning.choice import parameter_sizes
+from trainium_trainer.weights import BaseWeights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.models.shapes import ModelShape
+
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 72}
+FLOAT32 = ArtifactPrecision.FLOAT32
+
+
+def model_of(**fields: Any) -> tuple[Llama, ModelShape]:
+    shape = resolve_shape(ModelConfig.model_validate(SMALL | fields), 72)
+    model = Llama(shape)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.empty(parameter.shape).uniform_(-0.4, 0.4, generator=generator))
+    return model, shape
+
+
+def run_of(folder: Path, **fields: Any) -> tuple[Llama, ModelShape]:
+    """A run's checkpoint below `folder/run`."""
+    model, shape = model_of(**fields)
+    write_run(folder / "run", shape, dict(model.named_parameters()))
+    return model, shape
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"head_dim": 16, "num_key_value_heads": 1},
+        {"rope_scaling": {"kind": "Linear", "factor": 3.0}},
+        # Short waves are kept, long ones slowed and those between mixed, all within these few positions.
+        {"rope_scaling": {"original_max_positions": 64}, "rope_theta": 500.0},
+    ],
+    ids=["tied", "untied", "wide heads", "linear", "llama3"],
+)
+def test_transformers_computes_the_same_logits(tmp_path: Path, fields: dict[str, Any]) -> None:
+    from transformers import LlamaForCausalLM
+
+    model, shape = run_of(tmp_path, **fields)
+    assert export(str(tmp_path / "run"), tmp_path / "out", precision=FLOAT32) == 7
+    reference, report = LlamaForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert sum(parameter.numel() for parameter in reference.parameters()) == shape.num_parameters
+    tokens = torch.randint(0, 72, (2, 33), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_large_models_are_written_in_parts_that_an_index_names(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, shape = run_of(tmp_path, tie_embeddings=False)
+    weights = dict(model.named_parameters())
+    export(str(tmp_path / "run"), tmp_path / "out", largest=10_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == 2 * shape.num_parameters
+    assert index["weight_map"].keys() == parameter_sizes(shape).keys()
+    found: dict[str, torch.Tensor] = {}
+    for name in files:
+        found |= load_file(tmp_path / "out" / name)
+    assert found.keys() == weights.keys()
+    for name, value in found.items():
+        assert torch.equal(value, weights[name].bfloat16())
+
+
+def test_rows_of_padding_are_left_out(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    model, shape = model_of(tie_embeddings=False)
+    write_run(tmp_path / "run", replace(shape, vocab_padding=5), dict(model.named_parameters()))
+    export(str(tmp_path / "run"), tmp_path / "out", precision=FLOAT32)
+    written = BaseWeights.open(str(tmp_path / "out"))
+    assert written.shape == replace(shape, vocab_size=67)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        rows = torch.empty(67, 32)
+        written.fill(name, (0, 0), rows)
+        assert torch.equal(rows, dict(model.named_parameters())[name][:67])
+
+
+def test_a_model_of_another_size_is_refused_and_leaves_no_complete_folder(tmp_path: Path) -> None:
+    model, _ = model_of()
+    _, other = model_of(intermediate_size=64)
+    write_run(tmp_path / "run", other, dict(model.named_parameters()))
+    with pytest.raises(UserError, match=r"gate_proj\.weight has the size \[48, 32\], but the model's is \[64, 32\]"):
+        export(str(tmp_path / "run"), tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty: name a folder that does not exist yet"):
+        export(str(tmp_path / "run"), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_an_export_that_is_done_is_not_done_again(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    export(str(tmp_path / "run"), tmp_path / "out")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    export(str(tmp_path / "run"), tmp_path / "out")
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    with pytest.raises(UserError, match="is not empty"):
+        export(str(tmp_path / "run"), tmp_path / "out", precision=FLOAT32)
+
+
+def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    before = os.umask(0o027)
+    try:
+        export(str(tmp_path / "run"), tmp_path / "out")
+    finally:
+        os.umask(before)
+    rights = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert rights == dict.fromkeys(["README.md", "artifact.json", "config.json", "model.safetensors"], 0o640)
+
+
+def test_a_run_that_trained_a_part_needs_its_base_and_no_other(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", tie_word_embeddings=False)
+    save_base(tmp_path / "other", tie_word_embeddings=False, seed=3)
+    opened = BaseWeights.open(str(tmp_path / "base"))
+    tuned = {"lm_head.weight": torch.randn(72, 32), "model.norm.weight": torch.randn(32)}
+    settings = {"weights": opened.digest, "tuning": {"method": "Full", "trainable": ["lm_head", "model.norm"]}}
+    write_run(tmp_path / "run", opened.shape, tuned, settings=settings)
+    root = str(tmp_path / "run")
+    with pytest.raises(UserError, match="hold only what was trained: name the model that the run began with"):
+        export(root, tmp_path / "out")
+    with pytest.raises(UserError, match=r"is not the model that the run in .* began with: name that one"):
+        export(root, tmp_path / "out", base=str(tmp_path / "other"))
+    assert not (tmp_path / "out").exists()
+    export(root, tmp_path / "out", base=str(tmp_path / "base"), precision=FLOAT32)
+    written = BaseWeights.open(str(tmp_path / "out"))
+    for name, value in (dict(base.named_parameters()) | tuned).items():
+        found = torch.empty(value.shape)
+        written.fill(name, (0,) * value.dim(), found)
+        assert torch.equal(found, value)
+
+
+def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    with pytest.raises(UserError, match="the run trained no adapter: leave out --adapter"):
+        export(str(tmp_path / "run"), tmp_path / "out", kind=ArtifactKind.ADAPTER)
+
+
+def test_the_command_says_what_it_did_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path)
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
+    assert capsys.readouterr().out == f"exported step 7 to {tmp_path / 'out'}\n"
+    assert BaseWeights.open(str(tmp_path / "out")).dtype("model.norm.weight") == torch.float16
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out2"), "--step", "3"]) == 64
+    assert "there is no committed checkpoint of step 3" in capsys.readouterr().err

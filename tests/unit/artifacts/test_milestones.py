@@ -1,0 +1,92 @@
+"""Artifacts of milestones whose writer was killed are made later; what somebody took away stays away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from base_models import write_run
+
+from trainium_contract.manifest import COMMIT_NAME, milestone_name
+from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, Plan
+from trainium_trainer.artifacts.stage import write_artifacts, write_milestones
+from trainium_trainer.artifacts.writer import Alone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.results import ArtifactReport, RunStage
+
+STEPS = (2, 4, 6, 8)
+
+
+class Silent:
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:
+        """Not looked at."""
+
+    def artifact(self, report: ArtifactReport) -> None:
+        """Not looked at."""
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.reports: list[ArtifactReport] = []
+
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:
+        raise AssertionError(f"{stage} {done}: the stage is that of training")
+
+    def artifact(self, report: ArtifactReport) -> None:
+        self.reports.append(report)
+
+
+@pytest.fixture
+def run(tuned: Callable[..., Any], tmp_path: Path) -> Any:
+    """A run of four milestones."""
+    run = tuned(artifacts={"atMilestones": True})
+    for step in STEPS:
+        write_run(tmp_path / "one", run.shape, run.trained, step=step, settings={"weights": run.weights.digest})
+        folder = next(path for path in (tmp_path / "one").glob("step-*") if (path / COMMIT_NAME).exists())
+        folder.rename(tmp_path / "run" / milestone_name(step))
+    return run
+
+
+def made(run: Any) -> list[int]:
+    """Steps whose artifacts the call told of."""
+    told, beats = Told(), [0]
+
+    def beat() -> None:
+        beats[0] += 1
+
+    write_milestones(run.config, Alone(), told, beat=beat)
+    assert bool(beats[0]) == bool(told.reports)
+    return sorted({report.step for report in told.reports})
+
+
+def artifacts(run: Any, step: int) -> Path:
+    return Path(run.root) / "artifacts" / f"step-{step}"
+
+
+def test_milestones_get_the_artifacts_that_they_lack_unless_somebody_may_have_taken_them_away(run: Any) -> None:
+    assert made(run) == [6, 8]
+    assert not artifacts(run, 2).exists()
+    for kind, last in (("adapter", "adapter_config.json"), ("model", "config.json")):
+        assert (artifacts(run, 6) / kind / last).exists()
+
+
+def test_what_a_killed_rank_has_begun_is_finished_at_the_next_milestone_or_the_end(run: Any) -> None:
+    write_artifacts(run.config, run.root, 2, Alone(), Silent())
+    model = artifacts(run, 2) / "model"
+    identity = ArtifactManifest.model_validate_json((model / MANIFEST_NAME).read_bytes()).identity
+    (model / "config.json").unlink()
+    (model / UNFINISHED).mkdir()
+    (model / PLAN_NAME).write_text(Plan(identity=identity, writers=1).model_dump_json(by_alias=True))
+    assert made(run) == [2, 6, 8]
+    assert (model / "config.json").exists()
+    assert not (model / UNFINISHED).exists()
+
+
+def test_nothing_is_written_of_milestones_unless_it_is_asked_for(run: Any) -> None:
+    plain = run.config.artifacts.model_copy(update={"at_milestones": False})
+    run.config = run.config.model_copy(update={"artifacts": plain})
+    assert made(run) == []

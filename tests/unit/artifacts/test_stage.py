@@ -1,0 +1,412 @@
+"""Ranks write artifacts side by side; killed at any instant, the next start ends with the same files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from artifact_ranks import run_command, start, write_as_rank
+from base_models import write_run
+
+from trainium_contract.results import ArtifactReport, RunStage
+from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_trainer.artifacts import layout, stage
+from trainium_trainer.artifacts.manifest import ArtifactManifest
+from trainium_trainer.artifacts.stage import kinds_of, write_artifacts
+from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.weights import BaseWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+NO_RETRY = Retry(delays=())
+
+
+class Killed(BaseException):
+    """A process ends here."""
+
+
+class Ranks:
+    """Threads in place of ranks: `Ranks(3).run(function)` calls `function(group)` in each."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._values: list[Any] = [None] * size
+
+    def run(self, work: Callable[[Any], Any]) -> list[Any]:
+        def one(rank: int) -> Any:
+            try:
+                return work(_Rank(self, rank))
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(one, rank) for rank in range(self.size)]
+        errors = [future.exception() for future in futures]
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait(30)
+        values = list(self._values)
+        self._barrier.wait(30)
+        return values
+
+
+class _Rank:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self.rank, self.size = ranks, rank, ranks.size
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._ranks.gather(self.rank, value)
+
+
+class Told:
+    """What the progress hears."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self.reports: list[ArtifactReport] = []
+
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:
+        assert stage is RunStage.EXPORT
+        self.shares.append(done)
+
+    def artifact(self, report: ArtifactReport) -> None:
+        self.reports.append(report)
+
+
+class Counted:
+    """A store that counts what changes it, and stops the world at the change number `last`."""
+
+    def __init__(self, inner: Any, world: World) -> None:
+        self._inner, self._world = inner, world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._world.change(f"write {name}")
+        self._inner.write(name, data)
+
+    def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
+        def counted() -> Iterable[memoryview]:
+            for piece in pieces:
+                self._world.change(f"stream {name}")
+                yield piece
+
+        self._world.streams.append(name)
+        self._inner.write_stream(name, counted(), size)
+
+    def remove_folder(self, name: str) -> None:
+        self._world.change(f"remove {name}")
+        self._inner.remove_folder(name)
+
+
+class World:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
+        self.changes: list[str] = []
+        self.streams: list[str] = []
+        self._last = last
+        self._lock = threading.Lock()
+        monkeypatch.setattr(stage, "open_storage", lambda path: Counted(open_storage(path), self))
+
+    def change(self, what: str) -> None:
+        with self._lock:
+            if self._last is not None and len(self.changes) >= self._last:
+                raise Killed
+            self.changes.append(what)
+
+
+def write(run: Any, ranks: int = 1, told: Told | None = None, config: TrainingConfig | None = None) -> Any:
+    told = told or Told()
+    (first, *others) = Ranks(ranks).run(
+        lambda group: write_artifacts(config or run.config, run.root, run.step, group, told, retry=NO_RETRY)
+    )
+    assert all(other == first for other in others)
+    return first
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that tiny models are written in several files."""
+    monkeypatch.setattr(layout, "SMALLEST", 6_000)
+    monkeypatch.setattr(layout, "LARGEST", 6_000)
+
+
+def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    run, told = tuned(), Told()
+    reports = write(run, 2, told)
+    assert [report.kind for report in reports] == ["Adapter", "Model"]
+    assert [report.path for report in reports] == [
+        str(tmp_path / f"run/artifacts/step-7/{name}") for name in ("adapter", "model")
+    ]
+    assert told.reports == list(reports)
+    assert told.shares[0] == 0.0
+    assert told.shares[-1] == 1.0
+    for report in reports:
+        folder = Path(report.path)
+        manifest = ArtifactManifest.model_validate_json((folder / "artifact.json").read_bytes())
+        found = {path.name: path for path in folder.iterdir()}
+        assert found.keys() == {file.name for file in manifest.files} | {"artifact.json", "README.md"}
+        for file in manifest.files:
+            assert (found[file.name].stat().st_size, file.digest) == (
+                file.size,
+                hashlib.sha256(found[file.name].read_bytes()).hexdigest(),
+            )
+        assert (report.bytes, report.digest, report.step) == (manifest.size, manifest.digest, 7)
+    assert BaseWeights.open(reports[1].path).shape == run.weights.shape
+
+
+def test_a_writer_that_was_killed_in_its_first_file_has_taken_no_folder(
+    tmp_path: Path, tuned: Callable[..., Any]
+) -> None:
+    for name in ("adapter", "model"):
+        begun = tmp_path / "run/artifacts/step-7" / name / "unfinished"
+        begun.mkdir(parents=True)
+        (begun / ".draft-0123456789ab").write_bytes(b"{")
+    for report in write(tuned()):
+        assert Path(report.path).name in ("adapter", "model")
+        assert not [path.name for path in Path(report.path).rglob("*") if path.name.startswith((".", "unfinished"))]
+
+
+def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided_alike(
+    tmp_path: Path, tuned: Callable[..., Any]
+) -> None:
+    run = tuned()
+    tensors: list[dict[str, torch.Tensor]] = []
+    for ranks in (1, 2, 5):
+        config = run.config.model_copy(
+            update={"artifacts": run.config.artifacts.model_copy(update={"path": str(tmp_path / f"out-{ranks}")})}
+        )
+        reports = write(run, ranks, config=config)
+        weights = BaseWeights.open(reports[1].path)
+        tensors.append({})
+        for name in dict(run.base.named_parameters()):
+            tensors[-1][name] = torch.empty(weights.size(name))
+            weights.fill(name, (0,) * tensors[-1][name].dim(), tensors[-1][name])
+    for found in tensors[1:]:
+        assert all(torch.equal(found[name], value) for name, value in tensors[0].items())
+
+
+def test_a_stage_that_is_killed_at_any_instant_goes_on_where_it_was(
+    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tuned(base={"num_hidden_layers": 1})
+    undisturbed = World(monkeypatch)
+    write(run, 2)
+    folder = tmp_path / "run" / "artifacts"
+    expected = contents(folder)
+    folder.rename(tmp_path / "expected")
+    assert len(undisturbed.changes) > 25
+    for last in range(len(undisturbed.changes)):
+        first = World(monkeypatch, last)
+        with pytest.raises((Killed, threading.BrokenBarrierError)):
+            write(run, 2)
+        for kind, name in (("adapter", "adapter_config.json"), ("model", "config.json")):
+            place = folder / "step-7" / kind
+            if (place / name).exists():
+                whole = {f"step-7/{kind}/{file}": digest for file, digest in contents(place).items()}
+                assert whole.items() >= {k: v for k, v in expected.items() if k.startswith(f"step-7/{kind}/")}.items()
+        receipts = {path.name.removesuffix(".json") for path in folder.rglob("unfinished/*.safetensors.json")}
+        second = World(monkeypatch)
+        write(run, 3)
+        assert contents(folder) == expected
+        assert not receipts & set(second.streams)
+        assert len(first.changes) == last
+        third = World(monkeypatch)
+        write(run, 1)
+        assert third.changes == ["remove unfinished"] * 2
+        folder.rename(tmp_path / f"done-{last}")
+
+
+def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(
+    tmp_path: Path, tuned: Callable[..., Any]
+) -> None:
+    run = tuned(artifacts={"kinds": ["Model"]})
+    theirs = tmp_path / "run/artifacts/step-7/model"
+    theirs.mkdir(parents=True)
+    (theirs / "config.json").write_text("{}")
+    before = contents(theirs)
+    (report,) = write(run)
+    assert report.path == f"{theirs}-2"
+    assert contents(theirs) == before
+    half = run.config.model_copy(
+        update={"artifacts": run.config.artifacts.model_copy(update={"precision": "BFloat16"})}
+    )
+    assert write(run, config=half)[0].path == f"{theirs}-3"
+    assert write(run)[0] == report
+
+
+def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(
+    tmp_path: Path, tuned: Callable[..., Any]
+) -> None:
+    run = tuned(artifacts={"kinds": ["Model"]})
+    text = json.dumps(run.config.to_wire())
+    notes, folder = tmp_path / "notes", tmp_path / "run/artifacts/step-7/model"
+    ranks = [start(write_as_rank, text, rank, 3, str(tmp_path / "rendezvous-1"), str(notes)) for rank in range(3)]
+    deadline = time.monotonic() + 45
+    while not notes.exists() or "\n" not in notes.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    written = notes.read_text().split()[0]
+    assert (folder / written).exists()
+    assert not (folder / "config.json").exists()
+    again = [start(write_as_rank, text, rank, 2, str(tmp_path / "rendezvous-2"), None) for rank in range(2)]
+    for rank in again:
+        rank.join(45)
+        assert rank.exitcode == 0
+    assert not (folder / "unfinished").exists()
+    assert BaseWeights.open(str(folder)).shape == run.weights.shape
+
+
+@pytest.mark.parametrize("limit", [300, 5_000, 9_000])
+def test_a_full_disk_ends_with_a_sentence_and_nothing_that_looks_whole(
+    tmp_path: Path, tuned: Callable[..., Any], limit: int
+) -> None:
+    run = tuned(artifacts={"kinds": ["Model"]})
+    (tmp_path / "mine.txt").write_text("mine")
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = ["export", run.root, str(out), "--base", str(tmp_path / "base"), "--dtype", "float32"]
+    process = start(run_command, command, str(log), limit)
+    process.join(45)
+    assert process.exitcode == 81
+    assert log.read_text().splitlines()[-1] == (
+        f"artifact {out}: cannot be written (File too large): free space and start again, what is complete is not "
+        "written again"
+    )
+    assert not list(out.glob("*.safetensors"))
+    assert not (out / "config.json").exists()
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    process = start(run_command, command, str(log), None)
+    process.join(45)
+    assert process.exitcode == 0
+    assert BaseWeights.open(str(out)).shape == run.weights.shape
+
+
+def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+    run = tuned()
+    shard = next((tmp_path / "run").glob("step-7/*/shard-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    heard: list[BaseException] = []
+
+    def one(group: Any) -> None:
+        with contextlib.suppress(UserError):
+            try:
+                write_artifacts(run.config, run.root, 7, group, Told(), retry=NO_RETRY)
+            except UserError as error:
+                heard.append(error)
+                raise
+
+    Ranks(3).run(one)
+    assert len(heard) == 3
+    assert all("does not have the contents that were written" in str(error) for error in heard)
+
+
+def test_a_step_without_a_checkpoint_has_no_artifacts(tuned: Callable[..., Any]) -> None:
+    run = tuned()
+    with pytest.raises(UserError, match="there is no committed checkpoint of step 8 to make artifacts from"):
+        write_artifacts(run.config, run.root, 8, _Rank(Ranks(1), 0), Told(), retry=NO_RETRY)
+
+
+def test_artifacts_in_s3_are_whole_objects_written_from_a_base_in_s3(
+    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from s3_server import Fault, S3Server
+
+    run = tuned()
+    expected = write(run, 2)
+    with S3Server() as server:
+        server.make_bucket("bucket")
+        for variable, value in server.environment().items():
+            monkeypatch.setenv(variable, value)
+        for path in (tmp_path / "base").iterdir():
+            server.put("bucket", f"base/{path.name}", path.read_bytes())
+        config = TrainingConfig.model_validate(
+            run.config.to_wire() | {"artifacts": {"path": "s3://bucket/out", "precision": "Float32"}}
+        )
+        base = BaseWeights.open("s3://bucket/base")
+        server.fail(Fault(status=403, code="AccessDenied", method="PUT", fits=lambda r: r.key.endswith(".safetensors")))
+        told = Told()
+
+        def one(group: Any) -> Any:
+            return write_artifacts(config, run.root, 7, group, told, base=base, retry=NO_RETRY)
+
+        with pytest.raises(StorageError, match=r"artifact s3://bucket/out/step-7/adapter: cannot be written \(Access"):
+            Ranks(2).run(one)
+        assert not any(key.endswith("adapter_config.json") for key in server.objects["bucket"])
+        reports = Ranks(2).run(one)[0]
+        assert [report.path for report in reports] == [
+            f"s3://bucket/out/step-7/{name}" for name in ("adapter", "model")
+        ]
+        assert not any("unfinished" in key for key in server.objects["bucket"])
+        files = list((tmp_path / "run/artifacts/step-7").rglob("*.safetensors"))
+        assert len(files) > 5
+        for path in files:
+            key = f"out/step-7/{path.relative_to(tmp_path / 'run/artifacts/step-7')}"
+            assert server.objects["bucket"][key] == path.read_bytes()
+        assert reports[1].digest == expected[1].digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({}, []),
+        ({"model": {"weights": "/base"}}, ["Model"]),
+        ({"tuning": {"method": "LoRA"}}, ["Adapter", "Model"]),
+        ({"tuning": {"method": "LoRA"}, "artifacts": {"kinds": ["Adapter", "Adapter"]}}, ["Adapter"]),
+        ({"artifacts": {"kinds": ["Model", "Adapter"]}}, ["Model"]),
+        ({"model": {"weights": "/base"}, "artifacts": {"kinds": []}}, []),
+    ],
+)
+def test_what_is_left_behind_follows_from_the_configuration(fields: dict[str, Any], kinds: list[str]) -> None:
+    assert list(kinds_of(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
+
+
+def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_anew(tmp_path: Path) -> None:
+    from trainium_trainer.models.shapes import resolve_shape
+    from trainium_trainer.tuning.choice import choose
+
+    config = TrainingConfig.model_validate(
+        {
+            "model": {"numLayers": 1, "hiddenSize": 32, "intermediateSize": 48},
+            "tuning": {"method": "LoRA", "lora": {"rank": 2, "targets": ["q_proj"]}},
+            "artifacts": {"precision": "Float32", "kinds": ["Model"]},
+        }
+    )
+    shape = resolve_shape(config.model, 72)
+    trained = {name: torch.ones(size) for name, size in choose(shape, config.tuning).sizes.items()}
+    write_run(tmp_path / "run", shape, trained, settings={"tuning": config.tuning.to_wire()})
+    root = str(tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"the checkpoint has no .* and there is no base to take it from: name the base"
+    ):
+        write_artifacts(config, root, 7, _Rank(Ranks(1), 0), Told(), retry=NO_RETRY)
+    assert not (tmp_path / "run/artifacts").exists()

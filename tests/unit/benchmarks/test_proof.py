@@ -1,0 +1,252 @@
+"""What the recovery proof tries and how it judges: seeds, what looks complete, what differs, the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from base_models import save_base
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.proof import leavings  # noqa: E402
+from benchmarks.proof.document import placed, section, summary  # noqa: E402
+from benchmarks.proof.families import Suite, trial  # noqa: E402
+from benchmarks.proof.judge import Lost, Played, Verdict, judge_loss, not_once_an_epoch  # noqa: E402
+from benchmarks.proof.stage import stepped  # noqa: E402
+from benchmarks.proof.strike import Point  # noqa: E402
+from benchmarks.proof.suites import PRETRAINING, TUNING  # noqa: E402
+
+from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision  # noqa: E402
+from trainium_contract.trainer_tuning import TuningConfig  # noqa: E402
+from trainium_trainer.artifacts.making import Making  # noqa: E402
+from trainium_trainer.artifacts.writer import Alone, write_artifact  # noqa: E402
+from trainium_trainer.checkpoint.storage import Retry, open_storage  # noqa: E402
+from trainium_trainer.tuning.choice import choose  # noqa: E402
+from trainium_trainer.weights import BaseWeights  # noqa: E402
+
+if TYPE_CHECKING:
+    from benchmarks.proof.leavings import Leavings
+
+SUITES = pytest.mark.parametrize("suite", [PRETRAINING, TUNING], ids=lambda suite: suite.name)
+EVALUATION = {"examples": 2, "answerTokens": 4, "figures": [{"name": "perplexity", "before": 9.0, "after": 8.0}]}
+
+
+@SUITES
+def test_consecutive_seeds_meet_every_pair_of_family_and_point(suite: Suite) -> None:
+    assert gcd(len(suite.families), len(suite.points)) == 1
+    pairs = len(suite.families) * len(suite.points)
+    met = {(made.family.name, made.point) for made in (trial(seed, suite) for seed in range(100, 100 + pairs))}
+    assert len(met) == pairs
+
+
+@SUITES
+def test_a_seed_always_gives_the_same_trial_and_only_its_last_life_ends_by_itself(suite: Suite) -> None:
+    for seed in range(80):
+        made = trial(seed, suite)
+        assert made == trial(seed, suite)
+        *struck, last = made.lives
+        assert last.strike is None
+        assert {made.point, Point.STEP} >= {life.strike.point for life in struck if life.strike is not None}
+        final = struck[-1].strike
+        assert final is not None
+        assert final.point is made.point
+
+
+class Trained:
+    """An adapter's numbers, drawn from a seed."""
+
+    def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
+        torch.manual_seed(1)
+        self.weights = {name: torch.randn(size) for name, size in sizes.items()}
+
+    def size(self, name: str) -> torch.Size:
+        return self.weights[name].shape
+
+    def fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+        box = self.weights[name]
+        for dimension, offset in enumerate(offsets):
+            box = box.narrow(dimension, offset, target.shape[dimension])
+        target.copy_(box)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a step with an adapter, the merged model and the result of an evaluation."""
+    folder = tmp_path_factory.mktemp("written")
+    save_base(folder / "base")
+    base = BaseWeights.open(str(folder / "base"))
+    lora = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}
+    tuning = TuningConfig.model_validate({"method": "LoRA", "lora": lora})
+    trained = Trained(dict(choose(base.shape, tuning).sizes))
+    making = Making(
+        shape=base.shape,
+        tuning=tuning,
+        trained=trained,
+        names=tuple(trained.weights),
+        source="s" * 64,
+        base=base,
+        seed=0,
+        step=3,
+        tokens=30,
+        settings={},
+    )
+    step = folder / "step"
+    for name, kind in leavings.FOLDERS.items():
+        largest = 8192 if kind is ArtifactKind.MODEL else None
+        blueprint = making.blueprint(kind, ArtifactPrecision.FLOAT32, largest)
+        write_artifact(blueprint, open_storage(str(step / name)), Alone(), retry=Retry())
+    (step / "evaluation.json").write_text(json.dumps(EVALUATION))
+    return step
+
+
+@pytest.fixture
+def step(written: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(written, tmp_path / "step"))
+
+
+def test_what_is_whole_looks_complete_and_differs_in_nothing(written: Path, step: Path) -> None:
+    assert leavings.complete(step).keys() == {"adapter", "model"}
+    assert leavings.half_written(step) == []
+    assert leavings.differences(leavings.read(step), leavings.read(written)) == []
+    assert len(leavings.settled(step)) > 3
+
+
+@pytest.mark.parametrize("file", ["model/config.json", "model/model-00002-of-*", "adapter/adapter_model.safetensors"])
+def test_a_file_that_is_cut_short_in_what_looks_complete_is_found(step: Path, file: str) -> None:
+    (path,) = step.glob(file)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert leavings.half_written(step)
+
+
+def test_a_missing_manifest_beside_the_file_that_counts_is_found(step: Path) -> None:
+    (step / "model" / "artifact.json").unlink()
+    assert leavings.half_written(step)
+
+
+def test_a_folder_without_the_file_that_counts_is_not_taken_for_whole(step: Path) -> None:
+    (step / "model" / "config.json").unlink()
+    next(step.glob("model/model-00001-of-*")).write_bytes(b"")
+    assert leavings.half_written(step) == []
+    assert leavings.complete(step).keys() == {"adapter"}
+
+
+def test_a_result_that_is_cut_short_is_found(step: Path) -> None:
+    (step / "evaluation.json").write_text("{")
+    assert leavings.half_written(step)
+
+
+def nudged(left: Leavings, by: float) -> Leavings:
+    """The same but for one number of each tensor."""
+    tensors = {name: tensor.clone() for name, tensor in left.tensors.items()}
+    for tensor in tensors.values():
+        tensor.view(-1)[0] += by * tensor.norm()
+    return replace(left, tensors=tensors)
+
+
+def test_one_other_bit_is_a_difference_unless_sizes_changed(written: Path) -> None:
+    known = leavings.read(written)
+    assert leavings.differences(nudged(known, 1e-5), known)
+    assert leavings.differences(nudged(known, 1e-5), known, 1e-4) == []
+    assert leavings.differences(nudged(known, 1e-3), known, 1e-4)
+
+
+def test_a_file_too_many_is_a_difference_a_draft_among_them(written: Path, step: Path) -> None:
+    (step / "model" / ".draft-00").write_bytes(b"half of it")
+    known = leavings.read(written)
+    assert leavings.differences(leavings.read(step), known) == ["the files are others: ['model/.draft-00']"]
+    assert leavings.differences(leavings.read(step), known, 1e-4)
+
+
+def test_the_number_of_files_may_be_another_but_files_of_one_name_are_the_same_to_the_byte(
+    written: Path, step: Path
+) -> None:
+    known = leavings.read(written)
+    divided = {name.replace("-of-0", "-of-9"): digest for name, digest in known.files.items()}
+    index = {"model/model.safetensors.index.json": "another"}
+    assert leavings.differences(replace(known, files=divided | index), known) == []
+    (found,) = leavings.differences(replace(known, files=known.files | index), known)
+    assert found == "model/model.safetensors.index.json is not the same to the byte"
+    (step / "adapter" / "adapter_config.json").write_text("{}")
+    config = leavings.read(step).files["adapter/adapter_config.json"]
+    changed = replace(known, files=divided | index | {"adapter/adapter_config.json": config})
+    assert leavings.differences(changed, known) == ["adapter/adapter_config.json is not the same to the byte"]
+
+
+def test_other_figures_are_a_difference(written: Path) -> None:
+    known = leavings.read(written)
+    figure = {"name": "perplexity", "before": 9.0, "after": 8.001}
+    found = replace(known, measured=known.measured | {"figures": [figure]})
+    assert leavings.differences(found, known)
+    assert leavings.differences(found, known, 1e-4) == ["perplexity after is 8.001, not 8.0"]
+    assert leavings.differences(found, known, 1e-3) == []
+
+
+def epochs(size: int) -> dict[int, list[int]]:
+    """Samples by step of all epochs of a suite, whose examples are 0 .. size - 1."""
+    batch, steps = TUNING.global_batch, -(-size // TUNING.global_batch)
+    return {
+        step: list(range(size))[(step - 1) % steps * batch : ((step - 1) % steps + 1) * batch]
+        for step in range(1, TUNING.steps + 1)
+    }
+
+
+def test_an_example_that_is_seen_twice_or_never_in_an_epoch_is_found() -> None:
+    assert not_once_an_epoch(epochs(31), TUNING) is None
+    twice = epochs(31)
+    twice[5] = [*twice[5], 0]
+    assert "steps 4 to 6" in (not_once_an_epoch(twice, TUNING) or "")
+    never = epochs(31)
+    never[1] = never[1][1:]
+    assert "steps 1 to 3" in (not_once_an_epoch(never, TUNING) or "")
+    assert "nothing is masked" in (not_once_an_epoch(epochs(36), TUNING) or "")
+
+
+def life(resumed: int, completed: int, point: str = "", *, struck: bool = False) -> Played:
+    return Played("dp 2", point, struck, completed, resumed, committed=12)
+
+
+def test_a_kill_after_the_last_step_may_cost_no_step() -> None:
+    verdict = Verdict(0, "process")
+    before = life(0, 15, "export", struck=True)
+    judge_loss(before, life(15, 15), "export", verdict, allowed=0)
+    assert verdict.lost == [Lost("export", 0)]
+    assert not verdict.wrong
+    judge_loss(before, life(12, 15), "export", verdict, allowed=0)
+    assert verdict.lost[-1] == Lost("export", 3)
+    assert verdict.wrong
+
+
+def test_only_sizes_that_made_steps_decide_whether_every_bit_counts() -> None:
+    made = next(each for each in (trial(seed, TUNING) for seed in range(99)) if each.family.name == "resize")
+    four, two, three = (each.layout for each in made.lives[-3:])
+    made = replace(made, lives=made.lives[-3:])
+    late = [life(0, 15, "export", struck=True), life(15, 15, "export", struck=True), life(15, 15)]
+    assert stepped(made, Verdict(0, "resize", lives=late)) == {four}
+    early = [life(0, 5, "step", struck=True), life(-1, -1, "load", struck=True), life(5, 15)]
+    assert stepped(made, Verdict(0, "resize", lives=early)) == {four, three}
+    unseen = [life(0, 0, "step", struck=True), life(1, 4, "step", struck=True), life(4, 15)]
+    assert stepped(made, Verdict(0, "resize", lives=unseen)) == {four, two, three}
+
+
+def test_each_suite_has_its_own_part_of_the_page_and_leaves_the_other_alone() -> None:
+    verdict = Verdict(0, "process", [Lost("step", 1)], [life(0, 5, "step", struck=True), life(4, 15)])
+    tuning = section(summary([verdict], TUNING, 0, 1.0), TUNING)
+    pretraining = section(summary([verdict], PRETRAINING, 0, 1.0), PRETRAINING)
+    assert "| 1 step | 1: 1 / 1.0 | - |" in tuning
+    assert "1 kills in 1 runs" in pretraining
+    both = placed(placed("", pretraining, PRETRAINING), tuning, TUNING)
+    assert both == placed(placed("", tuning, TUNING), pretraining, PRETRAINING)
+    known = (ROOT / "docs/recovery-proof.md").read_text()
+    renewed = placed(known, tuning, TUNING)
+    assert renewed.startswith(known.partition("## Fine-tuning")[0].strip())
+    assert placed(renewed, tuning, TUNING) == renewed

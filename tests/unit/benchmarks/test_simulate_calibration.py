@@ -1,0 +1,23 @@
+"""The simulator against the medians of the fault table, which real processes made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.simulate.calibrate import ALLOWED, ROWS, Compared, compare  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, Compared]:
+    return {each.number: each for each in compare()}
+
+
+@pytest.mark.parametrize("number", [row.number for row in ROWS])
+def test_simulated_recoveries_take_as_long_as_real_ones(compared: dict[str, Compared], number: str) -> None:
+    assert abs(compared[number].off) <= ALLOWED, compared[number]

@@ -1,0 +1,79 @@
+"""One rank's live training state in a world of any size, without the other ranks: collectives move nothing."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, debug
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_trainer.backends.replicated import ReplicatedStore
+from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.parallel_plan import apply_tensor_parallel
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_trainer.checkpoint.dividing.cuts import Grid
+    from trainium_trainer.models.shapes import ModelShape
+
+
+@dataclass
+class Place:
+    """What checkpoints ask of a mesh."""
+
+    grid: Grid
+    rank: int
+    dp_mode: DataParallelMode
+
+    def __post_init__(self) -> None:
+        self.pp_rank, self.dp_rank, self.tp_rank = self.grid.place(self.rank)
+        self.world_size = self.grid.size
+        self.pp_size, self.dp_size, self.tp_size = self.grid.pipeline, self.grid.data, self.grid.tensor
+
+
+@contextmanager
+def state_of_rank(
+    shape: ModelShape, grid: Grid, rank: int, mode: DataParallelMode, *, device: str = "cpu", half: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The state of one rank of the native backend, made as the backend makes it."""
+    dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (grid.data, grid.tensor), mesh_dim_names=("dp", "tp"))
+        with torch.device("meta"):
+            model = Llama(shape)
+        if half:
+            model.to(torch.bfloat16)
+        if grid.tensor > 1:
+            apply_tensor_parallel(model, mesh["tp"], sequence=False)
+        place, where = Place(grid, rank, mode), torch.device(device)
+        if mode.is_sharded:
+            precision = Precision.BFLOAT16_STOCHASTIC if half else Precision.FLOAT32
+            apply_sharding(model, mesh["dp"], precision, mode)
+            store: Any = ShardedStore(
+                [model], where, dp=(grid.data, place.dp_rank), tp=(grid.tensor, place.tp_rank), once=False
+            )
+        else:
+            store = ReplicatedStore([model], where, mesh["dp"].get_group(), place.tp_rank, half=half)
+        yield store.state_dict() | {OPTIMIZER_STEP: torch.zeros((), dtype=torch.int64)}
+    finally:
+        dist.destroy_process_group()
+        # Equal meshes have equal keys there, so the next rank would be told this rank's coordinates.
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        for name in dir(debug):
+            if name.startswith("_clear") and name.endswith("sharding_prop_cache"):
+                getattr(debug, name)()
+    else:  # torch 2.9
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -1,0 +1,236 @@
+"""The command line against an API server on loopback: what it prints, asks for, and says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from recorded_jobs import CORE, JOBS, ApiServer, kubeconfig, recorded, recorded_answers
+
+from trainium_client.commands.complete import candidates
+from trainium_client.commands.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+Run = tuple[int, str, str]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with ApiServer(recorded_answers(), tmp_path).running() as running:
+        yield running
+
+
+@pytest.fixture
+def trn(server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: str) -> Run:
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return run
+
+
+def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServer) -> None:
+    code, out, err = trn("status", "llama")
+
+    assert (code, err) == (0, "")
+    assert "Running" in out
+    assert sorted(path.partition("?")[0] for _, path, _ in server.requests) == sorted(
+        [f"{JOBS}/llama", f"{CORE}/configmaps/llama-membership", f"{CORE}/pods", f"{CORE}/events"]
+    )
+
+
+@pytest.mark.parametrize("command", ["status", "why", "history", "goodput", "ranks --no-steps", "checkpoints"])
+def test_every_command_has_json(trn: Callable[..., Run], command: str) -> None:
+    words = command.split()
+    code, out, _ = trn(words[0], "llama", *words[1:], "-o", "json")
+
+    assert code == 0
+    assert json.loads(out)
+
+
+def test_an_unknown_job_is_answered_with_names_that_are_near(trn: Callable[..., Run]) -> None:
+    code, out, err = trn("status", "lama")
+
+    assert (code, out) == (1, "")
+    assert err == "error: there is no TrainingJob 'lama' in namespace team; did you mean llama?\n"
+
+
+def test_a_missing_right_is_named_with_verb_and_resource(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama"] = 403
+    code, _, err = trn("history", "llama")
+
+    assert code == 1
+    assert "you may not get trainingjobs/llama in namespace team" in err
+    assert "verb 'get' on 'trainingjobs'" in err
+
+
+def test_what_may_not_be_read_is_named_beside_what_may(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers |= {f"{CORE}/pods": 403, f"{CORE}/events": 403}
+    code, out, _ = trn("status", "llama")
+
+    assert code == 0
+    assert "step 263/4000" in out
+    assert "workers: you may not list pods in namespace team" in out
+    assert "events: you may not list events in namespace team" in out
+
+
+def test_a_cluster_without_the_definition_is_told_so(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama"] = b"404 page not found\n"
+
+    assert "does not know TrainingJobs" in trn("status", "llama")[2]
+    server.answers["/apis/trainium.dev"] = {"versions": [{"version": "v2"}]}
+    assert "serves TrainingJobs as trainium.dev/v2 and this command speaks v1alpha1" in trn("status", "llama")[2]
+
+
+def test_a_job_without_a_status_is_shown(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama"] = {key: value for key, value in recorded("job").items() if key != "status"}
+    code, out, _ = trn("status", "llama")
+
+    assert code == 0
+    assert "No operator has answered this job yet" in out
+    assert trn("why", "llama")[0] == 0
+
+
+def test_no_cluster_is_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+    dead.write_text(yaml.safe_dump(kubeconfig("http://127.0.0.1:1")))
+    odd = tmp_path / "odd"
+    odd.write_text("[]")
+
+    assert "no answer from the API server http://127.0.0.1:1" in trn("status", "llama", "--kubeconfig", str(dead))[2]
+    assert "is no kubeconfig" in trn("status", "llama", "--kubeconfig", str(odd))[2]
+    assert "there is no kubeconfig at" in trn("status", "llama", "--kubeconfig", str(tmp_path / "none"))[2]
+    code, _, err = trn("status", "llama", "--context", "elsewhere")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "no context named 'elsewhere'" in err
+
+
+def test_wrong_usage_ends_with_one(trn: Callable[..., Run]) -> None:
+    assert trn("stats", "llama")[0] == 1
+    assert trn("status")[0] == 1
+    assert trn("scale", "llama", "none")[0] == 1
+
+
+def test_the_log_of_a_rank_is_its_own_lines(trn: Callable[..., Run]) -> None:
+    code, out, _ = trn("logs", "llama", "--rank", "0")
+
+    assert code == 0
+    assert out.splitlines()
+    assert all("[rank" not in line and " agent " not in line for line in out.splitlines())
+    assert "agent rank 0 ended with code 137" in trn("logs", "llama", "--all")[1]
+
+
+def test_the_log_of_a_pod_that_is_gone_is_one_sentence(trn: Callable[..., Run]) -> None:
+    assert "llama-w-2 is gone, and its log with it" in trn("logs", "llama", "--rank", "1")[2]
+    assert "there is no rank 2: llama has ranks 0 to 1" in trn("logs", "llama", "--rank", "2")[2]
+    assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous")[2]
+
+
+def test_acting_on_a_job_patches_exactly_what_was_asked(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama/scale"] = {}
+
+    assert trn("suspend", "llama")[0] == 0
+    assert trn("scale", "llama", "4")[0] == 0
+    changes = [(method, path.partition("?")[0], body) for method, path, body in server.requests if method != "GET"]
+    assert changes == [
+        ("PATCH", f"{JOBS}/llama", {"spec": {"suspend": True}}),
+        ("PATCH", f"{JOBS}/llama/scale", {"spec": {"replicas": 4}}),
+    ]
+    assert "is not suspended already" in trn("resume", "llama")[2]
+
+
+def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    for words in (("suspend", "broken"), ("scale", "broken", "2"), ("retry", "llama")):
+        assert trn(*words)[0] == 1
+    assert all(method == "GET" for method, _, _ in server.requests)
+
+
+def test_a_job_that_cannot_be_made_anew_is_not_deleted(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"POST {JOBS}"] = 422
+
+    code, _, err = trn("retry", "broken")
+
+    assert code == 1
+    assert "create trainingjobs" in err
+    assert not any(method == "DELETE" for method, _, _ in server.requests)
+
+
+def test_releasing_a_machine_takes_its_entry_out(trn: Callable[..., Run], server: ApiServer) -> None:
+    path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
+    entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
+    server.answers[path] = {"data": {"about": "", "aws.a.i-0": entry}}
+
+    assert "node-3" in trn("nodes")[1]
+    code, _, err = trn("release", "node-3")
+    assert (code, "node-3 is released" in err) == (0, True)
+    assert server.requests[-1][2] == [{"op": "remove", "path": "/data/aws.a.i-0"}]
+    assert "nothing is held against node-4; remembered: node-3" in trn("release", "node-4")[2]
+
+
+def test_a_reader_that_leaves_early_is_no_error_of_ours(server: ApiServer) -> None:
+    command = [sys.executable, "-m", "trainium_client.commands.main", "status", "llama", "--kubeconfig"]
+    with subprocess.Popen(
+        [*command, str(server.kubeconfig)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        process.wait(30)
+
+    assert said == b""
+
+
+def test_a_command_loads_neither_models_nor_the_kubernetes_library(server: ApiServer) -> None:
+    program = (
+        "import sys; from trainium_client.commands.main import main\n"
+        f"try: main(['status', 'llama', '--kubeconfig', {str(server.kubeconfig)!r}])\n"
+        "except SystemExit as left: assert not left.code\n"
+        "slow = {'trainium_contract.base', 'kubernetes', 'aiohttp', 'asyncio', 'requests', 'websocket'}\n"
+        "heavy = slow & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shell_is_offered_commands_then_jobs() -> None:
+    def jobs(words: list[str]) -> list[str]:
+        return ["llama", "broken"] if "team" in words else []
+
+    assert {"status", "stacks"} <= set(candidates(["st"], jobs))
+    assert candidates(["status", "-n", "team", ""], jobs) == ["broken", "llama"]
+    assert candidates(["logs", "-n", "team", "ll"], jobs) == ["llama"]
+    assert candidates(["status", "llama", "-o", "j"], jobs) == ["json"]
+    assert candidates(["nodes", ""], jobs) == []
+
+
+def test_a_login_program_gives_the_token_and_its_failure_is_one_sentence(
+    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+) -> None:
+    def use(*command: str) -> list[str]:
+        plugin: dict[str, Any] = {"apiVersion": "client.authentication.k8s.io/v1", "command": command[0]}
+        plugin |= {"args": list(command[1:]), "env": [{"name": "WHO", "value": "me"}]}
+        path = tmp_path / "login"
+        path.write_text(yaml.safe_dump(kubeconfig(server.url, exec=plugin)))
+        return ["--kubeconfig", str(path)]
+
+    granted = 'import json, os; print(json.dumps({"status": {"token": os.environ["WHO"]}}))'
+    assert trn("history", "llama", *use(sys.executable, "-c", granted))[0] == 0
+    assert "gave no credential; log in again" in trn("history", "llama", *use(sys.executable, "-c", "print(1)"))[2]
+    assert "failed" in trn("history", "llama", *use("no-such-login-program"))[2]

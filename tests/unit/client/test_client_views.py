@@ -1,0 +1,291 @@
+"""What is told of a job, from what a real one left in the API server."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_jobs import NOW, recorded, recorded_log
+
+from trainium_client.render.machine import as_json
+from trainium_client.render.page import show
+from trainium_client.render.status import status_line, status_page
+from trainium_client.render.story import story_page
+from trainium_client.render.tables import goodput_page, history_page, machines_page, ranks_page
+from trainium_client.render.words import duration
+from trainium_client.views.events import event_views
+from trainium_client.views.interruptions import interruptions
+from trainium_client.views.job import JobView, job_view
+from trainium_client.views.machines import find_machine, machine_views
+from trainium_client.views.raw import plain
+from trainium_client.views.story import MOST_LINES, tell
+from trainium_client.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
+from trainium_contract.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
+
+
+def screen(name: str = "job", **changes: Any) -> JobView:
+    job = recorded(name)
+    job["status"] |= changes
+    workers = workers_view(pod_rows(recorded("pods")), members())
+    return job_view(job, now=NOW, workers=workers, events=event_views(recorded("events")["items"]))
+
+
+def members() -> Members:
+    return members_view(recorded_membership(recorded("membership")))
+
+
+def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
+    return show(status_page(view, now=NOW, width=width), width=width, colour=colour)
+
+
+def test_the_screen_tells_how_far_the_job_is_and_when_it_ends() -> None:
+    view = screen()
+
+    assert (view.phase, view.step, view.total_steps, view.size, view.restarts) == ("Running", 263, 4000, 2, 3)
+    # 3,737 steps of 0.301 s, and beside each 0.41 s lost, as until now: 118.4 s after the start for 79.6 s of steps.
+    assert view.eta_seconds == pytest.approx(3737 * 0.301376 * (120.851 - 2.479) / 79.563)
+    assert view.checkpoints.durable_step == 254
+    assert view.advice == ()
+    assert f"step 263/4000, {duration(view.eta_seconds)} left" in page(view)
+
+
+def test_a_failed_job_tells_its_verdict_and_how_to_go_on() -> None:
+    view = screen("failed")
+
+    assert "there is no such file or folder" in view.advice[0]
+    assert "kubectl trn retry broken" in view.advice[1]
+    assert view.eta_seconds is None
+    assert view.checkpoints.durable_step is None
+    assert "none on storage" in page(view)
+
+
+def test_a_job_without_a_status_asks_for_the_operator() -> None:
+    job = {key: value for key, value in recorded("job").items() if key != "status"}
+
+    view = job_view(job, now=NOW)
+
+    assert view.phase == ""
+    assert "No operator has answered" in view.advice[0]
+    assert "not answered yet" in page(view)
+
+
+def test_a_status_that_nobody_writes_any_more_is_called_old() -> None:
+    view = job_view(recorded("job"), now=NOW + 600)
+
+    assert view.stale
+    assert "does not write" in view.advice[0]
+    assert not screen().stale
+
+
+def test_an_ended_or_suspended_job_is_not_called_old() -> None:
+    assert not job_view(recorded("failed"), now=NOW + 1e6).stale
+
+
+def test_members_spares_and_pods_that_are_not_well_are_counted_apart() -> None:
+    table = recorded("pods")
+    bad = json.loads(json.dumps(table["rows"][0]))
+    bad["cells"][0], bad["cells"][2] = "llama-w-9", "ImagePullBackOff"
+    table["rows"].append(bad)
+
+    view = workers_view(pod_rows(table), members())
+
+    assert view.members == {"Running": 2}
+    assert view.others == {"Running": 1, "ImagePullBackOff": 1}
+    assert [row.name for row in view.not_well] == ["llama-w-9"]
+
+
+def test_a_member_whose_pod_is_gone_is_counted_as_gone() -> None:
+    table = recorded("pods")
+    table["rows"] = [row for row in table["rows"] if row["cells"][0] != "llama-w-0"]
+
+    assert workers_view(pod_rows(table), members()).members == {"Running": 1, "gone": 1}
+
+
+def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:
+    said = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
+    behind = [{**said[0], "step": 19}]
+
+    rows = rank_rows(members(), {"llama-w-0": said, "llama-w-2": behind}, {}, NOW)
+    assert [row.rank for row in rows] == [1, 0]
+    rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, {}, NOW)
+    assert [(row.rank, row.note) for row in rows] == [(0, "llama-w-0 is gone"), (1, "")]
+
+
+def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
+    said = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
+    status = {"stragglers": [{"pod": "llama-w-2", "slowdown": 2.5}]}
+
+    assert [row.rank for row in rank_rows(members(), said, status, NOW)] == [1, 0]
+
+
+def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
+    found = Members(1, 4, members().rows)
+
+    assert [found.of_rank(rank).pod for rank in (0, 3, 4, 7)] == ["llama-w-0"] * 2 + ["llama-w-2"] * 2  # type: ignore[union-attr]
+    assert found.of_rank(8) is None
+    assert found.of_rank(-1) is None
+
+
+def test_the_story_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None:
+    story = tell(recorded("job"), log=recorded_log())
+
+    assert story.entry is not None
+    assert (story.entry.cause, story.entry.pod, story.number) == ("Crash", "llama-w-0", 3)
+    assert any("rank 0 ended with code 137" in line for line in story.log_lines)
+    assert len(story.log_lines) <= MOST_LINES
+    said = show(story_page(story), width=100, colour=False)
+    assert f"restart {duration(story.entry.stages['restart'])}" in said
+    assert "processes restarted in place, pods kept" in said
+
+
+def test_the_story_of_an_earlier_interruption_is_told_by_its_number() -> None:
+    story = tell(recorded("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
+
+    assert story.entry is not None
+    assert story.entry.cause == "Preempted"
+    assert story.log_lines == ()
+    assert "gone" in story.log_note
+
+
+def test_the_story_of_a_failed_job_is_its_verdict() -> None:
+    story = tell(recorded("failed"))
+
+    assert story.entry is not None
+    assert story.entry.stopped
+    assert "stopped for good" in show(story_page(story), width=100, colour=False)
+
+
+def test_a_job_that_nothing_interrupted_says_so() -> None:
+    job = recorded("job")
+    job["status"]["history"] = []
+
+    assert "nothing has interrupted this job" in show(story_page(tell(job)), width=100, colour=False)
+
+
+def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> None:
+    entry = (
+        "machine: aws:///us-west-2a/i-0abc\nnode: ip-10-0-3-7\nstate: Quarantined\nuntil: '2026-11-23T03:00:00Z'\n"
+        "quarantines: 1\nstrikes:\n- 2026-11-23T02:00:00Z Device team/llama\n"
+    )
+    data = {"about": "…", "accounted": "{}", "aws.us-west-2a.i-0abc": entry, "odd": "- 1", "worse": ": :"}
+
+    machines = machine_views({"data": data}, ["ip-10-0-0-1"])
+
+    assert machines[0].state == "Quarantined"
+    assert machines[0].strikes[0].cause == "Device"
+    assert machines[0].present is False
+    assert {each.state for each in machines[1:]} == {"Unreadable"}
+    assert find_machine(machines, "ip-10-0-3-7") is machines[0]
+    assert find_machine(machines, "nowhere") is None
+    assert "Device 11-23 02:00 by team/llama" in show(machines_page(machines, NOW, 160), width=160, colour=False)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: int) -> None:
+    view, entries = screen(), interruptions(recorded("job")["status"])
+    rows = rank_rows(members(), {}, {}, NOW)
+    pages = [
+        status_page(view, now=NOW, width=width),
+        history_page(entries, width),
+        goodput_page(view.goodput, width),
+        ranks_page(rows, width, None),
+        story_page(tell(recorded("job"), log=recorded_log())),
+    ]
+
+    shown = [show(each, width=width, colour=False) for each in pages]
+
+    assert all(len(line) <= width for each in shown for line in each.splitlines())
+    assert "Running" in shown[0]
+    if width >= 40:
+        assert all(word in shown[1] for word in ("Crash", "Preempted", "InPlace", "Spare"))
+
+
+def test_without_colour_there_is_no_escape_and_with_it_there_is() -> None:
+    assert "\x1b" not in page(screen())
+    assert "\x1b" in page(screen(), colour=True)
+
+
+def test_text_of_a_pod_cannot_steer_the_terminal_nor_be_read_as_markup() -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J[red]boo[/red] \u202eevil"
+    history = recorded("job")["status"]["history"]
+    view = screen(verdict=hostile, phase="Failed", history=[{**history[0], "message": hostile}])
+
+    shown = page(view)
+
+    assert "[red]boo[/red]" in shown
+    assert not any(sign in shown for sign in "\x1b\x07\u202e")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(recorded("job")["status"])), JSON)
+def test_a_status_of_another_version_is_shown_as_far_as_it_can_be_read(field: str, value: Any) -> None:
+    view = screen(**{field: value})
+
+    assert page(view, 60)
+    json.loads(as_json(view))
+    assert status_line(view)
+    tell({**recorded("job"), "status": {**recorded("job")["status"], field: value}}, log=recorded_log())
+
+
+def test_json_has_camel_case_keys_and_all_that_the_screen_has() -> None:
+    told = json.loads(as_json(screen()))
+
+    assert told["goodput"]["lostSeconds"]["Crash"] == pytest.approx(2.834)
+    assert told["checkpoints"]["durableStep"] == 254
+    assert told["workers"]["members"] == {"Running": 2}
+
+
+def test_a_membership_that_is_no_such_thing_is_refused_before_it_fills_memory() -> None:
+    def packed(text: bytes) -> dict[str, Any]:
+        return {"binaryData": {"membership.json.gz": base64.b64encode(gzip.compress(text)).decode()}}
+
+    assert members_of(recorded("membership"))[0]["podName"] == "llama-w-0"
+    for bad in (packed(b" " * (LARGEST_TEXT + 1)), packed(b"[]"), {"binaryData": {"membership.json.gz": "AAAA"}}):
+        with pytest.raises(ValueError, match="membership"):
+            recorded_membership(bad)
+    with pytest.raises(KeyError):
+        recorded_membership({"data": {}})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "-"),
+        (0, "0s"),
+        (0.003, "3ms"),
+        (0.96, "1s"),
+        (3.14, "3.1s"),
+        (59.6, "1m"),
+        (3600, "1h"),
+        (90_000, "1d1h"),
+    ],
+)
+def test_lengths_of_time_are_written_with_two_units(seconds: float | None, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
+    condition = {
+        "type": "PodsReady",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "w-0 cannot be scheduled",
+    }
+    view = screen(phase="Pending", conditions=[condition])
+
+    assert "w-0 cannot be scheduled" in view.advice
+
+
+def test_control_characters_are_taken_out_and_line_breaks_stay() -> None:
+    assert plain("a\x1b[31mb\x07\n\tc\x9b") == "ab\n\tc"

@@ -1,0 +1,101 @@
+"""Running a program inside a worker: the WebSocket of the API server, spoken by a small server of it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_client.api import Api
+from trainium_client.connection import Connection
+from trainium_client.errors import ClientError, ForbiddenError
+from trainium_client.inside import json_lines, run_inside
+from trainium_client.kubeconfig import Access
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+SUCCESS = {"status": "Success"}
+
+
+def frame(kind: int, data: bytes) -> bytes:
+    return bytes([0x80 | kind, len(data)]) + data if len(data) < 126 else bytes([0x80 | kind, 126]) + struct.pack(
+        "!H", len(data)
+    ) + data  # fmt: skip
+
+
+def _speak(taken: socket.socket, said: tuple[tuple[int, bytes], ...], status: Any) -> None:
+    for channel, data in (*said, (3, json.dumps(status).encode())):
+        taken.sendall(frame(2, bytes([channel]) + data))
+    taken.sendall(frame(8, struct.pack("!H", 1000)))
+    taken.recv(4096)
+
+
+@contextlib.contextmanager
+def worker(*said: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
+    """An API server that runs one program, which says this on these channels."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        taken, _ = listener.accept()
+        with taken:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += taken.recv(4096)
+            if code != 101:
+                taken.sendall(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % code)
+                return
+            assert b"command=cat&command=%2Fetc%2Fhosts" in head
+            fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
+            accept = base64.b64encode(hashlib.sha1(fields[b"Sec-WebSocket-Key"] + _MAGIC).digest())
+            taken.sendall(
+                b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                b"Sec-WebSocket-Protocol: v4.channel.k8s.io\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
+            )
+            # Who has heard enough leaves early.
+            with contextlib.suppress(ConnectionError):
+                _speak(taken, said, status)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Api(Connection(Access(f"http://127.0.0.1:{listener.getsockname()[1]}")), "team")
+    finally:
+        thread.join()
+        listener.close()
+
+
+def test_what_a_program_prints_comes_back_by_channel() -> None:
+    with worker((1, b'{"step": 1}\nnoise\n'), (2, b"warning"), (1, b'{"step": 2}\n')) as api:
+        output = run_inside(api, "w-0", ("cat", "/etc/hosts"))
+
+    assert output.error == b"warning"
+    assert json_lines(output) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_program_that_fails_is_its_last_words_unless_its_code_is_expected() -> None:
+    causes = [{"reason": "ExitCode", "message": "64"}]
+    failed = {"status": "Failure", "message": "exit code 64", "details": {"causes": causes}}
+
+    with (
+        worker((2, b"first\nno such file\n"), status=failed) as api,
+        pytest.raises(ClientError, match="w-0: no such file"),
+    ):
+        run_inside(api, "w-0", ("cat", "/etc/hosts"))
+    with worker((1, b"[]"), status=failed) as api:
+        assert run_inside(api, "w-0", ("cat", "/etc/hosts"), accepted=(0, 64)).out == b"[]"
+
+
+def test_too_much_output_and_a_missing_right_are_sentences() -> None:
+    with worker((1, b"x" * 200)) as api, pytest.raises(ClientError, match="prints more than 100 bytes"):
+        run_inside(api, "w-0", ("cat", "/etc/hosts"), most=100)
+    with worker(code=403) as api, pytest.raises(ForbiddenError, match="create pods/exec in namespace team"):
+        run_inside(api, "w-0", ("cat", "/etc/hosts"))

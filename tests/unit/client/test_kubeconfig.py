@@ -1,0 +1,87 @@
+"""Which cluster and as whom, as kubectl would read the same files."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from recorded_jobs import kubeconfig
+
+from trainium_client.errors import NoClusterError
+from trainium_client.kubeconfig import find_access
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def written(path: Path, document: dict[str, Any]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(document))
+    return str(path)
+
+
+def test_of_several_files_the_first_that_names_something_wins(tmp_path: Path) -> None:
+    first = written(
+        tmp_path / "a", {"contexts": kubeconfig("")["contexts"], "users": kubeconfig("", token="t1")["users"]}
+    )
+    second = written(tmp_path / "b", kubeconfig("https://example.test", token="t2"))
+
+    access = find_access(None, None, {"KUBECONFIG": f"{first}:{second}:{tmp_path / 'none'}"})
+
+    assert (access.server, access.namespace) == ("https://example.test", "team")
+    assert access.headers == (("Authorization", "Bearer t1"),)
+
+
+def test_paths_are_relative_to_their_own_file_and_data_wins_over_them(tmp_path: Path) -> None:
+    folder = tmp_path / "deep"
+    document = kubeconfig("https://example.test", **{"client-certificate": "me.crt", "client-key": "me.key"})
+    document["clusters"][0]["cluster"] |= {
+        "certificate-authority": "nowhere.crt",
+        "certificate-authority-data": base64.b64encode(b"CA").decode(),
+    }
+    path = written(folder / "config", document)
+    (folder / "me.crt").write_bytes(b"CERT")
+    (folder / "me.key").write_bytes(b"KEY")
+
+    access = find_access(path, None, {})
+
+    assert (access.authority, access.certificate, access.key) == (b"CA", b"CERT", b"KEY")
+
+
+def test_who_acts_as_another_does_so_here_too(tmp_path: Path) -> None:
+    user = {"token": "t", "as": "viewer", "as-groups": ["readers"]}
+    path = written(tmp_path / "config", kubeconfig("https://example.test", **user))
+
+    headers = find_access(path, None, {}).headers
+
+    assert headers[1:] == (("Impersonate-User", "viewer"), ("Impersonate-Group", "readers"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"current-context": ""}, "no current-context"),
+        ({"clusters": []}, "no cluster named 'here'"),
+        ({"users": []}, "no user named 'me'"),
+        ({"users": [{"name": "me", "user": {"auth-provider": {"name": "gcp"}}}]}, "exec plugin"),
+        ({"users": [{"name": "me", "user": {"client-certificate": "gone.crt"}}]}, "client-certificate"),
+        ({"clusters": [{"name": "here", "cluster": {}}]}, "names no server"),
+    ],
+)
+def test_a_kubeconfig_that_cannot_be_used_is_one_sentence(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = written(tmp_path / "config", {**kubeconfig("https://example.test"), **change})
+
+    with pytest.raises(NoClusterError, match=said) as told:
+        find_access(path, None, {})
+    assert "\n" not in str(told.value)
+
+
+def test_a_password_is_never_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_text("users: [{name: me, user: {token: s3cret}\n")
+
+    with pytest.raises(NoClusterError) as told:
+        find_access(str(path), None, {})
+    assert "s3cret" not in str(told.value)

@@ -1,0 +1,100 @@
+"""`TrainingJob` from a Python program: the same answers as the commands, and one kind of error."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
+
+from trainium_client import ClientError, JobFailedError, TrainingJob
+from trainium_contract.job import TrainingJobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with ApiServer(recorded_answers(), tmp_path).running() as running:
+        yield running
+
+
+def job(server: ApiServer, name: str = "llama") -> TrainingJob:
+    return TrainingJob(name, kubeconfig=str(server.kubeconfig))
+
+
+def test_a_job_is_read_as_the_commands_read_it(server: ApiServer) -> None:
+    found = job(server)
+
+    assert found.status().step == 263
+    assert found.why().number == 3
+    assert found.events()[0].reason == "Recovered"
+    assert found.logs(0)
+    assert "team/llama" in found._repr_html_()
+    with pytest.raises(ClientError, match="no rank 9"):
+        found.logs(9)
+
+
+def test_a_typed_spec_is_applied_in_the_context_s_namespace(server: ApiServer) -> None:
+    spec = TrainingJobSpec.model_validate({"trainer": {"steps": 7}})
+
+    TrainingJob.from_spec("llama", spec, kubeconfig=str(server.kubeconfig)).apply()
+
+    method, path, body = server.requests[-1]
+    assert (method, path.partition("?")[0]) == ("PATCH", f"{JOBS}/llama")
+    assert "fieldManager=trainium-client" in path
+    assert body["metadata"] == {"name": "llama", "namespace": "team"}
+    assert body["spec"]["trainer"]["steps"] == 7
+
+
+def test_a_manifest_is_applied_as_it_is_written(server: ApiServer, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    manifest = {"kind": "TrainingJob", "metadata": {"name": "x", "namespace": "team", "labels": {"a": "b"}}, "spec": {}}
+    path.write_text(json.dumps(manifest))
+
+    found = TrainingJob.from_file(path, kubeconfig=str(server.kubeconfig))
+
+    assert (found.name, found.namespace, found.metadata) == ("x", "team", {"labels": {"a": "b"}})
+    path.write_text("kind: Pod")
+    with pytest.raises(ClientError, match="holds no TrainingJob"):
+        TrainingJob.from_file(path)
+
+
+def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) -> None:
+    looks = []
+
+    def finish(_seconds: float) -> None:
+        done = recorded("job")
+        done["status"]["phase"] = "Completed"
+        server.answers[f"{JOBS}/llama"] = done
+
+    assert job(server).wait(told=looks.append, pause=finish).phase == "Completed"
+    assert [view.phase for view in looks] == ["Running", "Completed"]
+    with pytest.raises(JobFailedError, match="there is no such file or folder"):
+        job(server, "broken").wait()
+    with pytest.raises(ClientError, match="has completed, and was waited for to be Suspended"):
+        job(server).wait("Suspended")
+
+
+def test_waiting_has_a_limit(server: ApiServer) -> None:
+    with pytest.raises(ClientError, match="is Running after 0 s, not Completed"):
+        job(server).wait(seconds=0)
+
+
+def test_deleting_names_the_object_and_what_is_not_there_is_no_error(server: ApiServer) -> None:
+    job(server).delete()
+    assert server.requests[-1][2]["preconditions"] == {"uid": recorded("job")["metadata"]["uid"]}
+    job(server, "gone").delete()
+
+
+def test_acting_is_a_patch(server: ApiServer) -> None:
+    job(server).suspend()
+    job(server).resume()
+
+    assert [body for method, _, body in server.requests if method == "PATCH"] == [
+        {"spec": {"suspend": True}},
+        {"spec": {"suspend": False}},
+    ]

@@ -1,0 +1,142 @@
+"""The page of a job: self-contained, escaped, bounded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
+
+from trainium_client.commands.main import main
+from trainium_client.render.report import Report, report_html
+from trainium_client.views.checkpoints import CheckpointRow, metrics_path
+from trainium_client.views.curve import MOST_POINTS, read_curve
+from trainium_client.views.events import event_views
+from trainium_client.views.interruptions import interruptions
+from trainium_client.views.job import ArtifactView, FigureView, job_view
+from trainium_client.views.workers import MemberRow, Members
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
+
+
+class Page(HTMLParser):
+    """Elements, their attributes, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.said = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in {"meta", "img"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+
+
+def lines(steps: int) -> list[str]:
+    return [json.dumps({"step": step, "loss": 6 - step / steps, "tokensPerSecond": 10.0}) for step in range(steps)]
+
+
+def full() -> Report:
+    job = recorded("job")
+    view = job_view(job, now=NOW, events=event_views(recorded("events")["items"]))
+    view = replace(
+        view,
+        verdict=HOSTILE,
+        advice=(HOSTILE,),
+        artifacts=(ArtifactView("Model", f"s3://bucket/{HOSTILE}", 10, 2048, HOSTILE),),
+        evaluation=(FigureView(HOSTILE, 1.0, 0.5),),
+        not_shown=(HOSTILE,),
+    )
+    entries = tuple(replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in interruptions(job["status"]))
+    members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
+    row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
+    return Report(view, entries, members, (row,), read_curve(lines(300)), (HOSTILE,))
+
+
+def test_nothing_hostile_becomes_an_element_and_nothing_comes_from_outside() -> None:
+    page = Page(report_html(full(), NOW))
+
+    assert page.open == []
+    assert not {"script", "img", "link", "iframe", "object", "a"} & set(page.tags)
+    names = {name for name, _ in page.attributes}
+    assert not {name for name in names if name.startswith("on") or name in {"src", "href", "xlink:href"}}
+    assert page.said.count("alert(1)") > 5
+
+
+def test_all_that_is_known_is_on_the_page() -> None:
+    page = Page(report_html(full(), NOW))
+
+    for words in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
+                  "Artifacts", "Evaluation", "Events", "Not shown", "32-63", "6.6 %", "1.0 MiB"):  # fmt: skip
+        assert words in page.said, words
+    assert page.tags.count("polyline") == 1
+    marks = [value for name, value in page.attributes if (name, value) == ("class", "mark")]
+    assert len(marks) == 3
+
+
+def test_a_job_that_has_only_begun_has_a_page_too() -> None:
+    job = {key: value for key, value in recorded("job").items() if key != "status"}
+
+    page = Page(report_html(Report(job_view(job, now=NOW), (), None, None, (), ()), NOW))
+
+    assert page.open == []
+    assert "not answered yet" in page.said
+
+
+def test_a_long_curve_is_thinned_and_a_spike_stays() -> None:
+    long = lines(20_000)
+    long[777] = json.dumps({"step": 777, "loss": 99.0, "validationLoss": 3.0})
+
+    curve = read_curve([*long, "", "{", '{"step": 20001, "loss": null}', "[]"])
+
+    assert len(curve) == MOST_POINTS
+    assert curve[-1].step == 19_999
+    assert max(each.highest for each in curve) == 99.0
+    assert [each.validation for each in curve if each.validation is not None] == [3.0]
+
+
+def test_a_thousand_workers_and_a_full_history_stay_a_page_that_a_browser_opens() -> None:
+    rows = tuple(MemberRow(rank, f"llama-w-{rank}", f"node-{rank}") for rank in range(1000))
+    page = report_html(replace(full(), members=Members(9, 32, rows), curve=read_curve(lines(20_000))), NOW)
+
+    assert len(page) < 1_000_000
+    assert Page(page).open == []
+
+
+def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
+    metrics, output = tmp_path / "metrics.jsonl", tmp_path / "page.html"
+    metrics.write_text("\n".join(lines(50)))
+    arguments = ["report", "llama", "--metrics", str(metrics), "-o", str(output), "--kubeconfig"]
+    with ApiServer(recorded_answers(), tmp_path).running() as server, pytest.raises(SystemExit) as left:
+        main([*arguments, str(server.kubeconfig)])
+
+    assert not left.value.code
+    assert "polyline" in Page(output.read_text()).tags
+
+
+def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
+    job = recorded("job")
+    assert metrics_path(job).endswith("/metrics.jsonl")
+    job["spec"]["checkpoint"]["storage"] = {"s3": {"path": "s3://bucket/prefix"}}
+    assert metrics_path(job) == "/checkpoints/metrics.jsonl"

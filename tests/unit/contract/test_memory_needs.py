@@ -1,0 +1,122 @@
+"""The model of memory: its table is that of docs/parallelism.md, and the tiers take what they allocate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainium_contract.memory_needs import (
+    KEPT_FILES,
+    OWN_FILES,
+    Layouts,
+    ModelSizes,
+    Setting,
+    Trained,
+    needs,
+    parameters_of_rank,
+)
+from trainium_contract.trainer_parallelism import DataParallelMode, Precision, Recompute
+from trainium_trainer.checkpoint import memory
+from trainium_trainer.models.shapes import PRESETS
+
+SHAPE = PRESETS["Llama2-70B"]
+MODEL = ModelSizes(
+    hidden=SHAPE.hidden_size,
+    intermediate=SHAPE.intermediate_size,
+    layers=SHAPE.num_layers,
+    heads=SHAPE.num_attention_heads,
+    key_value_heads=SHAPE.num_key_value_heads,
+    head_width=SHAPE.head_dim,
+    vocabulary=SHAPE.vocab_size,
+)
+N = 8
+SETTING = Setting(
+    tensor=1,
+    pipeline=1,
+    data_parallel=N,
+    processes_per_node=8,
+    mode=DataParallelMode.REPLICATED,
+    precision=Precision.FLOAT32,
+    recompute=Recompute.FULL,
+    sequence=False,
+    micro_size=1,
+    length=128,
+    micro_batches=1,
+    snapshots=True,
+    buddies=True,
+)
+MODES = (DataParallelMode.REPLICATED, DataParallelMode.SHARDED_OPTIMIZER, DataParallelMode.FULLY_SHARDED)
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_each", "accumulating"),
+    [
+        (Precision.FLOAT32, (16, 4 + 16 / N, 16 / N), 8 + 16 / N),
+        (Precision.BFLOAT16, (16, 2 + 16 / N, 16 / N), 6 + 16 / N),
+        (Precision.BFLOAT16_STOCHASTIC, (10, 2 + 12 / N, 12 / N), 6 + 12 / N),
+    ],
+)
+def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
+    precision: Precision, bytes_each: tuple[float, ...], accumulating: float
+) -> None:
+    number = parameters_of_rank(MODEL, SETTING)
+    for mode, expected in zip(MODES, bytes_each, strict=True):
+        found = needs(MODEL, replace(SETTING, mode=mode, precision=precision))
+        assert found.state / number == pytest.approx(expected, rel=1e-6), mode
+    divided = replace(SETTING, mode=DataParallelMode.SHARDED_OPTIMIZER, precision=precision)
+    for setting in (replace(divided, micro_batches=4), replace(divided, layouts=Layouts.NXD)):
+        assert needs(MODEL, setting).state / number == pytest.approx(accumulating, rel=1e-6)
+
+
+def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None:
+    assert parameters_of_rank(MODEL, SETTING) == SHAPE.num_parameters
+    wide = parameters_of_rank(MODEL, replace(SETTING, tensor=32))
+    without = replace(MODEL, key_value_heads=32)
+    assert 32 * wide > SHAPE.num_parameters
+    assert wide == parameters_of_rank(without, replace(SETTING, tensor=32)), "four copies of 8 heads are 32 heads"
+
+
+def test_snapshots_take_three_files_of_each_shard_of_a_node_and_two_of_a_buddys() -> None:
+    assert (OWN_FILES, KEPT_FILES) == (memory._OWN_FILES, memory._KEPT_FILES)
+    state = 12 * parameters_of_rank(MODEL, SETTING)
+    assert needs(MODEL, SETTING).shared_memory == 3 * state, "replicas of a node share one shard"
+    assert needs(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0
+    sharded = replace(SETTING, mode=DataParallelMode.FULLY_SHARDED)
+    assert needs(MODEL, sharded).shared_memory == pytest.approx(3 * state, rel=1e-6), "one node has no buddy"
+    two = replace(sharded, processes_per_node=4)
+    assert needs(MODEL, two).shared_memory == pytest.approx(5 * state / 2, rel=1e-6)
+    assert needs(MODEL, replace(two, buddies=False)).shared_memory == pytest.approx(3 * state / 2, rel=1e-6)
+
+
+def test_recomputing_and_dividing_the_sequence_take_less_and_longer_samples_more() -> None:
+    kept = replace(SETTING, recompute=Recompute.NONE, tensor=8)
+    assert needs(MODEL, replace(kept, recompute=Recompute.FULL)).activations < needs(MODEL, kept).activations
+    assert needs(MODEL, replace(kept, sequence=True)).activations < needs(MODEL, kept).activations
+    assert needs(MODEL, replace(kept, length=256)).activations > needs(MODEL, kept).activations
+
+
+@pytest.mark.parametrize(
+    ("precision", "used", "each"),
+    [(Precision.FLOAT32, 4, 16), (Precision.BFLOAT16, 2, 16), (Precision.BFLOAT16_STOCHASTIC, 2, 10)],
+)
+def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
+    precision: Precision, used: int, each: int
+) -> None:
+    number, tuned = parameters_of_rank(MODEL, SETTING), Trained(weights=1000, adapters=5000)
+    setting = replace(SETTING, precision=precision, trained=tuned)
+    found, kept = needs(MODEL, setting), 2 if precision.keeps_half else 4
+    assert found.state == (number - 1000) * used + 6000 * each
+    assert found.shared_memory == 3 * 3 * kept * 6000
+    assert found.parameters == number + 5000
+    divided = needs(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED))
+    assert divided.state == pytest.approx(found.state / N, rel=1e-3)
+    gathered = needs(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
+    assert gathered.state == pytest.approx(number * used * (1 + 1 / N), rel=1e-3)
+    nxd = needs(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=Layouts.NXD))
+    assert nxd.state == pytest.approx(number * used, rel=1e-3), "NxD divides no frozen weight over the replicas"
+
+
+def test_training_all_weights_by_name_needs_what_training_all_needs() -> None:
+    number = parameters_of_rank(MODEL, SETTING)
+    assert needs(MODEL, replace(SETTING, trained=Trained(number, 0))) == needs(MODEL, SETTING)

@@ -1,0 +1,58 @@
+"""Changing a field of a model is checked by mypy, although Python itself takes any name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+_WELL = """
+from trainium_contract.job import Phase, TrainingJobStatus
+from trainium_contract.ledger import GoodputStatus
+
+status = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
+ledger = GoodputStatus().replaced(starting=True)
+reveal_type(status)
+"""
+
+
+def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What mypy says, by the project's own settings, about a file with this text."""
+    program = folder / "program.py"
+    program.write_text(text, encoding="utf-8")
+    settings = folder / "pyproject.toml"
+    plugin = ROOT / "scripts" / "mypy_replaced.py"
+    settings.write_text(
+        f'[tool.mypy]\nstrict = true\nmypy_path = "{ROOT / "contract"}"\nplugins = ["pydantic.mypy", "{plugin}"]\n',
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(folder / "cache")]
+    return subprocess.run([*command, str(program)], capture_output=True, text=True, check=False, cwd=folder)
+
+
+@pytest.mark.timeout(300)
+def test_a_misspelt_field_and_a_value_of_another_type_are_errors(tmp_path: Path) -> None:
+    well = checked(_WELL, tmp_path)
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in well.stdout
+    ill = checked(_WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"'), tmp_path)
+    assert ill.returncode == 1
+    assert 'Unexpected keyword argument "waitingsince"' in ill.stdout
+    assert 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"' in (
+        ill.stdout
+    )
+    assert "Found 2 errors" in ill.stdout
+
+
+def test_the_operator_and_the_contract_change_models_in_no_other_way() -> None:
+    untyped = [
+        str(path.relative_to(ROOT))
+        for room in ("contract", "operator")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if "model_copy(" in path.read_text(encoding="utf-8")
+    ]
+    assert untyped == ["contract/trainium_contract/base.py"]
+    assert '"scripts/mypy_replaced.py"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,0 +1,227 @@
+"""What cannot be used is refused in one sentence that says what, where and what to do."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from example_files import config, opened, records, write_records, write_tokenizer
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD = {"instruction": "do", "context": "", "response": "done", "category": "open_qa"}
+CLASS = {"format": "Classification"}
+
+
+def chat(*contents: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in contents]}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "sentence"),
+    [
+        ({"instruction": "do"}, {}, "line 2: has no field 'response', which data.examples.template.completion names"),
+        (GOOD | {"response": " \n"}, {}, "line 2: the answer is empty"),
+        (["not", "an", "object"], {}, "line 2: has no field 'instruction', .* every record is a JSON object"),
+        ({**GOOD, "response": "\ud800"}, {}, "line 2: holds half a surrogate pair"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named_by_its_line(
+    tmp_path: Path, row: Any, settings: dict[str, Any], sentence: str
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=f"d.jsonl {sentence}.*more such records than data.maxBadLines 0 lets pass"):
+        opened(config(tmp_path, path, max_bad_lines=0, **settings))
+    data = opened(config(tmp_path, path, max_bad_lines=1, **settings))
+    assert (data.report.examples, data.report.skipped) == (1, 1)
+
+
+def test_a_template_with_an_unknown_field_names_the_nearest_one(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "d.jsonl", [GOOD] * 3)
+    template = {"prompt": "{instructon}\n"}
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, source, examples={"template": template}))
+    assert "holds no example: 3 records were skipped, the first:" in str(refusal.value)
+    assert "has no field 'instructon', which data.examples.template.prompt names (it has 'instruction'," in str(
+        refusal.value
+    )
+    assert refusal.value.code is ExitCode.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("a {b", "data.examples.template.prompt: expected '}' before end of string: write {{ and }}"),
+        ("{instruction!r}", "{instruction!r} is no plain field"),
+        ('{"a": 1}', '{"a": 1} is no plain field'),
+        ("{}", "{} is no plain field"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(tmp_path: Path, prompt: str, sentence: str) -> None:
+    source = write_records(tmp_path / "d.jsonl", [GOOD])
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, source, examples={"template": {"prompt": prompt}}))
+    assert sentence in str(refusal.value)
+
+
+def test_a_template_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "d.jsonl", [GOOD])
+    (tmp_path / "template.json").write_text('{"prompt": "{instruction}"}')
+    with pytest.raises(UserError, match=r"template.json: is no template: write an object with the texts `prompt` and"):
+        opened(config(tmp_path, source))
+
+
+@pytest.mark.parametrize("label", [2, -1, "maybe", 0.5, None])
+def test_a_label_outside_the_list_is_refused(tmp_path: Path, label: Any) -> None:
+    source = write_records(tmp_path / "d.jsonl", [{"question": "a", "sentence": "b", "label": label}])
+    with pytest.raises(UserError, match=r"line 1: the label '.*' is neither one of .* \(entailment, not_entailment\)"):
+        opened(config(tmp_path, source, format="Classification"))
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (
+            "def f(record):\n    return record['no']\n",
+            "raised KeyError: 'no' (FILE line 2) for DATA line 1: correct",
+        ),
+        ("def f(record):\n    return 3\n", "returned 3 for DATA line 1: return a dictionary with the texts"),
+        ("def f(record):\n    return {'prompt': 'a'}\n", "returned a dictionary with 'prompt' for DATA line 1"),
+        ("def f(record:\n", "cannot be imported: SyntaxError: "),
+        ("import nothing_of_that_name\n", "cannot be imported: ModuleNotFoundError: "),
+        ("def g(record):\n    return None\n", "has no function 'f': correct the name"),
+        ("def f(record):\n    return None\n", "left all of its 1 records out"),
+        ("def f(record):\n    return {'messages': [{'role': 'user'}]}\n", "returned messages, but there is no chat"),
+    ],
+)
+def test_a_function_that_fails_is_named_with_file_and_line(tmp_path: Path, code: str, sentence: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    source = write_records(tmp_path / "d.jsonl", [GOOD])
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, source, format="Function", examples={"function": f"{file}:f"}))
+    assert sentence.replace("FILE", str(file)).replace("DATA", str(source)) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("place", ["/nowhere/mine.py:f", "no.such.module:f"])
+def test_a_function_that_is_not_there_is_refused(tmp_path: Path, place: str) -> None:
+    source = write_records(tmp_path / "d.jsonl", [GOOD])
+    with pytest.raises(UserError, match=rf"data.examples.function {place}: there is no (such file|module)"):
+        opened(config(tmp_path, source, format="Function", examples={"function": place}))
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", chat=None)
+    source = write_records(tmp_path / "d.jsonl", [chat(("user", "a"), ("assistant", "b"))])
+    with pytest.raises(UserError, match=r"needs a chat template, but beside .*tokenizer.json is none: give data.exam"):
+        opened(config(tmp_path, source, format="Chat"))
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (chat(("user", "a")), "no message is the assistant's"),
+        (chat(("user", "a"), ("assistant", "")), "the answer is empty"),
+        ({"messages": "hello"}, "the field 'messages' is no list of messages with `role` and `content`"),
+        ({"messages": []}, "the field 'messages' is no list of messages"),
+        ({"conversation": []}, "has no field 'messages', which data.examples.chat.messagesField names"),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_refused(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", [row])
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, source, format="Chat"))
+    assert f"line 1: {sentence}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for %}", "chat.jinja line 1: is no chat template"),
+        ("{{ raise_exception('roles must take turns') }}", "refuses the messages (roles must take turns)"),
+        ("{{ ''.__class__.__mro__ }}", "refuses the messages (access to attribute '__class__'"),
+        ("{{ messages | length }}: {{ messages[-1].content }}", "changes what stands before an answer"),
+    ],
+)
+def test_a_chat_template_that_does_not_work_or_wants_out_of_its_sandbox_is_refused(
+    tmp_path: Path, template: str, sentence: str
+) -> None:
+    (tmp_path / "chat.jinja").write_text(template)
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", [chat(("user", "a"), ("assistant", "b"))])
+    given = {"chat": {"template": str(tmp_path / "chat.jinja")}}
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, source, format="Chat", examples=given))
+    assert sentence in str(refusal.value)
+
+
+def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "d.jsonl", records(5))
+    with pytest.raises(UserError, match=r"all of its 5 examples are longer than data.sequenceLength 8 \(the shortest "):
+        opened(config(tmp_path, source, sequence_length=8))
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ({"category": "poetry"}, "of the 6 records none has category: poetry (found: open_qa, information_extraction)"),
+        ({"categry": "open_qa"}, "none of the 6 records has the field 'categry'"),
+        ({"category": "open_qa", "context": "no"}, "none has context: no (found: "),
+    ],
+)
+def test_a_filter_that_leaves_nothing_is_refused(tmp_path: Path, where: dict[str, str], sentence: str) -> None:
+    source = write_records(tmp_path / "d.jsonl", records(6))
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, source, examples={"where": where}))
+    assert sentence in str(refusal.value)
+
+
+def test_a_tokenizer_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", eos_token="<|other|>")
+    source = write_records(tmp_path / "d.jsonl", [GOOD])
+    with pytest.raises(UserError, match=r"has no entry for eos_token '<\|other\|>' of the tokenizer_config.json"):
+        opened(config(tmp_path, source))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("d.txt", "running text\n", "is running text, which has no records"),
+        ("d.jsonl", "", "holds no record"),
+        ("d.jsonl", "{oops\n", "1 records were skipped, the first: .* line 1: not JSON"),
+    ],
+)
+def test_files_without_records_are_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        opened(config(tmp_path, tmp_path / name))
+
+
+def test_what_is_no_record_or_cannot_wait_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", records(9))
+    with pytest.raises(UserError, match=r"data.source python-docs: is running text"):
+        opened(config(tmp_path, "python-docs"))
+    with pytest.raises(UserError, match=r"data.tokenization is Online, but data.format Instruction is always encoded"):
+        opened(config(tmp_path, source, tokenization="Online"))
+    with pytest.raises(UserError, match=r"d.jsonl has no example to hold back: raise data.validation.fraction"):
+        opened(config(tmp_path, source, validation={"fraction": 0.0001}))
+    with pytest.raises(UserError, match=r"all of its examples are held back: lower data.validation.fraction"):
+        opened(config(tmp_path, source, validation={"fraction": 0.9999}))
+
+
+def test_nothing_is_left_in_the_cache_of_what_was_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", [GOOD | {"response": ""}])
+    with pytest.raises(UserError):
+        opened(config(tmp_path, source))
+    assert not list((tmp_path / "cache").glob("examples-*"))

@@ -1,0 +1,140 @@
+"""The commands that show and prepare examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from example_files import records, write_records, write_tokenizer
+
+from trainium_trainer.cli import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_run(tmp_path: Path, **data: Any) -> Path:
+    write_tokenizer(tmp_path / "tokenizer")
+    fields = {
+        "source": str(write_records(tmp_path / "d.jsonl", records(120))),
+        "format": "Instruction",
+        "sequenceLength": 96,
+        "cacheDirectory": str(tmp_path / "cache"),
+        "tokenizer": {"path": str(tmp_path / "tokenizer")},
+        "workers": 1,
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"batch": {"globalSize": 8}, "data": fields | data}))
+    return file
+
+
+def test_show_data_prints_text_and_counts_without_colours_where_it_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validation = {"fraction": 0.1}
+    file = write_run(tmp_path, examples={"tooLong": "CutLeft"}, sequenceLength=40, validation=validation)
+    assert run(["show-data", "--config", str(file), "--samples", "2", "--set", "epochs=3"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count("── sample ") == 2
+    assert re.search(r"### Answer\n⟦[\w ]+<\|end\|>⟧", shown)
+    for line in (
+        "records     120",
+        "dropped     0 longer than 40 tokens",
+        "cut         ",
+        "positions   ",
+        "held back   ",
+    ):
+        assert line in shown
+    assert re.search(r"one epoch   1[3-5] steps", shown)
+    bars = re.findall(r"^ *\d+ - +\d+ █* (\d+)$", shown, re.MULTILINE)
+    assert sum(map(int, bars)) == 120
+
+
+def test_show_data_colours_what_is_learned_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = write_run(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run(["show-data", "--config", str(file), "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"### Answer\n\x1b\[1;32m[\w ]+<\|end\|>\x1b\[0m", shown)
+    assert "⟦" not in shown
+
+
+def test_show_data_shows_packed_examples_one_by_one_and_what_fills_up_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path, examples={"packing": True, "where": {"category": "open_qa"}}, sequenceLength=500)
+    given = ["show-data", "--config", str(file), "--set", "epochs=1"]
+    assert run([*given, "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    several = re.search(r"sample 0: (\d+) examples, (\d+) of 500 positions used", shown)
+    assert several is not None
+    assert int(several[1]) > 5
+    assert shown.count("which does not see the one before") == int(several[1]) - 1
+    assert shown.count("<|begin|>") == int(several[1])
+    assert "filtered    60 by data.examples.where" in shown
+    assert ", packed" in shown
+    assert run([*given, "--samples", "1", "--first", "7"]) == 0
+    assert "sample 7: fills up the last batch of an epoch, does not count" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokenization", ["Ahead", "Online"])
+def test_show_data_shows_running_text_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenization: str
+) -> None:
+    file = write_run(tmp_path, format="Text", textField="response", sequenceLength=16, tokenization=tokenization)
+    text = {"tokenizer": {"vocabSize": 300}}
+    document = yaml.safe_load(file.read_text())
+    document["data"] |= text
+    file.write_text(yaml.safe_dump(document))
+    assert run(["show-data", "--config", str(file), "--samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("16 of 16 positions used" if tokenization == "Ahead" else "of 16 positions used") == 2
+    assert "⟦" in shown
+    assert ("tokenised ahead" if tokenization == "Ahead" else "tokenised while training") in shown
+
+
+def test_prepare_data_makes_all_of_it_before_the_run(tmp_path: Path) -> None:
+    file = write_run(tmp_path, examples={"packing": True})
+    command = [sys.executable, "-m", "trainium_trainer", "prepare-data", "--config", str(file)]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.fullmatch(
+        rf"{tmp_path}/cache: 120 examples of 120 records, \d+ sequences with 9\d\.\d% of their positions used, "
+        r"[\d,]+ tokens/s\n",
+        made.stdout,
+    )
+    assert "120 examples, " in made.stderr, "the bar's end"
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert again.stdout.endswith("positions used, all of it was there\n")
+    code = "import sys; from trainium_trainer.cli import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, *command[3:]], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--output", "x"], "prepare-data: needs --config FILE, or --source and --output"),
+        (["--config", "run.yaml", "--source", "x"], "--config says what is prepared and where"),
+    ],
+)
+def test_prepare_data_wants_one_of_its_two_forms(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["prepare-data", *arguments]) == 64
+    assert sentence in capsys.readouterr().err
+
+
+def test_prepare_data_says_so_when_there_is_nothing_to_prepare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path, format="Text", textField="response", sequenceLength=16, tokenization="Online")
+    assert run(["prepare-data", "--config", str(file), "--set", "data.tokenizer={vocabSize: 300}"]) == 64
+    assert "tokenised while training, so nothing is prepared: set it to Ahead" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""From records to prompts and answers: what each format makes of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from example_files import BOS, ENDED, EOS, config, opened, records, texts, write_records, write_tokenizer
+from pyarrow import parquet
+
+from trainium_trainer.data.hub import HubDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_the_built_in_template_leaves_an_empty_context_out(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows = [
+        {"instruction": "add", "context": "1 and 2", "response": "3"},
+        {"instruction": "greet", "context": " ", "response": "hello"},
+        {"instruction": "part", "response": "bye"},
+    ]
+    found = texts(opened(config(tmp_path, write_records(tmp_path / "d.jsonl", rows))))
+    assert found == [
+        (f"{BOS}### Instruction\nadd\n\n### Context\n1 and 2\n\n### Answer\n3{EOS}", f"3{EOS}"),
+        (f"{BOS}### Instruction\ngreet\n\n### Answer\nhello{EOS}", f"hello{EOS}"),
+        (f"{BOS}### Instruction\npart\n\n### Answer\nbye{EOS}", f"bye{EOS}"),
+    ]
+
+
+def test_a_template_of_ones_own_has_places_for_fields_and_braces(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", [{"q": "{how}?", "a": 7, "tags": ["x", "é"], "none": None}])
+    template = {"prompt": "{{json}} {q} {tags}{none}\n", "completion": "is {a}"}
+    (found,) = texts(opened(config(tmp_path, source, examples={"template": template})))
+    assert found == (f'{BOS}{{json}} {{how}}? ["x", "é"]\nis 7{EOS}', f"is 7{EOS}")
+
+
+def test_template_json_beside_the_data_is_the_template_unless_the_configuration_has_one(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    folder = tmp_path / "jumpstart"
+    folder.mkdir()
+    (folder / "template.json").write_text(json.dumps({"prompt": "Q: {question}\nA:", "completion": " {answer}"}))
+    write_records(folder / "train.jsonl", [{"question": "why", "answer": "so"}])
+    expected = (f"{BOS}Q: why\nA: so{EOS}", f" so{EOS}")
+    assert texts(opened(config(tmp_path, folder))) == [expected]
+    assert texts(opened(config(tmp_path, folder / "*.jsonl"))) == [expected]
+    assert texts(opened(config(tmp_path, folder / "train.jsonl"))) == [expected]
+    given = {"template": {"completion": "!{answer}"}}
+    assert texts(opened(config(tmp_path, folder, examples=given))) == [(f"{BOS}Q: why\nA:!so{EOS}", f"!so{EOS}")]
+
+
+def test_a_class_is_answered_by_its_word(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows: list[dict[str, Any]] = [
+        {"question": "who?", "sentence": "she.", "label": 0},
+        {"question": "who?", "sentence": "it.", "label": "not_entailment"},
+        {"question": "who?", "sentence": "he.", "label": "1"},
+    ]
+    source = write_records(tmp_path / "d.jsonl", rows)
+    found = texts(opened(config(tmp_path, source, format="Classification")))
+    assert found[0] == (f"{BOS}question: who?\nsentence: she.\nlabel: entailment{EOS}", f" entailment{EOS}")
+    assert [answer for _, answer in found[1:]] == [f" not_entailment{EOS}"] * 2
+    mine = {"textFields": ["sentence"], "labels": ["no", "yes"], "prompt": "Is it? {sentence}\n"}
+    found = texts(
+        opened(config(tmp_path, source, format="Classification", examples={"classification": mine}, max_bad_lines=1))
+    )
+    assert found == [(f"{BOS}Is it? she.\nno{EOS}", f"no{EOS}"), (f"{BOS}Is it? he.\nyes{EOS}", f"yes{EOS}")]
+
+
+def test_a_function_makes_of_a_record_what_it_likes(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "beside.py").write_text("MARK = '!'\n")
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "from beside import MARK\n"
+        "def examples(record):\n"
+        "    if record['id'] == 0:\n"
+        "        return None\n"
+        "    if record['id'] == 1:\n"
+        "        return {'messages': [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]}\n"
+        "    return {'prompt': 'p' + MARK, 'completion': 'c'}\n"
+    )
+    source = write_records(tmp_path / "d.jsonl", [{"id": number} for number in range(3)])
+    data = opened(config(tmp_path, source, format="Function", examples={"function": f"{code}:examples"}))
+    assert texts(data) == [
+        (f"{BOS}<|head|>user<|tail|>\n\na<|eot|><|head|>assistant<|tail|>\n\nb<|eot|>", "b<|eot|>"),
+        (f"{BOS}p!c{EOS}", f"c{EOS}"),
+    ]
+    assert data.report.left_out == 1
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+FORMATS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "d.json": lambda path, rows: path.write_text(json.dumps(rows, indent=1)),
+    "d.csv": write_csv,
+    "d.parquet": lambda path, rows: parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=9),
+    "d.arrow": write_arrow,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_records_make_the_same_samples_from_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows = records(40)
+    lines = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", rows), validation={"fraction": 0.3}))
+    FORMATS[name](tmp_path / name, rows)
+    other = opened(config(tmp_path, tmp_path / name, validation={"fraction": 0.3}))
+    assert texts(other) == texts(lines)
+    assert (other.sources[0].held == lines.sources[0].held).all(), "the hash is that of the record"
+    assert other.identity == lines.identity
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = records(12)
+    write_records(folder / "train.jsonl", rows)
+    source = HubDataset(str(folder), "response")  # the library takes a folder where it takes a name
+    (block,) = source.blocks(1)
+    found = list(source.records(block))
+    assert [record.fields for record in found] == rows
+    assert found[2].skipped("so").sentence() == f"{folder} row 3: so"
+    assert [piece.text for piece in source.read(block)] == [row["response"] for row in rows]
+
+
+def test_only_records_that_fit_the_filter_are_left(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "d.jsonl", records(30))
+    data = opened(
+        config(tmp_path, source, examples={"where": {"category": "information_extraction"}}, sequence_length=128)
+    )
+    assert (data.report.records, data.report.filtered, data.report.examples) == (30, 15, 15)
+    assert all("number" in text and int(text.split("number ")[1].split()[0]) % 2 for text, _ in texts(data))
+
+
+def test_without_a_tokenizer_one_is_trained_on_the_examples(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "d.jsonl", records(30))
+    data = opened(config(tmp_path, source))
+    assert texts(data)[1][0].endswith(ENDED)
+    assert data.tokenizer == opened(config(tmp_path, source, seed=1)).tokenizer

@@ -1,0 +1,160 @@
+"""Too long examples and packing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainium_contract.trainer_examples import TooLong
+from trainium_trainer.data.examples.packing import packed
+from trainium_trainer.data.examples.too_long import Encoded, fitted
+from trainium_trainer.data.loader import micro_batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@st.composite
+def encoded(draw: st.DrawFn) -> Encoded:
+    frame, prompt, answer = draw(st.integers(0, 1)), draw(st.integers(0, 30)), draw(st.integers(1, 30))
+    length = frame + prompt + answer
+    return Encoded(np.arange(length), np.arange(length) >= frame + prompt, frame + prompt, frame)
+
+
+@given(encoded(), st.integers(2, 40), st.sampled_from(TooLong))
+@settings(max_examples=300, deadline=None)
+def test_what_is_left_fits_and_keeps_what_the_rule_says(example: Encoded, most: int, rule: TooLong) -> None:
+    kept = fitted(example, most, rule)
+    if len(example.ids) <= most:
+        assert kept is example
+        return
+    answer = example.ids[example.answer :].tolist()
+    if kept is None:
+        room = most - example.frame - len(answer)
+        reasons = {
+            TooLong.DROP: True,
+            TooLong.CUT_LEFT: room < 1,
+            TooLong.CUT_RIGHT: not example.trained[1:most].any(),
+        }
+        assert reasons[rule]
+        return
+    assert len(kept.ids) == len(kept.trained) == most
+    assert kept.trained[1:].any()
+    assert (kept.trained == example.trained[kept.ids]).all(), "each token is learned as before"
+    if rule is TooLong.CUT_LEFT:
+        assert kept.ids[kept.answer :].tolist() == answer
+        assert kept.ids[: example.frame].tolist() == example.ids[: example.frame].tolist()
+        assert kept.answer > example.frame
+    else:
+        assert kept.ids.tolist() == example.ids[:most].tolist()
+
+
+@given(st.lists(st.integers(1, 50), max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_each_example_is_in_one_sequence_and_all_sequences_fit(lengths: list[int]) -> None:
+    values = np.array(lengths, np.int64)
+    members, starts = packed(values, 50)
+    assert sorted(members.tolist()) == list(range(len(lengths)))
+    sums = [int(values[members[a:b]].sum()) for a, b in itertools.pairwise(starts)]
+    assert all(0 < total <= 50 for total in sums)
+    assert len(sums) <= 2 * -(-sum(lengths) // 50), "any fitting rule leaves at most half of the space"
+
+
+@pytest.mark.parametrize("capacity", [1024, 2048])
+def test_lengths_like_those_of_dolly_use_95_of_100_positions(capacity: int) -> None:
+    drawn = np.random.default_rng(0).lognormal(np.log(110), 0.95, 15_000).astype(np.int64) + 10
+    lengths = np.minimum(drawn, capacity)
+    assert 160 < lengths.mean() < 200
+    _, starts = packed(lengths, capacity)
+    assert lengths.sum() / ((len(starts) - 1) * capacity) >= 0.95
+
+
+@pytest.mark.parametrize(("rule", "cut", "dropped"), [("Drop", 0, 2), ("CutLeft", 1, 1), ("CutRight", 1, 1)])
+def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: int, dropped: int) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    # One byte is one token here: digits were not in the text that the tokenizer was trained on.
+    rows = [
+        {"q": "X", "a": "Y"},
+        {"q": "X" * (10 if rule == "CutRight" else 40), "a": "Y" * (40 if rule == "CutRight" else 10)},
+        {"q": "X" * (40 if rule == "CutRight" else 10), "a": "Y" * (10 if rule == "CutRight" else 40)},
+    ]
+    source = write_records(tmp_path / "d.jsonl", rows)
+    template = {"prompt": "{q}", "completion": "{a}"}
+    data = opened(config(tmp_path, source, sequence_length=24, examples={"template": template, "tooLong": rule}))
+    assert (data.report.cut, data.report.dropped, data.report.examples) == (cut, dropped, 3 - dropped)
+    assert sorted(data.report.lengths.tolist()) == [4, 52, 52], "as they were before"
+    if rule == "CutLeft":
+        assert texts(data)[1] == (BOS + "X" * 13 + "Y" * 10 + EOS, "Y" * 10 + EOS)
+    if rule == "CutRight":
+        assert texts(data)[1] == (BOS + "X" * 10 + "Y" * 14, "Y" * 14)
+
+
+def rows_of(data: Any, count: int) -> Any:
+    return micro_batch(data.training.at(0, count), data.training.rules, 0)
+
+
+def test_one_example_a_sequence_is_filled_up_with_the_padding_token_and_no_labels(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    data = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", records(6)), sequence_length=96))
+    batch = rows_of(data, 6)
+    assert batch.positions is None
+    stored = data.sources[0].stored
+    for row, number in enumerate(data.training.numbers(0, 6)):
+        ids, trained = stored.example(number)
+        count = len(ids) - 1
+        assert batch.inputs[row, :count].tolist() == ids[:-1].tolist()
+        assert batch.inputs[row, count:].tolist() == [data.training.rules.padding] * (96 - count)
+        assert batch.labels[row, :count].tolist() == np.where(trained[1:], ids[1:].astype(np.int64), -100).tolist()
+        assert (batch.labels[row, count:] == -100).all()
+    assert batch.valid_tokens == int((batch.labels != -100).sum())
+
+
+def test_packed_examples_begin_at_position_0_and_learn_what_they_learn_alone(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", records(40))
+    data = opened(config(tmp_path, source, sequence_length=160, examples={"packing": True}))
+    stored = data.sources[0].stored
+    count = data.training.num_samples
+    assert count < 25
+    batch = rows_of(data, count)
+    seen, tokens = [], 0
+    for row, number in enumerate(data.training.numbers(0, count)):
+        assert batch.positions is not None
+        starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
+        members = data.training.parts[0].members(number)
+        seen += members
+        for start, member in zip(starts, members, strict=False):
+            ids, trained = stored.example(member)
+            end = start + len(ids) - 1
+            tokens += end - start
+            assert batch.inputs[row, start:end].tolist() == ids[:-1].tolist()
+            assert batch.positions[row, start:end].tolist() == list(range(end - start))
+            expected = np.where(trained[1:], ids[1:].astype(np.int64), -100)
+            assert batch.labels[row, start:end].tolist() == expected.tolist()
+        assert (batch.labels[row, end:] == -100).all()
+        assert batch.positions[row, end:].tolist() == list(range(160 - end))
+    assert sorted(seen) == list(range(40)), "each example exactly once"
+    assert data.report.used == tokens / (count * 160) > 0.9
+
+
+def test_packing_and_samples_are_a_function_of_data_and_seed(tmp_path: Path) -> None:
+    rows = records(60)
+    write_tokenizer(tmp_path / "tokenizer")
+    one = write_records(tmp_path / "d.jsonl", rows)
+    random.Random(1).shuffle(rows)
+    other = write_records(tmp_path / "e.jsonl", rows)
+
+    def drawn(source: Path, **more: Any) -> list[list[int]]:
+        data = opened(config(tmp_path, source, examples={"packing": True}, **more))
+        return rows_of(data, 12).inputs.tolist()
+
+    assert drawn(one) == drawn(one)
+    assert drawn(one) != drawn(one, seed=1)
+    assert drawn(one) != drawn(other)

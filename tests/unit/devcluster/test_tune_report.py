@@ -1,0 +1,104 @@
+"""The second demo's judgement, tables and picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from trainium_devcluster.story.curves import Curves, Fault
+from trainium_devcluster.tune import report
+from trainium_devcluster.tune.report import Evaluation, Result
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DOCUMENT: dict[str, Any] = {
+    "examples": 120,
+    "figures": [
+        {"name": "perplexity", "before": 80.0, "after": 8.0},
+        {"name": "exactMatch", "before": 0.0, "after": 0.3},
+        {"name": "rougeL", "before": 0.1, "after": 0.6},
+        {"name": "other", "after": 0.6},
+    ],
+    "answers": [
+        {
+            "prompt": "### Instruction\nList the arguments.\n\n### Context\nf(a)\n\n### Answer\n",
+            "expected": "a",
+            "before": "what " * 100,
+            "after": "a",
+        }
+    ],
+}
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Result:
+    curves = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.0}, (Fault("killed process", 1, 0.1, 1.5, 1.5, 0, 0),))
+    return Result(
+        completed=True,
+        curves=curves,
+        every_sample_once=True,
+        evaluation=Evaluation.from_json(DOCUMENT),
+        model=tmp_path / "model",
+        adapter=tmp_path / "adapter",
+        goodput=0.9,
+        seconds=200.0,
+    )
+
+
+def with_figure(name: str, **change: float | None) -> Evaluation:
+    figures = [{**each, **change} if each["name"] == name else each for each in DOCUMENT["figures"]]
+    return Evaluation.from_json({**DOCUMENT, "figures": figures})
+
+
+def test_a_demo_that_went_well_has_no_problems(result: Result) -> None:
+    assert result.problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("perplexity", {"after": 60.0}),
+        ("rougeL", {"after": 0.15}),
+        ("exactMatch", {"after": 0.05}),
+        ("exactMatch", {"before": None}),
+        ("perplexity", {"after": float("nan")}),
+    ],
+)
+def test_a_model_that_is_hardly_better_in_any_figure_fails_the_demo(
+    result: Result, name: str, change: dict[str, float | None]
+) -> None:
+    (problem,) = replace(result, evaluation=with_figure(name, **change)).problems
+    assert "not clearly better" in problem
+
+
+def test_each_other_fault_of_the_result_is_a_sentence_of_its_own(result: Result) -> None:
+    other = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
+    assert "complete" in replace(result, completed=False).problems[0]
+    assert "curve" in replace(result, curves=other).problems[0]
+    assert "once an epoch" in replace(result, every_sample_once=False).problems[0]
+
+
+def test_the_tables_show_figures_and_short_answers_without_headings() -> None:
+    screen = Console(width=110, file=io.StringIO(), record=True)
+    evaluation = Evaluation.from_json(DOCUMENT)
+    screen.print(report.figure_table(evaluation))
+    screen.print(report.answer_table(evaluation))
+    shown = screen.export_text()
+    assert "80.000" in shown
+    assert "List the arguments." in shown
+    assert "###" not in shown
+    assert "..." in shown
+
+
+def test_the_report_and_the_picture_are_written(result: Result, tmp_path: Path) -> None:
+    report.write(result, tmp_path)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["clearlyBetter"] is True
+    assert written["faults"][0]["recoveredSeconds"] == 1.5
+    assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,71 @@
+"""Tiny Hugging Face folders, made here: a byte-level tokenizer and a Llama with random weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+_WORDS = "gradient loss step batch token shard rank node mesh state tensor warm yes no maybe"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    from trainium_trainer.data.tokenizer import train_tokenizer
+
+    return train_tokenizer([iter([_WORDS] * 20)], 320)
+
+
+@pytest.fixture(scope="session")
+def write_model(tokenizer: Tokenizer) -> Callable[..., Path]:
+    """Make a folder: `write_model(path, seed=1, max_position_embeddings=32)`."""
+
+    def write(path: Path, *, seed: int = 0, scale: float = 0.2, **fields: Any) -> Path:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape: dict[str, Any] = {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            "eos_token_id": tokenizer.token_to_id(END),
+            "bos_token_id": None,
+        }
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**(shape | fields)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, scale)
+        model.save_pretrained(path)
+        tokenizer.save(str(path / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def model_folder(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "random")

@@ -1,0 +1,75 @@
+"""Figures of answers, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainium_trainer.evaluate import metrics
+from trainium_trainer.evaluate.answering.batching import batches, draw_seeds, share
+
+
+def test_white_space_around_an_answer_does_not_matter_and_all_else_does() -> None:
+    assert metrics.exact_match(" Paris\n", "Paris")
+    assert not metrics.exact_match("paris", "Paris")
+    assert not metrics.exact_match("Paris, France", "Paris")
+
+
+def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence() -> None:
+    # "the cat mat" is common: precision 3 / 4, recall 3 / 6.
+    assert metrics.rouge_l("the cat mat dog", "the cat sat on the mat") == pytest.approx(2 * 0.75 * 0.5 / 1.25)
+    assert metrics.rouge_l("", "the cat") == 0
+    assert metrics.rouge_l("答え", "答え") is None
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_of_a_token() -> None:
+    assert metrics.perplexity(4 * math.log(0.25), 4) == pytest.approx(4)
+    assert metrics.perplexity(-1e6, 1) == math.inf
+
+
+def test_the_likeliest_label_is_the_first_of_equal_ones() -> None:
+    assert metrics.likeliest([-3.0, -1.0, -1.0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "place"),
+    [
+        ("entailment", 0),
+        ("  not_entailment.\nand more", 1),
+        ("entailments", None),
+        ("not_entailment_at_all", None),
+        ("it is entailment", None),
+        ("", None),
+    ],
+)
+def test_the_label_that_an_answer_begins_with_counts(answer: str, place: int | None) -> None:
+    assert metrics.label_in(answer, ("entailment", "not_entailment")) == place
+
+
+def test_of_two_labels_that_fit_the_longer_one_is_meant() -> None:
+    assert metrics.label_in("very good", ("very", "very good")) == 1
+
+
+def test_means_leave_out_what_is_not_known() -> None:
+    assert metrics.mean([True, None, False, True]) == pytest.approx(2 / 3)
+    assert metrics.mean([None]) is None
+
+
+def test_batches_hold_each_number_once_with_the_longest_first() -> None:
+    found = batches([3, 9, 4, 9, 1], 2)
+    assert found == [[1, 3], [2, 0], [4]]
+
+
+def test_readers_share_whole_batches() -> None:
+    whole = batches(list(range(23)), 4)
+    parts = [share(whole, place, 3) for place in range(3)]
+    assert sorted(batch for part in parts for batch in part) == sorted(whole)
+
+
+def test_the_seed_of_a_draw_follows_from_the_prompt_and_how_often_it_came_before() -> None:
+    seeds = draw_seeds([[1, 2], [3], [1, 2]], 7)
+    assert len(set(seeds)) == 3
+    assert draw_seeds([[3], [1, 2], [1, 2]], 7) == [seeds[1], seeds[0], seeds[2]]
+    assert not set(draw_seeds([[1, 2], [3]], 8)) & set(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)

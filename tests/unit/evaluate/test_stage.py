@@ -1,0 +1,266 @@
+"""The last stage of a job, alone and shared by ranks: figures, files, what is told, what a second start does."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.results import ArtifactReport, RunStage
+from trainium_contract.trainer import TrainingConfig
+from trainium_trainer.checkpoint.storage import open_storage
+from trainium_trainer.evaluate.stage import evaluate_artifacts, run_evaluation
+from trainium_trainer.exits import UserError
+from trainium_trainer.monitor.progress import ProgressWriter, read_progress, read_results
+from trainium_trainer.peers import Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("stage")
+    return {name: str(write_model(folder / name, seed=seed)) for seed, name in enumerate(("base", "tuned"))}
+
+
+@pytest.fixture
+def config(tmp_path: Path, models: dict[str, str]) -> TrainingConfig:
+    words = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node")
+    (tmp_path / "text.txt").write_text("".join(f"{words[n % 8]} {words[n % 5]} {words[n % 3]}.\n" for n in range(300)))
+    return TrainingConfig.model_validate(
+        {
+            "data": {
+                "source": str(tmp_path / "text.txt"),
+                "sequenceLength": 32,
+                "tokenizer": {"path": f"{models['base']}/tokenizer.json"},
+                "cacheDirectory": str(tmp_path / "cache"),
+                "validation": {"fraction": 0.3, "split": "Tail"},
+            },
+            "evaluate": {"enabled": True, "samples": 11, "generation": {"batchSize": 4}},
+        }
+    )
+
+
+def stage(config: TrainingConfig, models: dict[str, str], folder: Path, peers: Peers | None = None, **more: Any) -> Any:
+    with_progress = ProgressWriter(folder.with_name("progress"))
+    return run_evaluation(
+        config,
+        model_folder=models["tuned"],
+        base_folder=models["base"],
+        peers=peers or Peers(rank=0, size=1),
+        progress=with_progress,
+        output=str(folder),
+        **more,
+    )
+
+
+def test_the_perplexity_of_running_text_is_that_of_the_training_model(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    import torch
+
+    from trainium_trainer.data.opening import open_data
+    from trainium_trainer.evaluate.check_folder import logits_of
+    from trainium_trainer.weights import BaseWeights
+
+    result = stage(config, models, tmp_path / "out")
+    data = open_data(config.data, 1)
+    assert data.validation is not None
+    total, count = 0.0, 0
+    for sample in data.validation.share(0, 1)[:11]:
+        assert sample is not None
+        row = sample.row(data.validation.rules)
+        inputs, targets = (torch.tensor(part.astype("int64")) for part in (row.inputs, row.targets))
+        logits = logits_of(BaseWeights.open(models["tuned"]), inputs[None])
+        total += float(torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum"))
+        count += len(targets)
+    (figure,) = result.figures
+    assert (figure.name, result.answer_tokens) == ("perplexity", count)
+    assert figure.after == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert figure.before is not None
+    assert figure.before != figure.after
+
+
+def test_the_result_is_written_and_told(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
+    result = stage(config, models, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert written["figures"] == [figure.to_wire() for figure in result.figures]
+    table = (tmp_path / "out" / "evaluation.md").read_text().splitlines()
+    assert table[0] == "| figure | before | after |"
+    assert table[2] == f"| perplexity of the answers | {result.figures[0].before:.4f} | {result.figures[0].after:.4f} |"
+    assert read_results(tmp_path / "progress").evaluation == result.figures
+    record = read_progress(tmp_path / "progress")
+    assert record is not None
+    assert (record.stage, record.stage_done) == (RunStage.EVALUATE, 1.0)
+
+
+def test_what_is_done_is_read_and_done_again_only_for_other_settings(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    first = stage(config, models, tmp_path / "out")
+    file = tmp_path / "out" / "evaluation.json"
+    document = json.loads(file.read_text())
+    document["figures"][0]["after"] = 7.0  # what a second measurement could not give
+    file.write_text(json.dumps(document))
+    assert stage(config, models, tmp_path / "out").figures[0].after == 7.0
+    assert read_results(tmp_path / "progress").evaluation[0].after == 7.0
+    other = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"samples": 3})})
+    again = stage(other, models, tmp_path / "out")
+    assert again.figures[0].after != 7.0
+    assert again.identity != first.identity
+    file.write_text("{")
+    assert stage(config, models, tmp_path / "out") == first
+
+
+def test_only_the_result_is_measured_when_before_is_off(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    alone = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"before": False})})
+    result = stage(alone, models, tmp_path / "out")
+    assert result.base is None
+    assert result.figures[0].before is None
+    assert result.to_markdown().startswith("| figure | after |\n|---|---:|\n")
+
+
+def test_a_result_that_equals_its_base_is_noted(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
+    result = stage(config, {"tuned": models["base"], "base": models["base"]}, tmp_path / "out")
+    assert any("left no trace" in note for note in result.notes)
+
+
+def test_a_result_that_is_not_finite_is_noted(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(models["tuned"], broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    result = stage(config, models | {"tuned": str(broken)}, tmp_path / "out")
+    assert any("not finite" in note for note in result.notes)
+    assert result.figures[0].after is None
+    assert "| - |" in result.to_markdown()
+
+
+def test_on_a_device_without_transformers_the_training_model_tells_what_it_can(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    result = stage(config, models, tmp_path / "out", device="xla", trained_loss=math.log(3.5))
+    assert [(each.name, each.before, each.after) for each in result.figures] == [
+        ("perplexity", None, pytest.approx(3.5))
+    ]
+    assert len(result.notes) == 1
+    same = stage(config, {"tuned": models["base"], "base": models["base"]}, tmp_path / "same", device="xla")
+    assert any("left no trace" in note for note in same.notes)
+
+
+def test_without_held_back_data_the_sentence_says_what_to_give(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    bare = config.model_copy(update={"data": config.data.model_copy(update={"validation": None})})
+    with pytest.raises(UserError, match=r"data\.validation is not given"):
+        stage(bare, models, tmp_path / "out")
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_a_result_in_s3_is_measured_and_written_there(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pathlib import Path
+
+    from s3_server import S3Server
+
+    with S3Server(page_size=2) as server:
+        server.make_bucket("bucket")
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        for file in Path(models["tuned"]).iterdir():
+            server.put("bucket", f"run/model/{file.name}", file.read_bytes())
+        remote = run_evaluation(
+            config,
+            model_folder="s3://bucket/run/model",
+            base_folder=models["base"],
+            peers=Peers(rank=0, size=1),
+            progress=ProgressWriter(None),
+            output="s3://bucket/run",
+        )
+        storage = open_storage("s3://bucket/run")
+        assert storage.read("evaluation.md").decode() == remote.to_markdown()
+        assert storage.read("evaluation.json").decode() == remote.to_json()
+        with pytest.raises(UserError, match=r"s3://bucket/nothing"):
+            stage(config, models | {"tuned": "s3://bucket/nothing"}, tmp_path / "none")
+    assert remote.figures == stage(config, models, tmp_path / "out").figures
+
+
+def test_the_table_is_in_the_cards_of_the_artifacts(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    import shutil
+
+    folder = tmp_path / "artifacts" / "step-7"
+    shutil.copytree(models["tuned"], folder / "model")
+    card = folder / "model" / "README.md"
+    card.write_text("# Model\n<!-- evaluation -->\n<!-- end of evaluation -->\nThe end.\n")
+    weights = config.model.model_copy(update={"weights": models["base"]})
+    result = evaluate_artifacts(
+        config.model_copy(update={"model": weights}),
+        [ArtifactReport(kind="Model", path=str(folder / "model"), step=7)],
+        peers=Peers(rank=0, size=1),
+        progress=ProgressWriter(None),
+    )
+    assert result is not None
+    assert result.base == models["base"]
+    assert (folder / "evaluation.md").read_text() == result.to_markdown()
+    assert result.to_markdown().strip() in card.read_text()
+    assert card.read_text().endswith("The end.\n")
+
+
+def test_a_run_that_leaves_nothing_is_not_measured(config: TrainingConfig) -> None:
+    alone = Peers(rank=0, size=1)
+    assert evaluate_artifacts(config, [], peers=alone, progress=ProgressWriter(None)) is None
+
+
+def _rank(rank: int, size: int, port: int, config: TrainingConfig, models: dict[str, str], folder: Path) -> None:
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    result = stage(config, models, folder / str(rank) / "out", Peers.open(rank, size, rank))
+    (folder / f"result-{rank}.json").write_text(result.to_json())
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(180)  # three processes import torch
+def test_ranks_share_the_questions_and_find_what_one_finds(
+    config: TrainingConfig, models: dict[str, str], tmp_path: Path
+) -> None:
+    size = 2
+    alone = stage(config, models, tmp_path / "alone" / "out")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["trainium_trainer.evaluate.stage", "transformers.models.llama"])  # once for all
+    ranks = [
+        server.Process(target=_rank, args=(rank, size, port, config, models, tmp_path), daemon=True)
+        for rank in range(size)
+    ]
+    for each in range(size):
+        (tmp_path / str(each)).mkdir()
+        ranks[each].start()
+    for each in ranks:
+        each.join()
+        assert each.exitcode == 0
+    for rank in range(size):
+        assert (tmp_path / f"result-{rank}.json").read_text() == alone.to_json()
+    assert [(tmp_path / str(rank) / "out" / "evaluation.json").exists() for rank in range(size)] == [
+        rank == 0 for rank in range(size)
+    ]

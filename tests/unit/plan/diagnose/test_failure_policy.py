@@ -1,0 +1,205 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import (
+    NOW,
+    agent,
+    created,
+    deleted,
+    failure,
+    job,
+    newest,
+    observed,
+    planned,
+    pod,
+    running,
+    training,
+    with_pod,
+)
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import ConditionType, Phase, Rung, TrainingJobStatus
+from trainium_contract.messages import WorkerPhase
+from trainium_contract.origin import told_origin
+from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.observed import PodPhase
+
+
+def gave_up(code: Any, **fields: Any) -> Any:
+    verdict = failure(code, rank=1, **fields)
+    return agent(1, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "advice"),
+    [
+        (64, "UserError", "Correct the configuration"),
+        (65, "NumericalError", "Lower the learning rate"),
+        (66, "OutOfMemory", "microSize"),
+    ],
+)
+def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason: Any, advice: Any) -> None:
+    result = planned(running(4, agents={1: gave_up(code)}))
+    assert result.status.phase is Phase.FAILED
+    assert find_condition(result.status, ConditionType.FAILED).reason == reason
+    for part in ("boom", "demo-w-1", "node-1", f"exit code {code}", advice):
+        assert part in result.status.verdict
+    assert newest(result).rung is Rung.STOP
+    assert result.status.avoided_nodes == ()
+    assert result.status.failures == ()
+    assert (reason, "Warning") in {(event.reason, event.type) for event in result.events}
+    assert len(result.status.history) == 1
+    assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
+
+
+@pytest.mark.parametrize("heard", [(0, 1, 2, 3), (0, 1), (1,)])
+def test_numbers_that_one_rank_put_into_a_sum_are_put_on_its_pod_whoever_reports_first(heard: tuple[int, ...]) -> None:
+    found = f"step 7: loss is nan, gradient norm is nan{told_origin((2,), 4)}, 1 such in a row"
+
+    def reports(rank: int) -> Any:
+        verdict = failure(65, rank=rank, message=found, at=NOW - 3 + rank)
+        return agent(rank, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
+
+    result = planned(running(4, agents={rank: reports(rank) for rank in heard}))
+    assert find_condition(result.status, ConditionType.FAILED).reason == "NumericalError"
+    assert "rank 2 of pod demo-w-2 on node node-2" in result.status.verdict
+    assert newest(result).pod == "demo-w-2"
+
+
+def test_a_rank_that_does_not_exist_is_no_place_to_look() -> None:
+    result = planned(running(4, agents={1: gave_up(65, message="loss is nan (not finite on rank 99 alone)")}))
+    assert "of pod demo-w-1" in result.status.verdict
+
+
+def test_a_long_output_is_cut_in_the_middle_so_that_cause_and_advice_remain() -> None:
+    result = planned(running(4, agents={1: gave_up(64, message="x" * 1024)}))
+    assert len(result.status.verdict) <= 1024
+    assert result.status.verdict.startswith("Configuration or user error")
+    assert result.status.verdict.endswith("newest checkpoint.")
+
+
+def test_a_crash_before_the_first_step_that_repeats_is_the_users_error_and_blames_no_node() -> None:
+    agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
+    result = planned(running(4, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}))
+    assert result.status.phase is Phase.FAILED
+    assert "before its first step" in result.status.verdict
+    assert result.status.avoided_nodes == ()
+
+
+def test_a_crash_in_loading_is_no_verdict_for_a_job_that_has_made_steps() -> None:
+    agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
+    status = {"progress": {"step": 40}}
+    result = planned(running(4, spares=1, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}, status=status))
+    assert result.status.phase is Phase.RECOVERING
+    assert newest(result).cause is Cause.CRASH
+
+
+def test_a_pod_that_ends_with_a_stopping_code_before_it_joins_is_a_verdict_too() -> None:
+    seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file"))
+    assert "no such file" in planned(seen).status.verdict
+
+
+def failed_pods(*ordinals: Any, **changes: Any) -> Any:
+    fields = {"phase": PodPhase.FAILED, "exit_code": 1, "reason": "Error", "message": "ImportError: x", **changes}
+    status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
+    pods = tuple(pod(at, **(fields if at in ordinals else {})) for at in range(4))
+    agents = {at: agent(at) for at in range(4) if at not in ordinals}
+    return observed(job(status=status), pods, agents)
+
+
+def test_one_worker_that_does_not_start_is_tried_again_and_kept_as_evidence() -> None:
+    result = planned(failed_pods(1))
+    assert result.status.phase is Phase.PENDING
+    assert created(result) == ["demo-w-4"]
+    assert deleted(result) == {}
+    condition = find_condition(result.status, ConditionType.PODS_READY)
+    assert condition.reason == "WorkerNotStarting"
+    assert "ImportError: x" in condition.message
+
+
+def test_two_workers_that_do_not_start_are_a_verdict() -> None:
+    result = planned(failed_pods(1, 2))
+    assert result.status.phase is Phase.FAILED
+    assert "ImportError: x" in result.status.verdict
+    assert set(deleted(result)) == {"demo-w-0", "demo-w-3"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reason": "Evicted", "exit_code": None},
+        {"reason": "UnexpectedAdmissionError", "exit_code": None},
+        {"disrupted": True},
+        {"reason": "Error", "exit_code": 137},
+        {"reason": "ContainerStatusUnknown", "exit_code": 255},
+    ],
+)
+def test_workers_that_end_by_no_fault_of_their_own_are_replaced_and_never_a_verdict(changes: Any) -> None:
+    result = planned(failed_pods(1, 2, **changes))
+    assert result.status.phase is Phase.PENDING
+    assert set(deleted(result)) == {"demo-w-1", "demo-w-2"}
+    assert created(result) == ["demo-w-4", "demo-w-5"]
+    assert len(result.status.failures) == 2
+    assert result.status.avoided_nodes == ()
+
+
+def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere() -> None:
+    seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=1, reason="Error"))
+    result = planned(seen)
+    assert deleted(result) == {"demo-w-4": None}
+    assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-4")]
+    again = planned(replace(seen, job=replace(seen.job, status=result.status)))
+    assert len(again.status.failures) == 1
+
+
+def test_new_pods_back_off_when_workers_keep_failing() -> None:
+    seen = running(4)
+    from plan_builders import NOW, without
+
+    from trainium_contract.job import FailureRecord
+
+    records = tuple(
+        FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)
+    )
+    seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": records})))
+    result = planned(without(seen, 1))
+    assert created(result) == []
+    assert 0 < result.requeue_after <= 8
+
+
+def test_a_terminal_state_is_sticky_and_quiet() -> None:
+    first = planned(running(4, agents={1: gave_up(64)}))
+    seen = running(4, agents={at: training(at) for at in range(4)})
+    again = planned(replace(seen, job=replace(seen.job, status=first.status), pods=()))
+    assert again.status == first.status
+    assert again.actions == ()
+    assert again.events == ()
+    assert again.requeue_after is None
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    seen = running(4, agents={1: gave_up(64)})
+    result = planned(replace(seen, job=replace(seen.job, deleting=True)))
+    assert result.actions == ()
+    assert result.status == seen.job.status
+
+
+def with_unfit_spare(seen: Any, code: int) -> Any:
+    unfit = agent(4, WorkerPhase.FAILED, ready=False, verdict=failure(code, generation=0, step=-1))
+    return replace(seen, pods=(*seen.pods, pod(4, node="node-3")), agents={**seen.agents, "uid-4": unfit})
+
+
+def test_a_configuration_that_a_spare_cannot_read_stops_the_job() -> None:
+    result = planned(with_unfit_spare(running(4), 64))
+    assert result.status.phase is Phase.FAILED
+    assert "demo-w-4" in result.status.verdict
+
+
+def test_a_spare_without_its_devices_is_counted_once_and_its_node_avoided() -> None:
+    result = planned(with_unfit_spare(running(4), 80))
+    assert result.status.phase is not Phase.FAILED
+    assert set(deleted(result)) == {"demo-w-4"}
+    assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-3")]
+    again = replace(running(4), job=replace(running(4).job, status=result.status))
+    assert len(planned(with_unfit_spare(again, 80)).status.failures) == 1

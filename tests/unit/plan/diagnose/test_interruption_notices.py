@@ -1,0 +1,233 @@
+"""Nodes that are about to leave: who hands over to whom, when, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, deleted, newest, planned, pod, published, ranks, running, spec, with_pod
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Phase, Rung
+from trainium_contract.messages import Transition
+from trainium_operator.plan.model.observed import FleetView, NodeView, Taint
+
+SPOT = Taint("aws-node-termination-handler/spot-itn", "", "NoSchedule")
+KARPENTER = Taint("karpenter.sh/disrupted", "", "NoSchedule")
+
+
+def started(*, nodes: int = 6, spares: int = 0, recovery: Any = None, **workers: Any) -> FakeCluster:
+    job_spec = spec(workers={"spares": spares, **workers}, recovery=recovery or {}, trainer={"steps": 10**6})
+    cluster = FakeCluster(job_spec, nodes)
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    return cluster
+
+
+def names_of(cluster: FakeCluster) -> list[str]:
+    assert cluster.membership is not None
+    return [member.pod_name for member in cluster.membership.members]
+
+
+def node_of(cluster: FakeCluster, rank: int) -> str:
+    return cluster.members()[rank].view.node
+
+
+def trains(cluster: FakeCluster) -> bool:
+    before = cluster.best_step
+    cluster.run(3)
+    return cluster.best_step > before
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"taint": SPOT},
+        {"taint": KARPENTER},
+        {"taint": Taint("aws-node-termination-handler/scheduled-maintenance", "", "NoSchedule")},
+        {"taint": Taint("aws-node-termination-handler/asg-lifecycle-termination", "", "NoSchedule")},
+        {"taint": Taint("ToBeDeletedByClusterAutoscaler", "1700000000", "NoSchedule")},
+        {"deleting": True},
+    ],
+)
+def test_a_rank_on_a_leaving_node_goes_to_the_spare_at_once_and_nothing_is_lost_or_counted(mark: Any) -> None:
+    cluster = started(spares=1)
+    leaver, node = names_of(cluster)[1], node_of(cluster, 1)
+    cluster.mark_node(node, **mark)
+    cluster.run(8)
+    assert cluster.status.phase is Phase.RUNNING
+    assert names_of(cluster) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert cluster.membership is not None
+    assert cluster.membership.transition is Transition.GRACEFUL
+    entry = cluster.status.history[-1]
+    assert (entry.cause, entry.rung, entry.steps_lost or 0) == (Cause.PREEMPTED, Rung.SPARE, 0)
+    assert cluster.status.failures == ()
+    assert cluster.status.leaving_since is None
+    cluster.run(8)
+    assert leaver not in cluster.pods
+    assert cluster.status.spares == 1, "a new spare is made in the background"
+    assert node not in {each.view.node for each in cluster.pods.values()}
+
+
+def test_the_pod_that_hands_over_is_deleted_only_when_the_others_train_without_it() -> None:
+    seen = leaving(running(4, spares=1), 1)
+    result = planned(seen)
+    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert deleted(result) == {}
+
+
+def leaving(seen: Any, *ordinals: int, taint: Taint = KARPENTER) -> Any:
+    nodes = {f"node-{at}": NodeView(name=f"node-{at}", taints=(taint,)) for at in ordinals}
+    return replace(seen, nodes={**seen.nodes, **nodes})
+
+
+def test_without_a_spare_the_member_trains_on_until_its_replacement_is_warm() -> None:
+    cluster = started()
+    cluster.mark_node(node_of(cluster, 2), taint=KARPENTER)
+    cluster.dirty = True
+    cluster.run(1)
+    assert names_of(cluster)[2] == "demo-w-2"
+    assert len(cluster.pods) == 5
+    assert trains(cluster)
+    cluster.run(8)
+    assert names_of(cluster)[2] == "demo-w-4"
+    assert cluster.status.history[-1].rung is Rung.REPLACE
+    assert cluster.status.phase is Phase.RUNNING
+    cluster.run(8)
+    assert len(cluster.pods) == 4
+
+
+def test_a_notice_is_told_once_and_names_the_node_and_what_says_so() -> None:
+    result = planned(leaving(running(4), 1))
+    told = [event for event in result.events if event.reason == "InterruptionNotice"]
+    assert len(told) == 1
+    assert "node-1" in told[0].note
+    assert "karpenter.sh/disrupted" in told[0].note
+    assert result.status.leaving_since == NOW
+    again = planned(leaving(with_status(running(4), leaving_since=NOW - 5), 1))
+    assert [event.reason for event in again.events if event.reason == "InterruptionNotice"] == []
+    assert again.status.leaving_since == NOW - 5
+
+
+def with_status(seen: Any, **fields: Any) -> Any:
+    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
+
+
+def test_without_capacity_an_elastic_job_shrinks_gracefully_when_the_wait_is_over() -> None:
+    cluster = started(nodes=4, minReplicas=2)
+    cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
+    cluster.run(100)
+    assert len(names_of(cluster)) == 4
+    assert trains(cluster)
+    cluster.run(30)
+    assert names_of(cluster) == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    assert cluster.membership is not None
+    assert cluster.membership.transition is Transition.GRACEFUL
+    assert (cluster.status.history[-1].rung, cluster.status.history[-1].cause) == (Rung.SHRINK, Cause.PREEMPTED)
+    assert cluster.status.phase is Phase.RUNNING
+
+
+def test_a_spot_notice_makes_an_elastic_job_shrink_well_before_the_instance_ends() -> None:
+    cluster = started(nodes=4, minReplicas=2)
+    cluster.mark_node(node_of(cluster, 3), taint=SPOT)
+    cluster.run(48)
+    assert len(names_of(cluster)) == 4
+    cluster.run(8)
+    assert len(names_of(cluster)) == 3
+    assert cluster.status.history[-1].recovered_seconds is not None, "60 s before the end it trains without the node"
+
+
+def test_a_rigid_job_saves_and_leaves_at_the_last_call_of_a_notice_whose_end_is_known() -> None:
+    cluster = started(nodes=4)
+    cluster.mark_node(node_of(cluster, 3), taint=SPOT)
+    cluster.run(48)
+    assert len(cluster.members()) == 4
+    assert cluster.status.history == ()
+    cluster.run(6)
+    assert len(cluster.members()) == 3, "its pod was asked to end, so that all ranks save"
+    assert cluster.status.phase is Phase.RECOVERING
+    cluster.clear_node("node-3")
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    assert cluster.status.failures == ()
+
+
+def test_a_rigid_job_trains_on_while_the_end_of_the_notice_is_not_known() -> None:
+    cluster = started(nodes=4)
+    cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
+    cluster.run(600)
+    assert cluster.status.history == ()
+    assert trains(cluster)
+
+
+def test_a_notice_that_is_withdrawn_leaves_the_membership_as_it_is() -> None:
+    cluster = started(nodes=4, minReplicas=2)
+    node = node_of(cluster, 3)
+    cluster.mark_node(node, taint=KARPENTER)
+    cluster.run(60)
+    cluster.clear_node(node)
+    cluster.run(200)
+    assert cluster.status.history == ()
+    assert cluster.status.leaving_since is None
+    assert len(cluster.pods) == 4
+
+
+def test_a_cordon_alone_only_keeps_new_pods_away() -> None:
+    cluster = started(spares=1)
+    cluster.mark_node(
+        node_of(cluster, 1), schedulable=False, taint=Taint("node.kubernetes.io/unschedulable", "", "NoSchedule")
+    )
+    cluster.run(300)
+    assert cluster.status.history == ()
+    assert cluster.membership is not None
+    assert cluster.membership.generation == 1
+
+
+def test_a_node_that_was_declared_out_of_service_is_lost_at_once() -> None:
+    taint = Taint("node.kubernetes.io/out-of-service", "nodeshutdown", "NoExecute")
+    result = planned(leaving(running(4, spares=1), 1, taint=taint))
+    assert published(result) is not None
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result)["demo-w-1"] == 0
+
+
+def test_a_pod_that_is_marked_for_disruption_hands_over_before_it_is_deleted() -> None:
+    result = planned(with_pod(running(4, spares=1), pod(1, disrupted=True)))
+    found = published(result)
+    assert found is not None
+    assert (found.transition, newest(result).cause) == (Transition.GRACEFUL, Cause.PREEMPTED)
+
+
+def test_a_spare_on_a_leaving_node_is_replaced_without_touching_the_members() -> None:
+    cluster = started(spares=1)
+    (spare,) = set(cluster.pods) - set(names_of(cluster))
+    cluster.mark_node(cluster.pods[spare].view.node, taint=KARPENTER)
+    cluster.run(10)
+    assert spare not in cluster.pods
+    assert cluster.status.spares == 1
+    assert cluster.membership is not None
+    assert cluster.membership.generation == 1
+
+
+def test_many_nodes_that_leave_at_once_are_not_taken_for_a_mistake_of_ours() -> None:
+    """The circuit breaker is about judgements of health; who announces that it leaves, leaves."""
+    seen = replace(leaving(running(4, spares=1), 1), fleet=FleetView(frozen="too many nodes are bad"))
+    assert ranks(published(planned(seen))) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+
+
+def test_two_members_that_leave_together_go_over_together_when_there_are_enough_spares() -> None:
+    result = planned(leaving(running(4, spares=2), 1, 2))
+    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-5", "demo-w-3"]
+    assert result.status.restarts.total == 1
+
+
+def test_a_job_that_finishes_before_the_node_leaves_is_left_alone() -> None:
+    job_spec = spec(trainer={"steps": 60})
+    cluster = FakeCluster(job_spec, 4)
+    cluster.run(15)
+    cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
+    cluster.run(40)
+    assert cluster.status.phase is Phase.COMPLETED
+    assert cluster.status.history == ()

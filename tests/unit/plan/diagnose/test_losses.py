@@ -1,0 +1,302 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import (
+    NOW,
+    agent,
+    created,
+    deleted,
+    failure,
+    newest,
+    node,
+    planned,
+    pod,
+    published,
+    running,
+    spec,
+    training,
+    with_pod,
+    without,
+)
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Phase, Rung
+from trainium_contract.messages import Progress, Transition, WorkerPhase
+from trainium_operator.plan.model.observed import FleetView, NodeReadiness, PodPhase
+
+LOST = pod(1).name
+
+
+def joining(at: Any, **changes: Any) -> Any:
+    return agent(at, WorkerPhase.JOINING, generation=1, **changes)
+
+
+def waiting_for_rank_1() -> Any:
+    return {at: joining(at, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "grace"),
+    [
+        ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 137, "finished": NOW - 1}, Cause.POD_LOST, None),
+        ({"phase": PodPhase.FAILED, "reason": "OOMKilled", "exit_code": 137, "finished": NOW - 1}, Cause.MEMORY, None),
+        ({"phase": PodPhase.FAILED, "reason": "Evicted"}, Cause.PREEMPTED, None),
+        ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 1, "disrupted": True}, Cause.PREEMPTED, None),
+        ({"phase": PodPhase.FAILED, "reason": "NodeLost"}, Cause.NODE_LOST, None),
+        ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 80}, Cause.DEVICE, None),
+    ],
+)
+def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes: Any, cause: Any, grace: Any) -> None:
+    result = planned(with_pod(running(4), pod(1, **changes)))
+    assert newest(result).cause is cause
+    assert newest(result).pod == LOST
+    assert deleted(result) == {LOST: grace}
+    assert created(result) == ["demo-w-4"]
+    assert published(result) is None
+    assert result.status.phase is Phase.RECOVERING
+
+
+def test_a_member_whose_pod_is_gone_is_lost() -> None:
+    result = planned(without(running(4), 1))
+    assert newest(result).cause is Cause.POD_LOST
+    assert newest(result).rung is Rung.REPLACE
+    assert deleted(result) == {}
+
+
+def test_a_member_whose_node_is_gone_is_lost_and_its_pod_removed_by_force() -> None:
+    seen = running(4, agents={1: training(1, silent=2.0)})
+    result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != "node-1"}))
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result) == {LOST: 0}
+
+
+@pytest.mark.parametrize("at", [1, 4], ids=["member", "spare"])
+def test_a_worker_that_was_heard_a_moment_ago_has_a_node_whatever_the_copy_of_the_nodes_says(at: int) -> None:
+    seen = running(4, spares=1)
+    result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != f"node-{at}"}))
+    assert deleted(result) == {}
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(1.5), "its silence will confirm it"
+
+
+def test_of_many_silent_members_only_those_that_others_wait_for_are_given_up() -> None:
+    dark = {at: training(at, silent=60) for at in (1, 2)}
+    nodes = {f"node-{at}": node(f"node-{at}", NodeReadiness.UNKNOWN) for at in (1, 2)}
+    seen = running(8, agents=dark)
+    result = planned(replace(seen, nodes={**seen.nodes, **nodes}))
+    assert deleted(result) == {}
+    waiting = {at: joining(at, attempt=1, waiting_for=(1, 2)) for at in (0, 3, 4, 5, 6, 7)}
+    seen = running(8, agents={**dark, **waiting})
+    result = planned(replace(seen, nodes={**seen.nodes, **nodes}))
+    assert deleted(result) == {"demo-w-1": 0, "demo-w-2": 0}
+
+
+def test_while_the_fleet_is_frozen_not_even_the_only_worker_is_given_up_for_its_node() -> None:
+    seen = running(1, agents={0: training(0, silent=60)}, nodes={"node-0": node("node-0", NodeReadiness.UNKNOWN)})
+    assert deleted(planned(seen)) == {"demo-w-0": 0}
+    result = planned(replace(seen, fleet=FleetView(frozen="130 of 130 nodes are bad")))
+    assert deleted(result) == {}
+    assert any(each.reason == "ContactLost" for each in result.status.conditions)
+    assert [each.reason for each in result.events].count("ContactLost") == 1
+
+
+def test_silence_alone_is_not_a_loss_and_is_looked_at_again_at_its_deadline() -> None:
+    result = planned(running(4, agents={1: training(1, silent=3.0)}))
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(1.0)
+
+
+def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_passes() -> None:
+    early = planned(running(4, agents={1: training(1, silent=3.9), **waiting_for_rank_1()}))
+    assert early.status.history == ()
+    late = planned(running(4, agents={1: training(1, silent=4.0), **waiting_for_rank_1()}))
+    assert newest(late).cause is Cause.NODE_LOST
+    assert newest(late).detected_seconds == pytest.approx(4.0)
+    assert newest(late).failed_at == pytest.approx(NOW - 4.0)
+    assert "when it was last heard" in newest(late).message
+    assert deleted(late) == {LOST: 0}
+    assert len(late.status.history) == 1
+
+
+def test_a_silent_member_is_kept_while_the_others_make_steps() -> None:
+    agents = {at: training(at, progressed=NOW - 0.5, step_seconds=0.5) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=30), **agents}))
+    assert result.status.history == ()
+    assert result.requeue_after is not None
+
+
+def test_a_silent_member_is_lost_when_no_step_has_been_made_for_longer_than_steps_take() -> None:
+    agents = {at: training(at, progressed=NOW - 3.5, step_seconds=0.5) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
+    assert newest(result).cause is Cause.NODE_LOST
+
+
+def test_long_steps_are_not_taken_for_a_stall() -> None:
+    agents = {at: training(at, progressed=NOW - 20, step_seconds=10) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=5), **agents}))
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(3.5)
+
+
+def test_one_agent_that_saw_a_step_twice_as_long_does_not_put_the_stall_off() -> None:
+    agents = {at: training(at, progressed=NOW - 3.5, step_seconds=2.0 if at == 3 else 1.0) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
+    assert newest(result).cause is Cause.NODE_LOST
+
+
+def test_a_silent_member_on_a_node_that_is_not_ready_is_lost() -> None:
+    seen = running(4, agents={1: training(1, silent=5)})
+    result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result) == {LOST: 0}
+
+
+def test_a_silent_member_whose_port_refuses_connections_is_lost_before_the_time_out() -> None:
+    result = planned(running(4, spares=1, agents={1: training(1, silent=2.1, refused=NOW)}))
+    assert newest(result).cause is Cause.POD_LOST, "a machine that refuses has power"
+    assert newest(result).rung is Rung.SPARE
+    assert newest(result).detected_seconds == pytest.approx(2.1)
+    assert "nobody listens" in newest(result).message
+    assert deleted(result) == {LOST: None}
+
+
+def test_ports_that_refuse_are_believed_even_when_all_are_silent() -> None:
+    agents = {at: training(at, silent=60, refused=NOW if at == 1 else None) for at in range(4)}
+    result = planned(running(4, agents=agents))
+    assert newest(result).pod == LOST
+    assert deleted(result) == {LOST: None}
+
+
+def test_a_port_that_refuses_on_a_node_that_is_not_ready_is_put_down_to_the_node() -> None:
+    seen = running(4, spares=1, agents={1: training(1, silent=2.1, refused=NOW)})
+    result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
+    assert newest(result).cause is Cause.NODE_LOST
+    assert deleted(result) == {LOST: 0}
+
+
+def test_the_failure_of_a_member_whose_pod_is_gone_was_when_it_was_last_heard() -> None:
+    seen = running(4, agents={1: training(1, silent=3.5)})
+    seen = replace(seen, pods=tuple(each for each in seen.pods if each.uid != "uid-1"))
+    assert newest(planned(seen)).failed_at == pytest.approx(NOW - 3.5)
+    assert newest(planned(seen)).detected_seconds == pytest.approx(3.5)
+
+
+def test_a_talking_member_on_a_node_that_is_not_ready_is_kept() -> None:
+    seen = running(4)
+    result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.FALSE)}))
+    assert result.status.history == ()
+
+
+def test_when_all_members_are_silent_at_once_nothing_is_done() -> None:
+    result = planned(running(4, agents={at: training(at, silent=60) for at in range(4)}))
+    assert result.status.history == ()
+    assert result.actions == ()
+
+
+def unheard(*missing: int, since: float, **changes: Any) -> Any:
+    """Four members of which some have not called since the operator took over; the others wait for them."""
+    seen = running(
+        4, agents={at: joining(at, attempt=1, waiting_for=missing, silent=0.1, **changes) for at in range(4)}
+    )
+    heard = {uid: known for uid, known in seen.agents.items() if uid not in {f"uid-{at}" for at in missing}}
+    return replace(seen, agents=heard, published=0, coordinator_since=NOW - since)
+
+
+def test_agents_get_time_to_find_a_restarted_operator() -> None:
+    for since, lost in ((5.0, False), (13.9, False), (14.0, True)):
+        assert bool(planned(unheard(1, 2, since=since)).status.history) is lost, since
+
+
+def test_an_agent_that_alone_has_not_found_a_restarted_operator_is_silent_since_the_others_have() -> None:
+    for since, lost in ((3.9, False), (4.0, True)):
+        assert bool(planned(unheard(1, since=since)).status.history) is lost, since
+
+
+def test_a_loss_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
+    entry = newest(planned(unheard(1, since=6, progress=Progress(step=20, updated=NOW - 22))))
+    assert entry.failed_at == pytest.approx(NOW - 22)
+    assert entry.detected_seconds == pytest.approx(22)
+
+
+def test_a_pod_that_vanished_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
+    seen = unheard(1, since=1, progress=Progress(step=20, updated=NOW - 22))
+    seen = replace(seen, pods=tuple(each for each in seen.pods if each.uid != "uid-1"))
+    assert newest(planned(seen)).failed_at == pytest.approx(NOW - 22)
+
+
+def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget() -> None:
+    failed = agent(1, WorkerPhase.FAILED, generation=1, verdict=failure(80, rank=1), failures=(failure(80, rank=1),))
+    result = planned(running(4, spares=1, agents={1: failed}))
+    assert newest(result).cause is Cause.DEVICE
+    assert newest(result).rung is Rung.SPARE
+    assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-1")]
+    assert deleted(result) == {LOST: None}
+
+
+def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up() -> None:
+    agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in (0, 2, 3)}
+    culprit = agent(1, WorkerPhase.FAILED, generation=1, verdict=failure(139, attempt=3, rank=1))
+    status = {"progress": {"step": 20}}
+    result = planned(running(4, spares=1, agents={1: culprit, **agents}, status=status))
+    assert newest(result).cause is Cause.CRASH
+    assert deleted(result) == {LOST: None}
+    assert [member.pod_name for member in published(result).members] == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+
+
+def test_a_generation_in_which_all_stopped_without_a_culprit_starts_again_with_the_same_members() -> None:
+    result = planned(running(4, agents={at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}))
+    assert published(result).generation == 2
+    assert deleted(result) == {}
+
+
+def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted() -> None:
+    result = planned(with_pod(running(4, spares=1), pod(1, deleting=True)))
+    assert newest(result).cause is Cause.PREEMPTED
+    assert published(result).transition is Transition.GRACEFUL
+    assert result.status.failures == ()
+    assert deleted(result) == {}
+
+
+def test_a_deleted_pod_whose_node_does_not_answer_is_removed_by_force_at_once() -> None:
+    seen = with_pod(running(4, spares=1, agents={1: training(1, silent=9)}), pod(1, deleting=True))
+    seen = replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)})
+    result = planned(seen)
+    assert published(result).transition is Transition.IMMEDIATE
+    assert deleted(result) == {LOST: 0}
+
+
+def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
+    result = planned(without(running(4), 1, 2))
+    assert len(result.status.history) == 1
+    assert "2 workers" in newest(result).message
+    assert result.status.restarts.total == 1
+    assert len(result.status.failures) == 1
+
+
+def others_wait_for_rank_1(since: float, **changes: Any) -> Any:
+    return {at: joining(at, waiting_for=(1,), joining_since=since) for at in (0, 2, 3)} | {1: joining(1, **changes)}
+
+
+def test_a_member_that_answers_but_does_not_join_is_lost_when_the_limit_of_a_start_has_passed() -> None:
+    limit = 600 + 60  # recovery.hang.initSeconds, and what the old processes may take to leave
+    early = planned(running(4, spares=1, agents=others_wait_for_rank_1(NOW - limit + 2)))
+    assert early.status.history == ()
+    assert early.requeue_after is not None
+    assert early.requeue_after <= 2
+    late = planned(running(4, spares=1, agents=others_wait_for_rank_1(NOW - limit)))
+    assert newest(late).cause is Cause.HANG
+    assert newest(late).pod == LOST
+    assert deleted(late) == {LOST: None}
+    assert "answers, but the others have waited 660 s for it to join them" in newest(late).message
+
+
+def test_who_waits_is_no_accuser_while_the_job_has_switched_hangs_off() -> None:
+    job_spec = spec(workers={"replicas": 4}, recovery={"hang": {"enabled": False}})
+    seen = running(4, agents=others_wait_for_rank_1(NOW - 5000), job_spec=job_spec)
+    assert planned(seen).status.history == ()
+
+
+def test_a_member_does_not_accuse_itself() -> None:
+    agents = {1: joining(1, waiting_for=(1,), joining_since=NOW - 5000)}
+    assert planned(running(4, agents=agents)).status.history == ()

@@ -1,0 +1,325 @@
+"""What a job does when a node in use is bad."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import (
+    NOW,
+    agent,
+    created,
+    deleted,
+    membership,
+    newest,
+    node,
+    planned,
+    pod,
+    published,
+    ranks,
+    running,
+    spec,
+    training,
+    with_pod,
+)
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.health import PreflightCheck
+from trainium_contract.job import ConditionStatus, ConditionType
+from trainium_contract.messages import CheckResult, Transition, WorkerPhase
+from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
+from trainium_operator.plan.model.actions import CreatePod, Plan
+from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, NodeView, Observed, PodPhase
+
+DEVICE = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "nd0 nc1", NOW - 1)
+NETWORK = NodeCondition("NetworkingReady", NodeReadiness.FALSE, "InterfaceNotUp", "", NOW - 1)
+PRESSURE = NodeCondition("DiskPressure", NodeReadiness.TRUE, "KubeletHasDiskPressure", "", NOW - 1)
+
+
+def bad(seen: Observed, ordinal: int, *conditions: NodeCondition, **changes: Any) -> Observed:
+    name = f"node-{ordinal}"
+    view = replace(seen.nodes.get(name, node(name)), conditions=conditions, **changes)
+    return replace(seen, nodes={**seen.nodes, name: view})
+
+
+def quarantine(**fields: Any) -> Any:
+    return spec(workers={"replicas": 4}, health={"quarantine": fields})
+
+
+def affinity(result: Plan) -> Any:
+    (first, *_) = [action.manifest for action in result.actions if isinstance(action, CreatePod)]
+    return first["spec"]["affinity"]
+
+
+def forbidden(result: Plan) -> list[str]:
+    required = affinity(result)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = required["nodeSelectorTerms"]
+    return list(term["matchExpressions"][-1]["values"])
+
+
+def healthy(result: Plan) -> tuple[ConditionStatus, str]:
+    found = find_condition(result.status, ConditionType.NODES_HEALTHY)
+    assert found is not None
+    return found.status, found.message
+
+
+def test_a_clock_that_is_wrong_is_told_with_its_node_and_costs_nothing_but_the_preference() -> None:
+    wrong = CheckResult(
+        check=PreflightCheck.CLOCK,
+        passed=False,
+        seconds=0.1,
+        detail="The node's clock is 3600.0 s ahead of the coordinator's; see to its NTP.",
+    )
+    result = planned(running(4, spares=1, agents={1: training(1, checks=(wrong,))}))
+    condition = find_condition(result.status, ConditionType.NODES_HEALTHY)
+    assert condition is not None
+    assert condition.status is ConditionStatus.FALSE
+    assert "node-1: check Clock (The node's clock is 3600.0 s ahead of the coordinator's; see to its NTP)" in (
+        condition.message
+    )
+    assert "other nodes are preferred" in condition.message
+    assert published(result) is None, "nobody is replaced for it"
+
+
+def test_a_broken_device_hands_the_rank_to_the_spare_at_once_and_all_save() -> None:
+    result = planned(bad(running(spares=1), 2, DEVICE))
+    found = published(result)
+    assert ranks(found) == ["demo-w-0", "demo-w-1", "demo-w-4", "demo-w-3"]
+    assert found is not None
+    assert found.transition is Transition.GRACEFUL
+    entry = newest(result)
+    assert (entry.cause, entry.node, entry.detected_seconds) == (Cause.DEVICE, "node-2", 1.0)
+    assert "NeuronHasError_DMA_ERROR" in entry.message
+    assert "demo-w-2" not in deleted(result), "it still saves"
+    assert created(result) == ["demo-w-5"]
+    assert forbidden(result) == ["node-2"]
+    status, message = healthy(result)
+    assert status is ConditionStatus.FALSE
+    assert "node-2: condition NeuronHealth (NeuronHasError_DMA_ERROR) since 2027-01-15T07:59:59Z" in message
+
+
+def test_the_failure_is_recorded_against_the_node() -> None:
+    result = planned(bad(running(spares=1), 2, DEVICE))
+    assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-2")]
+
+
+def test_a_broken_device_is_left_even_when_nobody_can_take_the_rank() -> None:
+    result = planned(bad(running(), 2, DEVICE))
+    assert published(result) is None
+    assert deleted(result) == {"demo-w-2": None}
+    assert created(result) == ["demo-w-4"]
+    assert forbidden(result) == ["node-2"]
+
+
+def test_ranks_that_do_not_train_have_nothing_to_save() -> None:
+    loading = agent(2, WorkerPhase.LOADING, generation=1)
+    found = published(planned(bad(running(spares=1, agents={2: loading}), 2, DEVICE)))
+    assert found is not None
+    assert found.transition is Transition.IMMEDIATE
+
+
+def test_a_member_on_a_bad_node_trains_on_until_another_worker_is_warm() -> None:
+    seen = bad(running(), 2, NETWORK)
+    first = planned(seen)
+    assert published(first) is None
+    assert deleted(first) == {}
+    assert created(first) == ["demo-w-4"], "somebody to take the rank is made"
+    assert first.status.history == (), "nothing was interrupted"
+
+    warm = bad(running(spares=1, job_spec=spec()), 2, NETWORK)
+    second = planned(warm)
+    found = published(second)
+    assert ranks(found) == ["demo-w-0", "demo-w-1", "demo-w-4", "demo-w-3"]
+    assert found is not None
+    assert found.transition is Transition.GRACEFUL
+    assert newest(second).cause is Cause.NETWORK
+
+
+def test_what_handed_over_its_rank_is_deleted_once_it_has_left() -> None:
+    def after(phase: WorkerPhase) -> Plan:
+        seen = running(
+            spares=1,
+            job_spec=spec(),
+            agents={
+                2: agent(2, phase, generation=1),
+                **{at: agent(at, WorkerPhase.LOADING, generation=2) for at in (0, 1, 3, 4)},
+            },
+            membership=membership(0, 1, 4, 3, generation=2),
+            published=2,
+        )
+        status = seen.job.status.model_copy(
+            update={"membership": seen.job.status.membership.model_copy(update={"generation": 2})}
+        )
+        return planned(bad(replace(seen, job=replace(seen.job, status=status)), 2, NETWORK))
+
+    assert deleted(after(WorkerPhase.TRAINING)) == {}
+    assert deleted(after(WorkerPhase.STANDBY)) == {"demo-w-2": None}
+    assert created(after(WorkerPhase.STANDBY)) == []
+
+
+def test_a_lost_worker_comes_before_one_that_could_be_handed_over() -> None:
+    seen = bad(running(spares=1), 2, NETWORK)
+    gone = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 0))
+    found = published(planned(gone))
+    assert ranks(found) == ["demo-w-4", "demo-w-1", "demo-w-2", "demo-w-3"]
+
+
+def test_pressure_only_makes_a_worker_second_choice() -> None:
+    seen = bad(running(spares=2), 4, PRESSURE)
+    assert published(planned(seen)) is None
+    assert published(planned(bad(seen, 2, PRESSURE))) is None, "members stay"
+    lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 0))
+    assert ranks(published(planned(lost)))[0] == "demo-w-5"
+    alone = replace(lost, pods=tuple(each for each in lost.pods if each.ordinal != 5))
+    assert ranks(published(planned(alone)))[0] == "demo-w-4", "better than none"
+
+
+def test_a_node_that_is_merely_not_ready_is_left_alone_while_its_agent_trains() -> None:
+    result = planned(bad(running(spares=1), 2, ready=NodeReadiness.FALSE, unready_since=NOW - 40))
+    assert published(result) is None
+    assert deleted(result) == {}
+    assert healthy(result)[0] is ConditionStatus.FALSE
+
+
+@pytest.mark.parametrize("condition", [DEVICE, NETWORK])
+def test_a_spare_on_a_bad_node_is_not_used_and_is_replaced(condition: NodeCondition) -> None:
+    seen = bad(running(spares=1), 4, condition)
+    result = planned(seen)
+    assert deleted(result) == {"demo-w-4": None}
+    assert created(result) == ["demo-w-5"]
+    assert forbidden(result) == ["node-4"]
+    lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 0))
+    assert published(planned(lost)) is None
+
+
+def test_other_problems_than_fatal_ones_must_last() -> None:
+    young = replace(NETWORK, since=NOW - 8)
+    seen = bad(running(spares=1, job_spec=quarantine(debounceSeconds=10)), 2, young)
+    result = planned(seen)
+    assert published(result) is None
+    assert result.requeue_after is not None
+    assert result.requeue_after <= 2.0
+    assert healthy(result)[0] is ConditionStatus.TRUE
+    assert published(planned(replace(seen, now=NOW + 2))) is not None
+    assert published(planned(bad(seen, 2, DEVICE))) is not None, "a broken device counts at once"
+
+
+@pytest.mark.parametrize("since", [None, NOW + 3600])
+def test_a_problem_whose_age_cannot_be_told_counts_as_old(since: float | None) -> None:
+    seen = bad(running(spares=1, job_spec=quarantine(debounceSeconds=600)), 2, replace(NETWORK, since=since))
+    assert published(planned(seen)) is not None
+
+
+def test_while_too_many_nodes_are_bad_at_once_nothing_is_done_to_any_but_the_dead_are_replaced() -> None:
+    fleet = FleetView(quarantined=frozenset({"node-4"}), frozen="6 of 20 nodes are bad at once")
+    seen = replace(bad(bad(running(spares=1), 2, DEVICE), 3, NETWORK), fleet=fleet)
+    result = planned(seen)
+    assert published(result) is None
+    assert deleted(result) == {}
+    assert created(result) == []
+    assert "6 of 20 nodes" in healthy(result)[1]
+    lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 0))
+    assert ranks(published(planned(lost)))[0] == "demo-w-4"
+
+
+def test_nodes_in_quarantine_get_no_new_pod_and_their_spares_are_replaced() -> None:
+    fleet = FleetView(quarantined=frozenset({"node-4", "node-77"}))
+    seen = replace(running(spares=1), fleet=fleet)
+    result = planned(seen)
+    assert deleted(result) == {"demo-w-4": None}
+    assert forbidden(result) == ["node-4", "node-77"]
+    members = replace(seen, fleet=FleetView(quarantined=frozenset({"node-2"})))
+    assert planned(members).actions == (), "who trains there trains on"
+
+
+def test_a_pod_that_finds_no_node_is_made_again_when_one_that_it_keeps_away_from_is_released() -> None:
+    waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
+    seen = with_pod(running(4, spares=1), pod(4, kept_from=frozenset({"node-4"}), **waits))
+    seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
+
+    assert deleted(planned(seen)) == {"demo-w-4": None}
+    held = replace(seen, fleet=FleetView(quarantined=frozenset({"node-4"})))
+    assert deleted(planned(held)) == {}
+    gone = replace(seen, nodes={name: each for name, each in seen.nodes.items() if name != "node-4"})
+    assert deleted(planned(gone)) == {}, "a node that does not exist takes no pod"
+
+
+def test_a_waiting_pod_is_not_made_again_for_a_node_that_is_still_bad() -> None:
+    waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
+    seen = with_pod(running(4, spares=1), pod(4, kept_from=frozenset({"node-4"}), **waits))
+    seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
+    broken = NodeCondition("AcceleratedHardwareReady", NodeReadiness.FALSE, "NeuronDMAError")
+    still = replace(seen, nodes={**seen.nodes, "node-4": NodeView(name="node-4", conditions=(broken,))})
+
+    assert deleted(planned(still)) == {}, "its quarantine is over, and the next pod would be taken off at once"
+    assert deleted(planned(seen)) == {"demo-w-4": None}
+
+
+def test_pods_say_which_nodes_they_keep_away_from() -> None:
+    fleet = FleetView(quarantined=frozenset({"node-4", "node-77"}))
+    result = planned(replace(running(spares=1), fleet=fleet))
+    made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
+    assert made["metadata"]["annotations"][ANNOTATION_KEPT_FROM] == "node-4,node-77"
+
+
+def test_a_job_may_choose_not_to_heed_the_quarantine() -> None:
+    seen = running(spares=1, job_spec=spec(workers={"spares": 1}, health={"quarantine": {"enabled": False}}))
+    assert planned(replace(seen, fleet=FleetView(quarantined=frozenset({"node-4"})))).actions == ()
+
+
+def test_the_hosts_label_is_what_pods_keep_away_from() -> None:
+    labels = {"kubernetes.io/hostname": "ip-10-0-0-4"}
+    assert forbidden(planned(bad(running(spares=1), 4, DEVICE, labels=labels))) == ["ip-10-0-0-4"]
+
+
+def test_what_the_user_asks_of_nodes_stands_beside_it() -> None:
+    zone = {"key": "zone", "operator": "In", "values": ["a"]}
+    terms = [{"matchExpressions": [zone]}, {"matchFields": [zone]}]
+    template = {
+        "spec": {
+            "affinity": {
+                "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+            }
+        }
+    }
+    job_spec = spec(workers={"replicas": 4, "spares": 1, "template": template})
+    found = affinity(planned(bad(running(spares=1, job_spec=job_spec), 4, DEVICE)))
+    away = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-4"]}
+    assert found["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"] == [
+        {"matchExpressions": [zone, away]},
+        {"matchFields": [zone], "matchExpressions": [away]},
+    ]
+
+
+def test_nodes_that_recover_change_nothing_more() -> None:
+    seen = bad(running(spares=1), 2, NETWORK)
+    assert published(planned(seen)) is not None
+    assert planned(bad(seen, 2)).actions == ()
+
+
+def test_the_condition_does_not_change_while_nothing_does() -> None:
+    seen = bad(running(), 2, PRESSURE)
+    first = planned(seen)
+    again = replace(seen, job=replace(seen.job, status=first.status), now=NOW + 3)
+    assert healthy(planned(again)) == healthy(first)
+
+
+def test_many_bad_nodes_make_a_short_message() -> None:
+    seen = running(8)
+    for ordinal in range(8):
+        seen = bad(seen, ordinal, PRESSURE)
+    assert healthy(planned(seen))[1].endswith("and 5 more nodes")
+
+
+def test_a_member_that_no_longer_answers_is_not_handed_over() -> None:
+    quiet = training(2, silent=30.0)
+    result = planned(bad(running(spares=1, agents={2: quiet}), 2, NETWORK))
+    found = published(result)
+    assert found is None or found.transition is Transition.IMMEDIATE
+
+
+def test_views_of_nodes_that_cannot_be_read_say_nothing() -> None:
+    seen = running()
+    assert planned(replace(seen, nodes={name: NodeView(name=name) for name in seen.nodes})).actions == ()

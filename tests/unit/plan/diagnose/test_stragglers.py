@@ -1,0 +1,181 @@
+"""Slow members: told of in any case, handed over when a spare is free, never while something else is going on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_builders import NOW, agent, deleted, newest, planned, published, ranks, running, spec, training
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Interruption, Rung, StragglerStatus
+from trainium_contract.messages import StepTiming, Transition, WorkerPhase
+from trainium_operator.plan.model.observed import FleetView
+from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.actions import Plan
+
+SLOW = "demo-w-1"
+
+
+def paced(at: int, own: float, step: int = 200, wait: float | None = None) -> Any:
+    timing = StepTiming(steps=20, step_seconds=2.0, own_seconds=own, cpu_wait=wait)
+    return training(at, step=step, timing=timing)
+
+
+def job(own: float = 1.5, *, step: int = 200, spares: int = 1, stragglers: tuple[Any, ...] = (), **changes: Any) -> Any:
+    """Four members, of which the second needs `own` seconds for what takes the others one."""
+    agents = {at: paced(at, own if at == 1 else 1.0 + at / 100, step) for at in range(4)}
+    agents |= changes.pop("agents", {})
+    job_spec = spec(workers={"replicas": 4, "spares": spares}, recovery=changes.pop("recovery", {}))
+    status = {"stragglers": stragglers, "progress": {"step": step}, **changes.pop("status", {})}
+    return running(4, spares=spares, job_spec=job_spec, agents=agents, status=status, **changes)
+
+
+def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool = True) -> Any:
+    agents = {at: paced(at, own if at == 1 else 1.0, wait=wait) for at, wait in enumerate(waits)}
+    return job(agents=agents, step=200, stragglers=(entry(reported=reported),))
+
+
+@pytest.mark.parametrize(
+    ("own", "waits", "evicted"),
+    [
+        (2.0, (0.3, 0.65, 0.3, 0.3), False),  # without its waits it keeps pace, and all wait: the host is loaded
+        (2.0, (0.3, 0.3, 0.3, 0.3), True),  # it waits as the others do, and is slow besides
+        (2.0, (0.01, 0.65, 0.02, 0.0), True),  # only its own node is loaded: another one is better
+        (2.0, (0.3, None, 0.3, 0.3), True),  # a kernel that does not tell excuses nobody
+        (2.0, (None, None, None, None), True),
+    ],
+)
+def test_a_victim_of_a_load_that_all_bear_is_told_of_and_not_replaced(
+    own: float, waits: tuple[float | None, ...], evicted: bool
+) -> None:
+    assert (published(planned(on_loaded_hosts(own, waits))) is not None) is evicted
+    told = [event.note for event in planned(on_loaded_hosts(own, waits, reported=False)).events]
+    assert any("waits for a processor, as the others do" in note for note in told) is not evicted
+
+
+def entry(*, since: int = 100, reported: bool = False) -> StragglerStatus:
+    return StragglerStatus(pod=SLOW, node="node-1", since_step=since, slowdown=1.5, reported=reported)
+
+
+def events(result: Plan) -> list[str]:
+    return [event.reason for event in result.events]
+
+
+def test_a_member_that_just_became_slow_is_noted_and_nothing_is_said_yet() -> None:
+    result = planned(job())
+    assert [(each.pod, each.since_step, each.reported) for each in result.status.stragglers] == [(SLOW, 200, False)]
+    assert Reason.STRAGGLER_DETECTED not in events(result)
+    assert published(result) is None
+
+
+def test_a_member_that_stayed_slow_is_told_of_once_also_without_a_spare() -> None:
+    result = planned(job(step=150, spares=0, stragglers=(entry(),)))
+    assert events(result).count(Reason.STRAGGLER_DETECTED) == 1
+    (found,) = result.status.stragglers
+    assert found.reported
+    again = planned(job(step=160, spares=0, stragglers=(found,)))
+    assert Reason.STRAGGLER_DETECTED not in events(again)
+    assert again.status.stragglers == (found,), "no status write while nothing changes"
+    assert published(again) is None
+
+
+def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_of_the_user() -> None:
+    result = planned(job(stragglers=(entry(reported=True),)))
+    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert published(result).transition is Transition.GRACEFUL
+    assert newest(result).cause is Cause.STRAGGLER
+    assert newest(result).rung is Rung.SPARE
+    assert "1.47 times as long" in newest(result).message
+    assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.STRAGGLER, "node-1")]
+    assert deleted(result) == {SLOW: None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recovery": {"stragglers": {"evict": False}}},
+        {"recovery": {"stragglers": {"slowdown": 2.0}}},
+        {"spares": 0},
+        {"fleet": FleetView(frozen="30 % of the nodes are bad at once")},
+        {"agents": {4: agent(4, ready=False)}},
+        {"agents": {0: agent(0, WorkerPhase.LOADING, generation=1)}},
+        {
+            "status": {
+                "avoided_nodes": ("node-4",),
+                "failures": ({"at": NOW - 9, "cause": "NodeLost", "node": "node-4"},),
+            }
+        },
+        {
+            "status": {
+                "history": (
+                    Interruption(
+                        generation=1, attempt=0, time="t", cause=Cause.CRASH, rung=Rung.IN_PLACE, failed_at=NOW - 5
+                    ),
+                )
+            }
+        },
+    ],
+    ids=["not allowed", "limit raised", "no spare", "frozen", "cold spare", "not settled", "bad spare", "recovering"],
+)
+def test_a_straggler_stays_while_evicting_it_is_not_safe_and_cheap(changes: Any) -> None:
+    result = planned(job(stragglers=(entry(reported=True),), **changes))
+    assert published(result) is None
+    assert SLOW not in deleted(result)
+
+
+def test_a_member_counts_as_slow_until_it_is_clearly_not() -> None:
+    assert planned(job(own=1.15)).status.stragglers == ()
+    between = planned(job(own=1.15, stragglers=(entry(reported=True),)))
+    assert [each.pod for each in between.status.stragglers] == [SLOW]
+    assert published(between) is None, "in between it is not evicted"
+    better = planned(job(own=1.05, stragglers=(entry(reported=True),)))
+    assert better.status.stragglers == ()
+    assert events(better).count(Reason.STRAGGLER_GONE) == 1
+
+
+def test_differences_too_small_to_matter_are_none() -> None:
+    fast = {at: paced(at, 0.04 if at == 1 else 0.01) for at in range(4)}
+    assert planned(job(agents=fast)).status.stragglers == ()
+
+
+def test_a_member_that_is_gone_is_forgotten_and_steps_that_are_repeated_count_anew() -> None:
+    other = entry(reported=True).model_copy(update={"pod": "demo-w-77"})
+    assert SLOW in {each.pod for each in planned(job(stragglers=(other,))).status.stragglers}
+    assert "demo-w-77" not in {each.pod for each in planned(job(stragglers=(other,))).status.stragglers}
+    back = planned(job(step=90, stragglers=(entry(since=100),)))
+    assert back.status.stragglers[0].since_step == 90
+
+
+def test_nothing_is_concluded_while_some_members_do_not_tell() -> None:
+    silent = {3: training(3, step=200)}
+    assert planned(job(agents=silent)).status.stragglers == ()
+
+
+def test_of_two_stragglers_the_slower_one_goes_first() -> None:
+    agents = {1: paced(1, 1.5), 2: paced(2, 3.0)}
+    second = entry(reported=True).model_copy(update={"pod": "demo-w-2", "node": "node-2"})
+    result = planned(job(agents=agents, stragglers=(entry(reported=True), second)))
+    assert deleted(result) == {"demo-w-2": None}
+
+
+@given(st.lists(st.floats(0.2, 50), min_size=4, max_size=4))
+def test_at_most_half_of_the_members_are_ever_slow(own: list[float]) -> None:
+    agents = {at: paced(at, seconds) for at, seconds in enumerate(own)}
+    result = planned(job(agents=agents))
+    assert len(result.status.stragglers) <= 2
+    fastest = min(range(4), key=lambda at: own[at])
+    assert f"demo-w-{fastest}" not in {each.pod for each in result.status.stragglers}
+
+
+def test_the_plan_for_a_noted_straggler_asks_for_nothing_more() -> None:
+    seen = job(spares=0, stragglers=(entry(reported=True),))
+    first = planned(seen)
+    again = planned(replace(seen, job=replace(seen.job, status=first.status)))
+    assert again.status.stragglers == first.status.stragglers
+    assert not [event for event in again.events if event.reason.startswith("Straggler")]

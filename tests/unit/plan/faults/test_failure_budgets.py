@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_builders import NOW, failure, planned, restart, running, spec, training
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import FailureRecord, Phase
+from trainium_contract.recovery import RecoverySpec
+from trainium_operator.plan.faults.causes import budget_of
+from trainium_operator.plan.faults.failure_budgets import (
+    MAX_RECORDS,
+    backoff_until,
+    exhausted_budget,
+    is_recorded,
+    record_failure,
+)
+from trainium_operator.plan.faults.fault_table import Budget
+
+
+def recovery(**budgets: Any) -> RecoverySpec:
+    return RecoverySpec.model_validate({"budgets": budgets})
+
+
+def record(cause: Cause, *, ago: float = 0.0, node: str = "", pod: str = "p") -> FailureRecord:
+    return FailureRecord(at=NOW - ago, cause=cause, pod=pod, node=node)
+
+
+def test_a_cause_can_have_a_budget_of_its_own() -> None:
+    limits = recovery(byCause={"Hang": {"maxFailures": 1, "windowSeconds": 60}})
+    assert exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
+    told = exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
+    assert told is not None
+    assert "2 Hang failures within 60 s, and spec.recovery.budgets.byCause.Hang allows 1" in told
+    assert exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
+
+
+def test_a_cause_that_no_budget_counts_is_recorded_when_the_job_gives_it_one() -> None:
+    assert not is_recorded(Cause.PREEMPTED, recovery())
+    limits = recovery(byCause={"Preempted": {"maxFailures": 0}})
+    assert is_recorded(Cause.PREEMPTED, limits)
+    assert exhausted_budget((record(Cause.PREEMPTED),), limits, NOW) is not None
+
+
+def test_nodes_that_were_lost_at_one_moment_are_one_failure() -> None:
+    limits = recovery(infrastructure={"maxFailures": 1})
+    rack = tuple(record(Cause.NODE_LOST, node=f"n{at}", pod=f"p{at}") for at in range(16))
+    assert exhausted_budget(rack, limits, NOW) is None
+    assert exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW) is not None
+    assert backoff_until(rack, NOW) == NOW
+
+
+def test_restarts_in_place_need_no_pod_and_so_no_pause_before_one() -> None:
+    crashes = tuple(record(cause, ago=1) for cause in (Cause.CRASH, Cause.HANG, Cause.NETWORK, Cause.RUNTIME) * 5)
+    assert backoff_until(crashes, NOW) == NOW
+    assert backoff_until(tuple(record(Cause.POD_LOST, ago=5 * at) for at in reversed(range(6))), NOW) > NOW
+
+
+def test_a_job_that_loses_all_its_pods_within_seconds_has_failed_once() -> None:
+    everybody = tuple(record(Cause.POD_LOST, ago=4 - at / 32, pod=f"p{at}") for at in range(MAX_RECORDS))
+    assert backoff_until(everybody, NOW) == NOW
+    assert exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
+
+
+def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
+    records: tuple[FailureRecord, ...] = ()
+    now, pauses = NOW, []
+    for _ in range(22):  # each a second after its creation
+        records = (*records, FailureRecord(at=now, cause=Cause.POD_LOST, pod="p", node=""))
+        pauses.append(backoff_until(records, now) - now)
+        now += pauses[-1] + 1
+    assert pauses[:15] == [0] * 15
+    assert [pause for pause in pauses if pause] == [2, 2, 4, 8, 16, 32, 64]
+
+
+def test_failures_put_down_to_nodes_never_delay_new_pods() -> None:
+    nodes = tuple(record(Cause.NODE_LOST, ago=30 * at, node=f"node-{at}") for at in range(15))
+    assert backoff_until(nodes, NOW) == NOW
+
+
+def test_a_used_up_budget_tells_what_failed_where() -> None:
+    records = (record(Cause.CRASH, pod="a"), record(Cause.CRASH, pod="a"), record(Cause.HANG, pod="b"))
+    told = exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
+    assert told is not None
+    assert "2 Crash, 1 Hang" in told
+    assert "a (2x), b" in told
+
+
+def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
+    crash = {"failures": (failure(137, rank=1, message="boom in line 7"),), "restarts": (restart(1),)}
+    agents = {at: training(at, attempt=1) for at in range(4)}
+    agents[1] = training(1, attempt=1, **crash)
+    job_spec = spec(recovery={"budgets": {"process": {"maxFailures": 0}}})
+    result = planned(running(4, job_spec=job_spec, agents=agents))
+    assert result.status.phase is Phase.FAILED
+    for part in ("1 process failures", "budgets.process allows 0", "demo-w-1", "boom in line 7", "raise the budget"):
+        assert part in result.status.verdict
+
+
+causes = st.sampled_from([cause for cause in Cause if is_recorded(cause, RecoverySpec())])
+
+
+@given(st.lists(st.tuples(causes, st.floats(0, 10_000), st.sampled_from(["", "n1", "n2"])), max_size=40))
+def test_failures_of_the_infrastructure_never_use_up_the_process_budget(given_: Any) -> None:
+    limits = recovery(process={"maxFailures": 0, "windowSeconds": 86_400}, infrastructure={"maxFailures": 100_000})
+    records = tuple(
+        record(cause, ago=ago, node=node) for cause, ago, node in given_ if budget_of(cause) is not Budget.PROCESS
+    )
+    told = exhausted_budget(records, limits, NOW)
+    assert told is None or len(records) >= MAX_RECORDS
+
+
+@given(st.lists(st.tuples(causes, st.floats(0, 5000)), max_size=60))
+def test_a_budget_refills_as_its_window_moves_on(given_: Any) -> None:
+    limits = recovery(process={"maxFailures": 3, "windowSeconds": 600}, infrastructure={"maxFailures": 3})
+    records: tuple[FailureRecord, ...] = ()
+    for cause, at in sorted(given_, key=lambda item: item[1]):
+        records = record_failure(records, at=NOW + at, cause=cause, pod="p", node="", recovery=limits)
+    assert len(records) <= MAX_RECORDS
+    assert exhausted_budget(records, limits, NOW + 5000 + 3600) is None

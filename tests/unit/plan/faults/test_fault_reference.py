@@ -1,0 +1,42 @@
+"""The table of faults for people holds all of the table in code, and docs/faults.md points to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.faults import KERNEL_ROWS, STATUSES
+from trainium_operator.plan.faults.fault_table import CONDITIONS, LABELS, POD_REASONS, TAINTS
+from trainium_operator.plan.model.reasons import Reason
+
+DOCS = Path(__file__).parents[4] / "docs"
+CAUSES = (DOCS / "causes.md").read_text(encoding="utf-8")
+FAULTS = (DOCS / "faults.md").read_text(encoding="utf-8")
+
+
+def test_every_cause_and_every_sign_is_in_the_table_for_people() -> None:
+    signs = [
+        *(f"`{cause}`" for cause in Cause),
+        *(f"| {code.value}" for code in ExitCode),
+        *(f"{row.status} `{row.name}`" for row in STATUSES),
+        *(f"`{row.name}`" for row in KERNEL_ROWS),
+        *(f"`{reason}`" for reason in POD_REASONS),
+        *(f"`{kind}`" for kind, _ in CONDITIONS),
+        *(f"`{key}`" for key in TAINTS),
+        *(f"`{key}={value}`" for key, value in LABELS),
+    ]
+    assert [sign for sign in signs if sign not in CAUSES] == []
+
+
+def test_the_verdicts_that_a_job_can_end_with_are_explained() -> None:
+    reasons = (
+        Reason.USER_ERROR,
+        Reason.NUMERICAL,
+        Reason.OUT_OF_MEMORY,
+        Reason.ACCELERATOR_RUNTIME,
+        Reason.STOPPED_BY_RULE,
+        Reason.WORKERS_DO_NOT_START,
+        Reason.BUDGET_EXHAUSTED,
+    )
+    assert [reason for reason in reasons if f"`{reason}`" not in FAULTS] == []
+    assert "(causes.md)" in FAULTS

@@ -1,0 +1,436 @@
+"""Strikes, quarantine, probation, lemons, release, and the circuit breaker, in virtual days."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_builders import NOW
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import FailureRecord
+from trainium_operator.plan.fleet.memory import MOST_MACHINES, Machine, MachineState, Memory, Strike, bounded
+from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
+from trainium_operator.plan.model.breaker import cap_of
+from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
+
+HOUR, DAY = 3600.0, 86_400.0
+BROKEN = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "", NOW)
+OFFLINE = NodeCondition("NetworkingReady", NodeReadiness.FALSE, "InterfaceNotUp", "", NOW)
+
+
+class Fleet:
+    """A fleet whose memory is kept from one plan to the next, as the operator keeps it; plans as `team` sees them."""
+
+    def __init__(self, nodes: int = 20) -> None:
+        self.now = NOW
+        self.nodes = {f"node-{at}": NodeView(name=f"node-{at}", provider_id=f"aws:///i-{at}") for at in range(nodes)}
+        self.carrying = frozenset(self.nodes)
+        self.records: dict[str, list[FailureRecord]] = {"team/llama": []}
+        self.memory: Memory | None = Memory()
+        self.machines: dict[str, str] = {}
+        self.taints_nodes = False
+
+    def fail(self, node: str, cause: Cause = Cause.DEVICE, job: str = "team/llama") -> None:
+        record = FailureRecord(at=self.now, cause=cause, pod="p", node=node)
+        self.records.setdefault(job, []).append(record)
+
+    def wait(self, seconds: float) -> FleetPlan:
+        self.now += seconds
+        return self.plan()
+
+    def plan(self) -> FleetPlan:
+        jobs = tuple(
+            JobRecords(uid=f"uid of {name}", name=name, failures=tuple(found)) for name, found in self.records.items()
+        )
+        result = plan_fleet(
+            FleetObserved(
+                nodes=self.nodes,
+                carrying=self.carrying,
+                jobs=jobs,
+                memory=self.memory,
+                now=self.now,
+                machines=self.machines,
+                taints_nodes=self.taints_nodes,
+            )
+        )
+        self.memory = result.memory
+        self.view = result.view
+        return replace(result, view=result.view.seen_from("team"))
+
+    def change(self, name: str, **fields: Any) -> None:
+        self.nodes[name] = replace(self.nodes[name], **fields)
+
+    def state(self, at: int) -> MachineState | None:
+        assert self.memory is not None
+        entry = self.memory.machines.get(f"aws:///i-{at}")
+        return entry.state if entry else None
+
+
+def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probation_for_a_day() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    result = fleet.plan()
+    assert result.view.quarantined == {"node-3"}
+    assert result.look_again == HOUR
+    told = "is Quarantined for namespace team until 2027-01-15T09:00:00Z: Device (team/llama)"
+    assert result.news == (f"node node-3 (aws:///i-3) {told}",)
+    assert fleet.wait(HOUR - 1).view.quarantined == {"node-3"}
+    after = fleet.wait(1)
+    assert after.view.quarantined == frozenset()
+    assert fleet.state(3) is MachineState.PROBATION
+    assert after.look_again == DAY
+    fleet.wait(DAY)
+    assert fleet.state(3) is None
+
+
+def test_on_probation_the_next_fault_counts_at_once_and_for_longer() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    fleet.wait(2 * HOUR)
+    fleet.fail("node-3", Cause.NODE_LOST)
+    assert fleet.plan().view.quarantined == {"node-3"}
+    assert fleet.wait(3 * HOUR).view.quarantined == {"node-3"}
+    assert fleet.wait(2 * HOUR).view.quarantined == frozenset()
+
+
+def test_what_needs_not_be_the_nodes_fault_counts_when_it_happens_again() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3", Cause.NODE_LOST)
+    assert fleet.plan().view.quarantined == frozenset()
+    assert fleet.state(3) is MachineState.WATCHED
+    fleet.now += HOUR
+    fleet.fail("node-3", Cause.NODE_LOST)
+    assert fleet.plan().view.quarantined == {"node-3"}
+
+
+def test_three_faults_in_a_day_are_for_good() -> None:
+    fleet = Fleet()
+    for job in ("team/llama", "other/job", "team/llama"):
+        fleet.fail("node-3", job=job)
+        fleet.plan()
+        fleet.now += 6 * HOUR
+    assert fleet.state(3) is MachineState.PERMANENT
+    assert fleet.wait(100 * DAY).view.quarantined == {"node-3"}
+
+
+def test_three_faults_in_three_days_are_not() -> None:
+    fleet = Fleet()
+    for _ in range(3):
+        fleet.fail("node-3")
+        fleet.plan()
+        fleet.now += 1.1 * DAY
+    assert fleet.wait(2 * DAY).view.quarantined == frozenset()
+
+
+@pytest.mark.parametrize("cause", [Cause.CRASH, Cause.HANG])
+def test_crashes_of_one_job_may_be_its_programs_fault_those_of_two_are_the_nodes(cause: Cause) -> None:
+    fleet = Fleet()
+    for _ in range(5):
+        fleet.fail("node-3", cause)
+        fleet.plan()
+        fleet.now += HOUR
+    assert fleet.state(3) is MachineState.WATCHED
+    fleet.fail("node-3", cause, job="other/job")
+    fleet.plan()
+    assert fleet.state(3) is MachineState.PERMANENT
+
+
+def test_one_fault_is_one_strike_however_many_report_it() -> None:
+    fleet = Fleet()
+    for job in ("a/a", "b/b", "c/c"):
+        fleet.fail("node-3", job=job)
+        fleet.now += 60
+    fleet.change("node-3", conditions=(replace(BROKEN, since=fleet.now - 30),))
+    fleet.plan()
+    assert fleet.state(3) is MachineState.QUARANTINED
+    assert fleet.memory is not None
+    assert len(fleet.memory.machines["aws:///i-3"].strikes) == 1
+
+
+def test_a_new_name_hides_nothing() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    fleet.nodes["fresh"] = replace(fleet.nodes.pop("node-3"), name="fresh")
+    assert fleet.plan().view.quarantined == {"fresh"}
+
+
+def test_another_machine_of_the_same_name_inherits_nothing() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    fleet.change("node-3", provider_id="aws:///i-new")
+    assert fleet.plan().view.quarantined == frozenset()
+
+
+def test_a_node_that_is_gone_is_remembered_by_the_machine_that_it_was() -> None:
+    fleet = Fleet()
+    gone = fleet.nodes.pop("node-3")
+    fleet.machines["node-3"] = gone.provider_id
+    fleet.fail("node-3")
+    fleet.plan()
+    assert fleet.state(3) is MachineState.QUARANTINED
+    fleet.nodes["node-3"] = gone
+    assert fleet.plan().view.quarantined == {"node-3"}
+
+
+def test_without_provider_ids_nodes_are_remembered_by_name() -> None:
+    fleet = Fleet()
+    fleet.nodes = {name: NodeView(name=name) for name in fleet.nodes}
+    fleet.fail("node-3")
+    assert fleet.plan().view.quarantined == {"node-3"}
+
+
+def test_a_machine_whose_entry_is_deleted_is_released_and_old_records_do_not_count_again() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    assert fleet.memory is not None
+    fleet.memory = replace(fleet.memory, machines={})
+    assert fleet.plan().view.quarantined == frozenset()
+    fleet.now += HOUR
+    fleet.fail("node-3")
+    assert fleet.plan().view.quarantined == {"node-3"}
+
+
+def test_a_memory_that_is_deleted_as_a_whole_begins_anew() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    fleet.memory = None
+    assert fleet.plan().view.quarantined == frozenset()
+    assert fleet.plan().memory.machines == {}
+
+
+def test_a_device_that_the_node_reports_counts_once_and_as_long_as_it_is_reported() -> None:
+    fleet = Fleet()
+    fleet.change("node-3", conditions=(BROKEN,))
+    assert fleet.plan().view.quarantined == {"node-3"}
+    for _ in range(30):
+        fleet.wait(HOUR)
+    assert fleet.plan().view.quarantined == {"node-3"}, "it is still broken"
+    assert fleet.state(3) is not MachineState.PERMANENT, "it broke once"
+    fleet.change("node-3", conditions=())
+    assert fleet.plan().view.quarantined == frozenset()
+    fleet.change("node-3", conditions=(replace(BROKEN, since=fleet.now),))
+    fleet.plan()
+    assert fleet.state(3) is MachineState.QUARANTINED
+
+
+def test_nodes_that_are_bad_now_get_no_new_worker() -> None:
+    fleet = Fleet()
+    fleet.change("node-3", conditions=(OFFLINE,))
+    assert fleet.plan().view.quarantined == {"node-3"}
+    assert fleet.plan().memory.machines == {}
+    fleet.change("node-3", conditions=())
+    assert fleet.plan().view.quarantined == frozenset()
+
+
+@pytest.mark.parametrize(("nodes", "bad", "frozen"), [(20, 4, False), (20, 5, True), (5, 1, False), (5, 2, True)])
+def test_too_many_bad_nodes_at_once_freeze_everything(nodes: int, bad: int, frozen: bool) -> None:
+    fleet = Fleet(nodes)
+    for at in range(bad):
+        fleet.change(f"node-{at}", conditions=(BROKEN,))
+        fleet.fail(f"node-{at}")
+    result = fleet.plan()
+    assert bool(result.view.frozen) is frozen
+    assert len(result.view.quarantined) == (0 if frozen else bad)
+    assert (result.memory.machines == {}) is frozen
+    if frozen:
+        assert result.view.frozen.startswith(f"{bad} of {nodes} nodes are bad at once, more than 20%")
+
+
+def test_what_happened_while_frozen_is_held_against_no_node_afterwards() -> None:
+    fleet = Fleet()
+    for at in range(10):
+        fleet.change(f"node-{at}", ready=NodeReadiness.UNKNOWN)
+        fleet.fail(f"node-{at}", Cause.NODE_LOST)
+    assert fleet.plan().view.frozen
+    for at in range(10):
+        fleet.change(f"node-{at}", ready=NodeReadiness.TRUE)
+    result = fleet.wait(HOUR)
+    assert (result.view.frozen, result.memory.machines) == ("", {})
+
+
+def test_nodes_that_leave_on_purpose_are_not_bad() -> None:
+    fleet = Fleet()
+    for at in range(10):
+        fleet.change(f"node-{at}", taints=(Taint("karpenter.sh/disrupted"),))
+    assert fleet.plan().view.frozen == ""
+
+
+def test_nodes_without_workers_and_devices_are_none_of_our_business() -> None:
+    fleet = Fleet(4)
+    for at in range(100):
+        fleet.nodes[f"web-{at}"] = NodeView(name=f"web-{at}", ready=NodeReadiness.FALSE)
+    assert fleet.plan().view == replace(fleet.plan().view, quarantined=frozenset(), frozen="")
+
+
+def test_one_tenant_speaks_for_itself_alone_however_often() -> None:
+    fleet = Fleet(128)
+    for _ in range(3):
+        for at in range(25):
+            fleet.fail(f"node-{at}", job="hostile/a")
+            fleet.fail(f"node-{at}", job="hostile/b")
+        fleet.plan()
+        fleet.now += HOUR
+    fleet.plan()
+    assert fleet.view.quarantined == frozenset()
+    assert fleet.view.seen_from("team").quarantined == frozenset()
+    assert len(fleet.view.seen_from("hostile").quarantined) == 25
+    assert MachineState.PERMANENT not in {fleet.state(at) for at in range(128)}
+    fleet.wait(2.5 * DAY)
+    fleet.wait(DAY)
+    assert fleet.view.seen_from("hostile").quarantined == frozenset(), "it ages"
+
+
+@pytest.mark.parametrize("minutes", [1, 120])
+def test_another_namespace_or_the_node_itself_confirms_a_suspicion(minutes: int) -> None:
+    by_job, by_node = Fleet(), Fleet()
+    for fleet in (by_job, by_node):
+        fleet.fail("node-3", job="hostile/a")
+        fleet.plan()
+        assert fleet.view.quarantined == frozenset()
+        fleet.now += 60 * minutes
+    by_job.fail("node-3", job="team/llama")
+    by_node.change("node-3", conditions=(replace(BROKEN, since=by_node.now),))
+    for fleet in (by_job, by_node):
+        fleet.plan()
+        assert fleet.view.quarantined == {"node-3"}
+    by_node.change("node-3", conditions=())
+    by_node.plan()
+    assert by_node.view.quarantined == {"node-3"}
+
+
+def test_suspicions_of_one_namespace_take_no_room_from_what_is_confirmed() -> None:
+    fleet = Fleet(10)
+    for at in range(5):
+        fleet.fail(f"node-{at}", job="hostile/a")
+        fleet.fail(f"node-{at}", job="hostile/b")
+    fleet.plan()
+    fleet.now += HOUR / 2
+    for job in ("team/llama", "other/job"):
+        fleet.fail("node-9", job=job)
+    fleet.plan()
+    assert fleet.view.quarantined == {"node-9"}
+
+
+def test_a_namespace_that_repeats_itself_does_not_drive_out_the_word_of_another() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3", Cause.NODE_LOST, job="team/llama")
+    for _ in range(30):
+        fleet.now += 700
+        fleet.fail("node-3", job="hostile/a")
+        fleet.plan()
+    assert fleet.view.quarantined == {"node-3"}
+
+
+def test_the_cap_holds_back_the_least_struck() -> None:
+    fleet = Fleet(10)
+    for at in range(5):
+        fleet.fail(f"node-{at}")
+        fleet.now += 700
+    fleet.fail("node-4")
+    result = fleet.plan()
+    assert len(result.view.quarantined) == 2
+    assert "node-4" in result.view.quarantined
+
+
+def test_taints_are_written_only_where_that_is_switched_on_and_taken_off_at_the_end() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    assert fleet.plan().taints == ()
+    fleet.taints_nodes = True
+    assert fleet.plan().taints == (), "one namespace alone taints no node"
+    fleet.fail("node-3", job="other/job")
+    taint = Taint(TAINT_QUARANTINED, "Device", "NoSchedule")
+    assert fleet.plan().taints == (TaintNode("node-3", taint),)
+    fleet.change("node-3", taints=(Taint("other"), taint))
+    assert fleet.plan().taints == ()
+    assert fleet.wait(HOUR).taints == (TaintNode("node-3", None),)
+
+
+def test_a_quarantine_by_hand_holds() -> None:
+    fleet = Fleet()
+    entry = Machine(machine="aws:///i-3", node="node-3", state=MachineState.PERMANENT)
+    fleet.memory = Memory(machines={entry.machine: entry})
+    fleet.taints_nodes = True
+    result = fleet.wait(30 * DAY)
+    assert result.view.quarantined == {"node-3"}
+    assert result.taints == (TaintNode("node-3", Taint(TAINT_QUARANTINED, "Host")),)
+
+
+def test_the_memory_is_bounded_and_forgets_the_mildest_first() -> None:
+    machines = {
+        f"m-{at}": Machine(machine=f"m-{at}", node="", strikes=(Strike(NOW + at, Cause.NODE_LOST, "j"),))
+        for at in range(MOST_MACHINES + 50)
+    }
+    machines["m-0"] = replace(machines["m-0"], state=MachineState.PERMANENT)
+    kept = bounded(Memory(machines=machines)).machines
+    assert len(kept) == MOST_MACHINES
+    assert "m-0" in kept
+    assert "m-1" not in kept
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["fail", "break", "mend", "lose", "wait", "gone", "rename"]),
+        st.integers(0, 11),
+        st.sampled_from([Cause.DEVICE, Cause.NODE_LOST, Cause.CRASH, Cause.HANG, Cause.NETWORK]),
+        st.sampled_from([1.0, 700.0, HOUR, 7 * HOUR]),
+    ),
+    max_size=30,
+)
+ORDER = list(MachineState)
+
+
+@given(EVENTS)
+def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(events: list[Any]) -> None:
+    fleet = Fleet(12)
+    fleet.taints_nodes = True
+    for kind, at, cause, seconds in events:
+        name = f"node-{at}"
+        if name not in fleet.nodes:
+            continue
+        before = fleet.memory
+        match kind:
+            case "fail":
+                fleet.fail(name, cause, job=("team/a", "team/b", "other/c")[int(seconds) % 3])
+            case "break":
+                fleet.change(name, conditions=(replace(BROKEN, since=fleet.now),))
+            case "mend":
+                fleet.change(name, conditions=(), ready=NodeReadiness.TRUE)
+            case "lose":
+                fleet.change(name, ready=NodeReadiness.UNKNOWN)
+            case "gone" if len(fleet.nodes) > 6:
+                fleet.machines[name] = fleet.nodes.pop(name).provider_id
+            case "rename":
+                fleet.nodes[f"{name}x"] = replace(fleet.nodes.pop(name), name=f"{name}x")
+            case "wait":
+                fleet.now += seconds
+        result = fleet.plan()
+        kept = (
+            fleet.view.quarantined
+            if fleet.view.frozen
+            else frozenset(write.node for write in result.taints if write.taint is not None)
+        )
+        assert len(kept) <= cap_of(12)
+        assert all(len(nodes) <= cap_of(12) for _, nodes in fleet.view.suspected), (
+            "what one namespace says has a cap too"
+        )
+        if kind != "wait":
+            assert before is not None
+            for machine, entry in before.machines.items():
+                now = result.memory.machines[machine]
+                assert ORDER.index(now.state) >= ORDER.index(entry.state)
+                assert {(each.at, each.cause) for each in now.strikes} >= {
+                    (each.at, each.cause) for each in entry.strikes
+                }
+        again = fleet.plan()
+        assert (again.memory, again.view, again.news) == (result.memory, result.view, ())

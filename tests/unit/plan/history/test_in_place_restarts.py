@@ -1,0 +1,129 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, agent, failure, newest, planned, published, ranks, restart, running, training, without
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import MembershipStatus, Phase, Rung
+from trainium_contract.messages import Transition, WorkerPhase
+from trainium_operator.plan.faults.failure_budgets import record_failure
+
+
+def restarted(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
+    """All members are in `attempt`; member 1 tells what happened."""
+    agents = {at: agent(at, phase, generation=1, attempt=attempt, **victims) for at in range(4)}
+    if culprit is not None:
+        agents[1] = agent(1, phase, generation=1, attempt=attempt, **culprit)
+    return running(4, agents=agents)
+
+
+def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> None:
+    record = restart(1, failed_at=NOW - 3, detected_at=NOW - 2.95, resumed_at=NOW - 1, step_before=20, resume_step=19)
+    seen = restarted({"failures": (failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING)
+    result = planned(seen)
+    entry = newest(result)
+    assert (entry.rung, entry.cause, entry.pod, entry.node) == (Rung.IN_PLACE, Cause.CRASH, "demo-w-1", "node-1")
+    assert entry.detected_seconds == pytest.approx(0.05)
+    assert entry.recovered_seconds == pytest.approx(2.0)
+    assert (entry.step_before, entry.resume_step, entry.steps_lost, entry.pods_replaced) == (20, 19, 1, 0)
+    assert result.status.membership.attempt == 1
+    assert [record.cause for record in result.status.failures] == [Cause.CRASH]
+    assert result.status.failures[0].node == ""
+    assert result.actions == ()
+
+
+def test_a_restart_that_nobody_heard_of_until_the_job_was_done_is_still_told() -> None:
+    record = restart(1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20)
+    story = {"failures": (failure(137, rank=1),), "restarts": (record,)}
+    result = planned(restarted(story, phase=WorkerPhase.FINISHED))
+    assert result.status.phase is Phase.COMPLETED
+    assert (newest(result).rung, newest(result).pod) == (Rung.IN_PLACE, "demo-w-1")
+    assert newest(result).recovered_seconds == pytest.approx(2.0)
+    assert result.status.restarts.total == 1
+
+
+def test_an_attempt_is_taken_once() -> None:
+    seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
+    first = planned(seen)
+    again = planned(replace(seen, job=replace(seen.job, status=first.status)))
+    assert len(again.status.history) == 1
+    assert again.status.restarts.total == 1
+
+
+def test_while_the_culprit_has_not_spoken_the_others_reports_wait() -> None:
+    agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1) for at in (0, 2, 3)}
+    result = planned(running(4, agents=agents))
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(1.0)
+
+
+def test_a_victim_is_never_the_culprit() -> None:
+    victim = {"failures": (failure(76, rank=0),), "restarts": (restart(1, Cause.PEER_LOST),)}
+    seen = restarted({"failures": (failure(137, rank=1),), "restarts": (restart(1),)}, **victim)
+    assert newest(planned(seen)).pod == "demo-w-1"
+    nobody = restarted(None, **victim)
+    result = planned(nobody)
+    assert (newest(result).cause, newest(result).pod) == (Cause.PEER_LOST, "")
+    assert result.status.failures == ()
+
+
+def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:
+    agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
+    result = planned(without(running(4, agents=agents), 1))
+    assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
+    assert result.status.membership.attempt == 1
+
+
+def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step() -> None:
+    seen = restarted({"failures": (failure(137),)}, phase=WorkerPhase.JOINING)
+    status = planned(seen).status
+    assert newest(planned(seen)).recovered_seconds is None
+    agents = {f"uid-{at}": training(at, step=21, attempt=1) for at in range(4)}
+    later = replace(seen, job=replace(seen.job, status=status), agents=agents, now=NOW + 2)
+    result = planned(later)
+    assert newest(result).recovered_seconds == pytest.approx(0.0, abs=2.0)
+    assert newest(result).recovered_seconds is not None
+    assert newest(result).steps_lost is None
+
+
+def test_crashes_in_place_use_up_the_process_budget() -> None:
+    seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
+    recovery = seen.job.spec.recovery
+    failures = ()
+    for at in range(10):
+        failures = record_failure(
+            failures, at=NOW - 100 + at, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery
+        )
+    status = seen.job.status.model_copy(update={"failures": failures})
+    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    assert result.status.phase is Phase.FAILED
+    assert "11 process failures within 3600 s" in result.status.verdict
+    old = tuple(record.model_copy(update={"at": NOW - 3601}) for record in failures)
+    status = seen.job.status.model_copy(update={"failures": old})
+    assert planned(replace(seen, job=replace(seen.job, status=status))).status.phase is Phase.RECOVERING
+
+
+def test_unavailable_storage_raises_an_alarm_and_uses_no_budget() -> None:
+    result = planned(restarted({"failures": (failure(81),), "restarts": (restart(1, Cause.STORAGE),)}))
+    assert newest(result).cause is Cause.STORAGE
+    assert result.status.phase is Phase.RECOVERING
+    assert "StorageUnavailable" in {event.reason for event in result.events}
+
+
+def test_attempts_of_an_older_generation_are_nobodys_business() -> None:
+    seen = restarted({"failures": (failure(137),)})
+    status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=4)})
+    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    assert result.status.history == ()
+
+
+def test_a_generation_that_was_decided_and_never_recorded_is_finished_by_the_members_that_are_there() -> None:
+    seen = running(4)
+    status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=3)})
+    decided = replace(seen, job=replace(seen.job, status=status))
+    new = published(planned(decided))
+    assert new is not None
+    assert (new.generation, new.transition, ranks(new)) == (2, Transition.GRACEFUL, ranks(seen.membership))
+    # While somebody was not heard yet, as after a restart of the operator, the reason may still be there.
+    assert published(planned(without(decided, 2))) is None

@@ -1,0 +1,251 @@
+"""The end of a job: what stays of its pods, when it is deleted, and that nothing brings it back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, agent, deleted, planned, pod, running, spec, training
+from plan_cluster import FakeCluster
+
+from trainium_contract.job import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    MembershipStatus,
+    Phase,
+    TrainingJobStatus,
+)
+from trainium_contract.messages import WorkerPhase
+from trainium_operator.plan.model.actions import DeleteJob
+from trainium_operator.plan.model.conditions import is_terminal
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.times import rfc3339
+
+
+def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:
+    """A job that ended `ago` seconds ago: pods 0 and 1 have ended, 2 is about to, 3 is a spare that still runs."""
+    condition = Condition(
+        type=kind, status=ConditionStatus.TRUE, reason="Completed", last_transition_time=rfc3339(NOW - ago)
+    )
+    phase = Phase.COMPLETED if kind is ConditionType.COMPLETE else Phase.FAILED
+    seen = running(3, spares=1, job_spec=spec(workers={"replicas": 3, "spares": 1}, **job_spec))
+    status = seen.job.status.model_copy(
+        update={"conditions": (condition,), "phase": phase, "completion_time": rfc3339(NOW - ago)}
+    )
+    pods = (
+        pod(0, phase=PodPhase.SUCCEEDED, exit_code=0),
+        pod(1, phase=PodPhase.SUCCEEDED, exit_code=0),
+        pod(2),
+        pod(3),
+    )
+    agents = {"uid-2": agent(2, WorkerPhase.FINISHED, generation=1), "uid-3": agent(3)}
+    job = replace(seen.job, status=status, resource_version="77")
+    return replace(seen, pods=pods, agents=agents, job=job)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "gone"),
+    [
+        ("Running", ConditionType.COMPLETE, {3}),
+        ("All", ConditionType.COMPLETE, {0, 1, 3}),
+        ("None", ConditionType.COMPLETE, set()),
+        ("Running", ConditionType.FAILED, {2, 3}),
+        ("All", ConditionType.FAILED, {0, 1, 2, 3}),
+        ("None", ConditionType.FAILED, set()),
+    ],
+)
+def test_the_policy_says_which_pods_go_and_the_members_of_a_completed_job_end_by_themselves(
+    policy: str, kind: ConditionType, gone: set[int]
+) -> None:
+    result = planned(ended(kind, cleanPodPolicy=policy))
+    assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in gone}
+
+
+def test_a_job_without_a_ttl_stays() -> None:
+    result = planned(ended(ago=10**7))
+    assert result.requeue_after is None
+    assert not any(isinstance(action, DeleteJob) for action in result.actions)
+
+
+def test_a_job_with_a_ttl_is_deleted_when_it_is_due_as_it_was_seen() -> None:
+    result = planned(ended(ago=100, ttlSecondsAfterFinished=100, cleanPodPolicy="None"))
+    assert DeleteJob("job-uid", "77") in result.actions
+
+
+def test_before_that_the_next_look_is_at_that_time() -> None:
+    result = planned(ended(ago=40, ttlSecondsAfterFinished=100, cleanPodPolicy="None"))
+    assert DeleteJob("job-uid", "77") not in result.actions
+    assert result.requeue_after == pytest.approx(60, abs=1)
+
+
+def test_a_ttl_of_nothing_deletes_the_job_right_after_its_end_is_written() -> None:
+    members = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(2)}
+    seen = running(2, job_spec=spec(workers={"replicas": 2}, ttlSecondsAfterFinished=0), agents=members)
+    first = planned(seen)
+    assert first.status.phase is Phase.COMPLETED
+    assert not any(isinstance(action, DeleteJob) for action in first.actions)
+    assert first.requeue_after is not None
+    second = planned(replace(seen, job=replace(seen.job, status=first.status, resource_version="9")))
+    assert second.actions == (DeleteJob("job-uid", "9"),)
+
+
+def test_a_time_of_the_end_that_was_lost_or_lies_in_the_future_never_deletes_early_nor_waits_for_ever() -> None:
+    seen = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
+    for text, due in (("", 100), ("yesterday", 100), (rfc3339(NOW + 10**6), 100)):
+        status = seen.job.status.model_copy(update={"completion_time": text})
+        result = planned(replace(seen, job=replace(seen.job, status=status)))
+        assert not any(isinstance(action, DeleteJob) for action in result.actions)
+        assert result.requeue_after == pytest.approx(due, abs=1)
+
+
+def test_a_ttl_that_is_set_after_the_end_counts_from_the_end() -> None:
+    assert DeleteJob("job-uid", "77") in planned(ended(ago=500, ttlSecondsAfterFinished=60)).actions
+
+
+@pytest.mark.parametrize("kind", [ConditionType.COMPLETE, ConditionType.FAILED])
+@pytest.mark.parametrize(
+    "wish", [{"suspend": True}, {"suspend": False}, {"workers": {"replicas": 8}}, {"trainer": {"steps": 10**6}}]
+)
+def test_nothing_that_a_user_writes_brings_an_ended_job_back(kind: ConditionType, wish: Any) -> None:
+    seen = ended(kind)
+    changed = replace(seen, job=replace(seen.job, spec=spec(**wish), generation=5), pods=())
+    result = planned(changed)
+    assert result.actions == ()
+    assert is_terminal(result.status)
+
+
+def test_a_child_of_an_ended_job_that_vanished_does_not_bring_it_back() -> None:
+    seen = ended()
+    result = planned(replace(seen, pods=(), agents={}, membership=None, children={}, published=0))
+    assert result.actions == ()
+    assert result.status == seen.job.status
+
+
+def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
+    finished = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in (0, 1)}
+    almost = planned(running(3, agents={**finished, 2: training(2)}))
+    assert almost.status.phase is not Phase.COMPLETED
+    pods = tuple(pod(at, phase=PodPhase.SUCCEEDED, exit_code=0) for at in (0, 1))
+    gone_on = planned(running(3, agents={2: training(2)}, pods=(*pods, pod(2))))
+    assert gone_on.status.phase is not Phase.COMPLETED
+    done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
+    assert planned(running(3, agents=done)).status.phase is Phase.COMPLETED
+
+
+def test_a_job_that_is_being_deleted_is_left_alone_at_any_moment() -> None:
+    for moment in (running(4), running(4, pods=()), ended(), ended(ttlSecondsAfterFinished=0)):
+        result = planned(replace(moment, job=replace(moment.job, deleting=True)))
+        assert result.actions == ()
+        assert result.events == ()
+        assert result.status == moment.job.status
+
+
+def moments() -> list[tuple[str, Any]]:
+    """A cluster in the middle of each rung, and what would have been done next."""
+
+    def cluster(spares: int = 0, nodes: int = 6, **workers: Any) -> FakeCluster:
+        found = FakeCluster(spec(workers={"spares": spares, **workers}, trainer={"steps": 10**6}), nodes)
+        found.run(15)
+        return found
+
+    starting = FakeCluster(spec(trainer={"steps": 10**6}), 6)
+    starting.run(1)
+    in_place = cluster()
+    in_place.crash_process(1)
+    with_spare = cluster(spares=1)
+    with_spare.kill_pod(with_spare.members()[1].view.name)
+    replacing = cluster()
+    replacing.kill_pod(replacing.members()[1].view.name)
+    replacing.run(1)
+    shrinking = cluster(nodes=4, minReplicas=2)
+    shrinking.lose_node("node-3")
+    shrinking.run(60)
+    resizing = cluster()
+    resizing.change(replicas=3)
+    suspending = cluster()
+    suspending.suspend(True)
+    suspending.run(1)
+    return [
+        ("starting", starting),
+        ("in place", in_place),
+        ("spare", with_spare),
+        ("replace", replacing),
+        ("shrink", shrinking),
+        ("resize", resizing),
+        ("suspend", suspending),
+    ]
+
+
+def test_a_deletion_in_the_middle_of_any_rung_asks_for_nothing_more() -> None:
+    for name, cluster in moments():
+        seen = cluster.observe()
+        result = planned(replace(seen, job=replace(seen.job, deleting=True)))
+        assert (result.actions, result.events, result.requeue_after) == ((), (), None), name
+
+
+def test_a_change_of_the_spec_in_the_middle_of_any_rung_ends_at_the_latest_spec() -> None:
+    for name, cluster in moments():
+        cluster.suspend(False)
+        cluster.change(replicas=2, min_replicas=1, spares=0)
+        cluster.run(3)
+        cluster.change(replicas=3, spares=1)
+        for node in list(cluster.nodes):
+            cluster.clear_node(node)
+        cluster.run(150)
+        status = cluster.status
+        assert status.phase is Phase.RUNNING, name
+        assert (status.replicas, status.spares, len(cluster.pods)) == (3, 1, 4), name
+        assert all(entry.recovered_seconds is not None for entry in status.history), name
+
+
+def test_a_suspension_in_the_middle_of_any_rung_releases_everything_and_resumes_at_the_same_step() -> None:
+    for name, cluster in moments():
+        cluster.suspend(True)
+        for node in list(cluster.nodes):
+            cluster.clear_node(node)
+        cluster.run(12)
+        assert cluster.status.phase is Phase.SUSPENDED, name
+        assert cluster.pods == {}, name
+        total = cluster.status.restarts.total
+        cluster.suspend(False)
+        cluster.run(40)
+        assert cluster.status.phase is Phase.RUNNING, name
+        assert cluster.status.restarts.total == total, f"{name}: a suspension is no failure"
+
+
+def hand_edited() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("everything", TrainingJobStatus().model_dump()),
+        ("a generation of the past", {"membership": MembershipStatus(generation=0, size=4)}),
+        ("a generation of the future", {"membership": MembershipStatus(generation=90, size=4)}),
+        ("no size", {"membership": MembershipStatus(generation=1, size=0)}),
+        ("ordinals begin anew", {"next_pod_ordinal": 0}),
+        ("ordinals that no host name can hold", {"next_pod_ordinal": 10**15}),
+        ("ordinals below zero", {"next_pod_ordinal": -5}),
+        ("another size", {"desired": 4000}),
+        ("less than nothing", {"desired": -1, "replicas": -1, "spares": -1}),
+        ("waits since the future", {"waiting_since": NOW + 10**9, "leaving_since": NOW + 10**9}),
+        ("a step of the future", {"progress": {"step": 10**9}}),
+        ("no conditions", {"conditions": ()}),
+    ]
+
+
+@pytest.mark.parametrize(("name", "fields"), hand_edited(), ids=[name for name, _ in hand_edited()])
+def test_a_status_edited_by_hand_neither_stops_training_nor_the_next_recovery(
+    name: str, fields: dict[str, Any]
+) -> None:
+    longest = "j" * 50
+    cluster = FakeCluster(spec(workers={"spares": 1}, trainer={"steps": 10**6}), 6, longest)
+    cluster.run(15)
+    cluster.status = TrainingJobStatus.model_validate({**cluster.status.model_dump(), **fields})
+    cluster.dirty = True
+    cluster.run(30)
+    assert cluster.status.phase is Phase.RUNNING, name
+    cluster.kill_pod(cluster.members()[1].view.name)
+    cluster.run(40)
+    status = cluster.status
+    assert status.phase is Phase.RUNNING, name
+    assert (status.replicas, len(cluster.pods)) == (4, 5), name
+    assert all(len(each) <= 63 for each in cluster.pods), name

@@ -1,0 +1,337 @@
+import json
+from typing import Any
+
+import pytest
+from plan_builders import NOW, SETTINGS, job, observed, planned, spec
+
+from trainium_contract.job import FailureRecord, TrainingJobStatus
+from trainium_contract.trainer import TrainingConfig
+from trainium_operator.plan.manifests import config_maps
+from trainium_operator.plan.manifests.strategic_merge import merge_template
+from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.model.observed import PodPhase
+
+
+def made(ordinal: int = 0, avoided: Avoided | None = None, **changes: Any) -> Any:
+    return worker_pods(job(spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or Avoided())[0]
+
+
+def container(manifest: Any) -> Any:
+    return manifest["spec"]["containers"][0]
+
+
+def environment(manifest: Any) -> Any:
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(manifest)["env"]}
+
+
+def test_a_worker_pod_has_the_essentials() -> None:
+    manifest = made(7)
+    pod_spec, metadata = manifest["spec"], manifest["metadata"]
+    assert metadata["name"] == "demo-w-7"
+    assert pod_spec["restartPolicy"] == "Never"
+    assert pod_spec["terminationGracePeriodSeconds"] == 70
+    assert pod_spec["automountServiceAccountToken"] is False
+    assert pod_spec["enableServiceLinks"] is False
+    assert metadata["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+    assert metadata["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert metadata["ownerReferences"][0]["controller"] is True
+    assert metadata["labels"]["trainium.dev/job-name"] == "demo"
+    assert metadata["labels"]["trainium.dev/role"] == "worker"
+    assert metadata["labels"]["app.kubernetes.io/managed-by"] == "trainium-operator"
+    assert container(manifest)["command"] == ["trainium-agent"]
+    assert environment(manifest)["TRAINIUM_COORDINATOR"] == "coordinator.system.svc:8443"
+    assert environment(manifest)["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
+    manifest = made()
+    context = manifest["spec"]["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] == context["runAsGroup"] == 1000
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = container(manifest)["securityContext"]
+    assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    kinds = {next(key for key in volume if key != "name") for volume in manifest["spec"]["volumes"]}
+    assert kinds == {"configMap", "projected", "emptyDir"}
+
+
+def test_the_token_is_for_the_coordinator_only() -> None:
+    volumes = {volume["name"]: volume for volume in made()["spec"]["volumes"]}
+    token = volumes["token"]["projected"]["sources"][0]["serviceAccountToken"]
+    assert token["audience"] == "trainium.dev/coordinator"
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(made())["volumeMounts"]}
+    assert mounts["token"] == "/var/run/secrets/trainium.dev"
+    assert mounts["shared-memory"] == "/dev/shm"
+
+
+def test_workers_without_devices_keep_to_one_per_node() -> None:
+    term = made()["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"] == {"trainium.dev/job-name": "demo", "trainium.dev/role": "worker"}
+
+
+def test_a_trainium_worker_takes_all_devices_of_its_instance_type() -> None:
+    manifest = made(workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}})
+    wanted = {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
+    assert container(manifest)["resources"] == {"limits": wanted, "requests": wanted}
+    assert manifest["spec"]["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    assert {"key": "aws.amazon.com/neuron", "operator": "Exists"} in manifest["spec"]["tolerations"]
+    assert "affinity" not in manifest["spec"]
+    assert environment(manifest)["FI_PROVIDER"] == "efa"
+    assert environment(manifest)["TRAINIUM_PROCESSES_PER_NODE"] == "32"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "resources", "efa"),
+    [
+        ({"instanceType": "trn1.2xlarge"}, {"aws.amazon.com/neuron": "1"}, False),
+        ({"device": "neuron", "resources": {"aws.amazon.com/neuron": "4"}}, {"aws.amazon.com/neuron": "4"}, False),
+        ({"device": "cuda", "coresPerNode": 2}, {"nvidia.com/gpu": "2"}, False),
+        ({"device": "cpu"}, None, False),
+    ],
+)
+def test_resources_follow_the_accelerator(accelerator: Any, resources: Any, efa: Any) -> None:
+    manifest = made(workers={"accelerator": accelerator})
+    assert container(manifest).get("resources", {}).get("limits") == resources
+    assert ("FI_PROVIDER" in environment(manifest)) is efa
+
+
+def test_lost_nodes_are_tolerated_for_a_short_time_only() -> None:
+    short = [each for each in made()["spec"]["tolerations"] if each["key"].startswith("node.kubernetes.io/")]
+    assert {each["key"]: each["tolerationSeconds"] for each in short} == {
+        "node.kubernetes.io/not-ready": 30,
+        "node.kubernetes.io/unreachable": 30,
+    }
+
+
+def test_avoided_nodes_are_a_preference_beside_the_users_own_affinity() -> None:
+    own = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    template = {"spec": {"affinity": {"nodeAffinity": {key: [own]}}}}
+    manifest = made(avoided=Avoided(preferred=("node-3",)), workers={"template": template})
+    mine, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
+    assert theirs == own
+    assert mine["preference"]["matchExpressions"][0]["values"] == ["node-3"]
+
+
+def test_avoided_nodes_expire() -> None:
+    records = (
+        FailureRecord(at=NOW - 100, cause="Device", pod="a", node="node-1"),
+        FailureRecord(at=NOW - 3601, cause="Device", pod="b", node="node-2"),
+    )
+    result = planned(observed(job(status=TrainingJobStatus(failures=records, avoided_nodes=("node-1", "node-2")))))
+    assert result.status.avoided_nodes == ("node-1",)
+
+
+def test_the_users_template_is_merged_over_ours_by_name() -> None:
+    template = {
+        "metadata": {"labels": {"team": "x", "trainium.dev/job-name": "stolen"}, "annotations": {"a": "b"}},
+        "spec": {
+            "priorityClassName": "high",
+            "restartPolicy": "Always",
+            "terminationGracePeriodSeconds": 5,
+            "containers": [
+                {
+                    "name": "worker",
+                    "env": [{"name": "OMP_NUM_THREADS", "value": "2"}, {"name": "MINE", "value": "1"}],
+                    "resources": {"limits": {"memory": "1Gi"}},
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                },
+                {"name": "sidecar", "image": "side:1"},
+            ],
+            "volumes": [{"name": "data", "emptyDir": {}}, {"name": "checkpoints", "nfs": {"server": "s", "path": "/"}}],
+        },
+    }
+    manifest = made(workers={"template": template})
+    assert manifest["metadata"]["labels"]["team"] == "x"
+    assert manifest["metadata"]["labels"]["trainium.dev/job-name"] == "demo"
+    assert manifest["metadata"]["annotations"]["a"] == "b"
+    assert manifest["spec"]["restartPolicy"] == "Never"
+    assert manifest["spec"]["priorityClassName"] == "high"
+    assert [each["name"] for each in manifest["spec"]["containers"]] == ["worker", "sidecar"]
+    assert container(manifest)["image"] == "trainer:1"
+    assert environment(manifest)["OMP_NUM_THREADS"] == "2"
+    assert environment(manifest)["MINE"] == "1"
+    assert environment(manifest)["TRAINIUM_JOB"] == "demo"
+    assert {"name": "data", "mountPath": "/data"} in container(manifest)["volumeMounts"]
+    volumes = {volume["name"]: volume for volume in manifest["spec"]["volumes"]}
+    assert volumes["checkpoints"] == {"name": "checkpoints", "nfs": {"server": "s", "path": "/"}}
+
+
+def test_a_single_container_without_a_name_is_the_workers() -> None:
+    manifest = made(workers={"template": {"spec": {"containers": [{"image": "mine:2"}]}}})
+    assert [(each["name"], each["image"]) for each in manifest["spec"]["containers"]] == [("worker", "mine:2")]
+
+
+def test_null_in_a_template_removes_a_field_and_merging_changes_neither_side() -> None:
+    ours, theirs = {"a": {"b": 1, "c": [1]}}, {"a": {"b": None, "c": [2]}}
+    assert merge_template(ours, theirs) == {"a": {"c": [2]}}
+    assert (ours, theirs) == ({"a": {"b": 1, "c": [1]}}, {"a": {"b": None, "c": [2]}})
+
+
+def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
+    first, second = made(0), made(1)
+    key = "trainium.dev/template-hash"
+    assert first["metadata"]["annotations"][key] == second["metadata"]["annotations"][key]
+    assert template_hash(job(), SETTINGS) != template_hash(job(spec(image="other:1")), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("storage", "volume", "path"),
+    [
+        ({}, {"emptyDir": {}}, "/checkpoints"),
+        (
+            {"hostPath": {"path": "/mnt/fsx"}},
+            {"hostPath": {"path": "/mnt/fsx", "type": "DirectoryOrCreate"}},
+            "/checkpoints/default/demo",
+        ),
+        (
+            {"persistentVolumeClaim": {"claimName": "fsx"}, "subPath": "runs/one"},
+            {"persistentVolumeClaim": {"claimName": "fsx"}},
+            "/checkpoints/runs/one",
+        ),
+        ({"s3": {"path": "s3://bucket/team"}}, {"emptyDir": {}}, "s3://bucket/team/default/demo"),
+    ],
+)
+def test_checkpoints_go_where_the_storage_says_below_a_folder_of_the_jobs_own(
+    storage: Any, volume: Any, path: Any
+) -> None:
+    view = job(spec(checkpoint={"storage": storage}))
+    volumes = {each["name"]: each for each in worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]["volumes"]}
+    assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
+    written = json.loads(config_maps.trainer_configuration(view))
+    assert written["checkpoint"]["path"] == path
+    assert TrainingConfig.model_validate(written).checkpoint.records.startswith("/checkpoints")
+
+
+def test_the_configuration_is_what_the_trainer_reads() -> None:
+    text = config_maps.config_map(job(), "CERT")["data"]["trainer.yaml"]
+    assert TrainingConfig.model_validate(json.loads(text)).steps == 100
+
+
+def test_the_workers_are_told_how_large_the_job_may_become() -> None:
+    from dataclasses import replace
+
+    def told(**workers: int) -> str:
+        view = job()
+        changed = view.spec.workers.model_copy(update=workers)
+        view = replace(view, spec=view.spec.model_copy(update={"workers": changed}))
+        text: str = config_maps.config_map(view, "CERT")["data"]["nodes"]
+        return text
+
+    assert told(replicas=4) == "4\n"
+    assert told(replicas=4, max_replicas=9) == "9\n"
+
+
+def test_children_are_applied_again_only_when_their_content_changes() -> None:
+    from dataclasses import replace
+
+    seen = observed(job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)))
+    applied = [type(action).__name__ for action in planned(seen).actions]
+    assert "ApplyObject" not in applied
+    rotated = planned(replace(seen, ca_bundle="NEW"))
+    changed = [
+        action.manifest["metadata"]["name"]
+        for action in rotated.actions
+        if hasattr(action, "manifest") and action.manifest["kind"] == "ConfigMap"
+    ]
+    assert changed == ["demo-config"]
+
+
+def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kept() -> None:
+    from dataclasses import replace
+
+    from plan_builders import agent, deleted, pod
+
+    pods = (pod(0, phase=PodPhase.PENDING, template_hash="old"), *(pod(at, template_hash="old") for at in range(1, 4)))
+    seen = observed(
+        job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)), pods, {at: agent(at) for at in (1, 2, 3)}
+    )
+    result = planned(seen)
+    assert deleted(result) == {"demo-w-0": None}
+    assert planned(replace(seen, pods=pods[1:])) is not None
+
+
+def test_workers_of_one_job_stay_apart_beside_the_users_own_anti_affinity() -> None:
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    own = {"labelSelector": {"matchLabels": {"app": "noisy"}}, "topologyKey": "kubernetes.io/hostname"}
+    template = {"spec": {"affinity": {"podAntiAffinity": {key: [own]}}}}
+    spec = made(workers={"template": template})["spec"]
+    terms = spec["affinity"]["podAntiAffinity"][key]
+    assert terms[0] == own
+    assert terms[1]["labelSelector"]["matchLabels"]["trainium.dev/role"] == "worker"
+
+
+PRECOMPILE: dict[str, Any] = {"enabled": True}
+ELASTIC: dict[str, Any] = {"replicas": 4, "minReplicas": 2, "maxReplicas": 6, "accelerator": {"device": "cpu"}}
+
+
+def compiling(**changes: Any) -> Any:
+    return made(**{"precompile": PRECOMPILE, "workers": ELASTIC, "trainer": {"batch": {"globalSize": 12}}} | changes)
+
+
+def test_a_worker_compiles_the_size_that_the_job_starts_at_before_its_agent_runs() -> None:
+    manifest = compiling()
+    (first,) = manifest["spec"]["initContainers"]
+    assert first["command"] == [
+        *("trainium-trainer", "precompile", "--config", "/etc/trainium/trainer.yaml"),
+        *("--sizes", "4", "--cores-per-node", "1"),
+    ]
+    same = ("image", "env", "volumeMounts", "securityContext")
+    assert all(first[key] == container(manifest)[key] for key in same)
+    assert environment(manifest)["TRAINIUM_IMAGE"] == container(manifest)["image"]
+    assert "initContainers" not in made()["spec"]
+
+
+def test_all_legal_sizes_are_compiled_when_that_is_asked_for_the_nearest_first() -> None:
+    manifest = compiling(precompile={"enabled": True, "sizes": "All"})
+    assert manifest["spec"]["initContainers"][0]["command"][5] == "4,3,2,6"
+
+
+def test_idle_spares_are_told_the_other_sizes_when_that_is_asked_for() -> None:
+    background = {"enabled": True, "sizes": "Background"}
+    manifest = compiling(precompile=background, workers=ELASTIC | {"spares": 1})
+    assert manifest["spec"]["initContainers"][0]["command"][5] == "4"
+    assert environment(manifest)["TRAINIUM_BACKGROUND_SIZES"] == "3,2,6"
+    for changes in ({"precompile": background}, {"workers": ELASTIC | {"spares": 1}}):
+        assert "TRAINIUM_BACKGROUND_SIZES" not in environment(compiling(**changes))
+
+
+def test_the_users_own_init_containers_and_mounts_come_before_compiling() -> None:
+    template = {
+        "spec": {
+            "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+            "containers": [{"name": "worker", "volumeMounts": [{"name": "corpus", "mountPath": "/data"}]}],
+            "volumes": [{"name": "corpus", "emptyDir": {}}],
+        }
+    }
+    fetch, first = compiling(workers=ELASTIC | {"template": template})["spec"]["initContainers"]
+    assert fetch["name"] == "fetch"
+    assert {"name": "corpus", "mountPath": "/data"} in first["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("storage", "own", "folder"),
+    [
+        ({"persistentVolumeClaim": {"claimName": "fsx"}}, None, "/checkpoints/compiled"),
+        ({"persistentVolumeClaim": {"claimName": "fsx"}}, "/shared/compiled", "/shared/compiled"),
+        ({"s3": {"path": "s3://bucket/jobs"}}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_what_is_compiled_is_kept_on_the_checkpoints_volume_unless_the_job_says_where(
+    storage: Any, own: str | None, folder: str | None
+) -> None:
+    trainer = {"neuron": {"sharedCacheDirectory": own}} if own else {}
+    described = spec(precompile=PRECOMPILE, checkpoint={"storage": storage}, trainer=trainer)
+    config = TrainingConfig.model_validate_json(config_maps.trainer_configuration(job(described)))
+    assert config.neuron.shared_cache_directory == folder
+
+
+def test_a_compilers_folder_and_retries_of_the_jobs_own_are_not_contradicted_by_the_environment() -> None:
+    workers = {"accelerator": {"instanceType": "trn1.32xlarge"}}
+    neuron = {"cacheDirectory": "/nvme/compiled", "retryFailedCompilation": False}
+    own = environment(made(workers=workers, parallelism={"tensor": 8}, trainer={"neuron": neuron}))
+    assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & set(own)
+    assert environment(made(workers=workers))["NEURON_COMPILE_CACHE_URL"] == "/var/cache/trainium/neuron"

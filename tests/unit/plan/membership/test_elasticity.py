@@ -1,0 +1,347 @@
+"""Spares, shrinking and growing over a whole life: quick where it can be, and never flapping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, created, planned, running, spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import ConditionType, Interruption, Phase, Rung
+from trainium_contract.ledger import SizeAccount
+from trainium_contract.messages import Transition
+from trainium_operator.plan.model.actions import CreatePod
+from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.plan import plan
+
+REST = 30
+
+
+def started(
+    *, nodes: int = 6, spares: int = 0, replicas: int = 4, sizes: str = "Any", batch: int = 24, **workers: Any
+) -> FakeCluster:
+    job_spec = spec(
+        workers={"replicas": replicas, "spares": spares, **workers},
+        recovery={"rescaleAfterSeconds": REST},
+        trainer={"steps": 10**7, "batch": {"globalSize": batch}},
+        elasticity={"sizes": sizes},
+    )
+    cluster = FakeCluster(job_spec, nodes)
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    return cluster
+
+
+def size(cluster: FakeCluster) -> int:
+    return cluster.status.membership.size
+
+
+def generation(cluster: FakeCluster) -> int:
+    assert cluster.membership is not None
+    return cluster.membership.generation
+
+
+def names_of(cluster: FakeCluster) -> list[str]:
+    assert cluster.membership is not None
+    return [member.pod_name for member in cluster.membership.members]
+
+
+def rungs(cluster: FakeCluster) -> list[Rung]:
+    return [entry.rung for entry in cluster.status.history]
+
+
+# --- spares
+
+
+def test_a_spare_is_refilled_in_the_background_while_the_others_train() -> None:
+    cluster = started(spares=1)
+    cluster.kill_pod(names_of(cluster)[1])
+    while generation(cluster) == 1 or cluster.status.ready_replicas < 4:
+        cluster.run(1)
+    after, step = generation(cluster), cluster.best_step
+    cluster.run(10)
+    assert cluster.best_step == step + 20, "no step was missed while the new spare was made"
+    assert (generation(cluster), cluster.status.spares) == (after, 1)
+
+
+def test_a_spare_that_dies_on_its_activation_is_replaced_by_the_next_one() -> None:
+    cluster = started(spares=2)
+    first, second = sorted(set(cluster.pods) - set(names_of(cluster)))
+    cluster.kill_pod(names_of(cluster)[1])
+    cluster.reconcile()
+    assert names_of(cluster)[1] == first
+    cluster.kill_pod(first)
+    cluster.dirty = True
+    cluster.run(10)
+    assert names_of(cluster)[1] == second
+    assert cluster.status.phase is Phase.RUNNING
+    assert generation(cluster) == 3
+    assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
+
+
+def test_when_the_only_spare_dies_on_its_activation_and_nothing_else_comes_an_elastic_job_shrinks() -> None:
+    cluster = started(nodes=5, spares=1, minReplicas=2)
+    (spare,) = set(cluster.pods) - set(names_of(cluster))
+    lost, other = cluster.members()[1].view.node, cluster.pods[spare].view.node
+    cluster.lose_node(lost)
+    cluster.run(6)
+    assert spare in names_of(cluster)
+    cluster.lose_node(other)
+    cluster.run(60)
+    assert size(cluster) == 3
+    assert cluster.status.phase is Phase.RUNNING
+    assert rungs(cluster)[-1] is Rung.SHRINK
+
+
+def test_a_failure_in_the_middle_of_a_recovery_restarts_the_recovery_once() -> None:
+    cluster = started(spares=2)
+    cluster.kill_pod(names_of(cluster)[1])
+    cluster.reconcile()
+    cluster.kill_pod(names_of(cluster)[2])
+    cluster.dirty = True
+    cluster.run(12)
+    assert cluster.status.phase is Phase.RUNNING
+    assert generation(cluster) == 3
+    assert cluster.status.restarts.total == 2
+    assert len(cluster.status.history) == 2
+
+
+def test_a_spare_on_a_suspected_node_is_used_last() -> None:
+    seen = running(4, spares=2, status={"avoided_nodes": ("node-4",)})
+    failures = (*seen.job.status.failures, failure_on("node-4"))
+    seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": failures})))
+    lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 1))
+    result = planned(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
+    found = next(action for action in result.actions if hasattr(action, "membership"))
+    assert [member.pod_name for member in found.membership.members][1] == "demo-w-5"
+
+
+def failure_on(node: str) -> Any:
+    from trainium_contract.job import FailureRecord
+
+    return FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node=node, pod="demo-w-9")
+
+
+# --- shrinking and growing
+
+
+def test_a_job_that_wants_even_sizes_only_shrinks_to_one_and_keeps_its_global_batch() -> None:
+    cluster = started(nodes=6, replicas=6, minReplicas=2, sizes="Even")
+    cluster.lose_node("node-5")
+    cluster.run(REST + 20)
+    assert size(cluster) == 4, "24 samples do not go into 5 equal parts"
+    shape = cluster.spec.batch_shape()
+    for nodes in (6, 4, 2):
+        samples = shape.data_parallel(nodes) * shape.passes(nodes) * shape.micro_batch_size
+        assert samples == shape.global_batch_size
+    assert cluster.status.membership.data_parallel == 4
+
+
+def test_a_job_without_a_spare_goes_on_at_an_uneven_size_and_grows_back() -> None:
+    """4 -> 3 -> 2 -> 4 nodes at a global batch of 8."""
+    cluster = started(nodes=4, minReplicas=2, batch=8)
+    seen = [worth(cluster)]
+    for node in ("node-3", "node-2"):
+        cluster.lose_node(node)
+        cluster.run(REST + 20)
+        seen.append(worth(cluster))
+        assert cluster.status.phase is Phase.RUNNING
+    for node in ("node-3", "node-2"):
+        cluster.restore_node(node)
+    cluster.run(6 * REST)
+    seen.append(worth(cluster))
+    assert seen == [(4, 2, 1.0, 0), (3, 3, 0.667, 0), (2, 4, 0.5, 0), (4, 2, 1.0, 0)]
+
+
+def worth(cluster: FakeCluster) -> tuple[int, int, float, int]:
+    membership = cluster.status.membership
+    return membership.size, membership.passes, membership.speed, membership.reserve
+
+
+def test_nodes_that_save_no_pass_are_kept_warm_and_the_next_loss_does_not_wait() -> None:
+    cluster = started(nodes=8, replicas=8, minReplicas=2, batch=8)
+    assert worth(cluster) == (8, 1, 1.0, 0)
+    cluster.lose_node("node-7")
+    cluster.run(REST + 30)
+    assert worth(cluster) == (4, 2, 0.5, 3), "7, 6 and 5 nodes make two passes as well"
+    assert len(cluster.pods) >= 7
+    before = cluster.status.membership.generation
+    cluster.lose_node(cluster.members()[1].view.node)
+    cluster.run(REST - 10)
+    assert cluster.status.membership.generation == before + 1
+    assert worth(cluster) == (4, 2, 0.5, 2)
+    assert rungs(cluster)[-1] is Rung.SPARE
+    generation_then = generation(cluster)
+    cluster.run(6 * REST)
+    assert generation(cluster) == generation_then, "what would save no pass does not change the membership"
+
+
+def test_a_job_that_asks_for_more_nodes_than_save_a_pass_holds_the_others_in_reserve() -> None:
+    cluster = started(nodes=8, replicas=7, spares=1, batch=8)
+    assert worth(cluster) == (4, 2, 1.0, 3)
+    assert (len(cluster.pods), cluster.status.spares) == (8, 4)
+    cluster.change(replicas=8)
+    cluster.run(20)
+    assert worth(cluster)[:3] == (8, 1, 1.0)
+
+
+@pytest.mark.parametrize(("left", "grows"), [(1000, True), (100, True), (60, False), (1, False)])
+def test_growth_waits_for_nothing_that_the_rest_of_the_run_cannot_bring_in(left: int, grows: bool) -> None:
+    """From 3 to 4 nodes: 6 instead of 8 passes, so a quarter of a second in each step of one; it costs 20 s."""
+    elastic = spec(workers={"minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
+    seen = running(3, spares=1, job_spec=elastic, status={"desired": 4})
+    shrink = interruption(Rung.SHRINK, 3600).replaced(decided_at=NOW - 3600, failed_at=NOW - 3605, recovered_seconds=25)
+    status = seen.job.status
+    status = status.replaced(
+        history=(shrink,),
+        progress=status.progress.replaced(total_steps=1000, step=1000 - left),
+        goodput=status.goodput.replaced(sizes=(SizeAccount(size=3, steps=10, step_seconds=1.0, settled=True),)),
+    )
+    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    assert any(hasattr(action, "membership") for action in result.actions) is grows
+
+
+def test_what_the_user_asks_for_is_done_even_where_it_does_not_pay() -> None:
+    cluster = started(nodes=4, minReplicas=2, replicas=3)
+    cluster.change(replicas=4)
+    cluster.run(20)
+    assert size(cluster) == 4
+
+
+def test_a_job_grows_back_gracefully_after_it_has_rested() -> None:
+    cluster = started(nodes=4, minReplicas=2)
+    cluster.lose_node("node-3")
+    cluster.run(REST + 15)
+    assert size(cluster) == 3
+    shrunk_at = cluster.now
+    cluster.restore_node("node-3")
+    cluster.run(REST - 15)
+    assert size(cluster) == 3, "it has just recovered"
+    while size(cluster) == 3 and cluster.now < shrunk_at + 2 * REST:
+        cluster.run(1)
+    cluster.run(8)
+    assert size(cluster) == 4
+    assert rungs(cluster)[-1] is Rung.GROW
+    assert cluster.membership is not None
+    assert cluster.membership.transition is Transition.GRACEFUL
+    assert cluster.status.history[-1].steps_lost in (0, None)
+
+
+def interruption(rung: Rung, ago: float) -> Interruption:
+    return Interruption(
+        generation=1,
+        time="2027-01-15T08:00:00Z",
+        cause=Cause.NODE_LOST,
+        rung=rung,
+        failed_at=NOW - ago - 5,
+        recovered_seconds=5.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("history", "rests_until"),
+    [
+        ([(Rung.SHRINK, 10)], 20),
+        ([(Rung.SPARE, 10)], 20),
+        ([(Rung.IN_PLACE, 10)], 20),
+        ([(Rung.SHRINK, 600), (Rung.GROW, 400), (Rung.SHRINK, 10)], 50),
+        ([(Rung.SHRINK, 900), (Rung.SHRINK, 600), (Rung.SHRINK, 10)], 110),
+        ([(Rung.SHRINK, 900)] * 9 + [(Rung.SHRINK, 10)], 230),
+        ([(Rung.SHRINK, 7200), (Rung.SHRINK, 10)], 20),
+        ([(Rung.GROW, 1)], -1),
+        ([(Rung.SHRINK, 31)], -1),
+    ],
+)
+def test_growth_rests_after_a_recovery_and_longer_after_each_further_shrink(
+    history: list[tuple[Rung, float]], rests_until: float
+) -> None:
+    elastic = spec(workers={"minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
+    seen = running(3, spares=1, job_spec=elastic, status={"desired": 4})
+    entries = tuple(interruption(rung, ago) for rung, ago in history)
+    seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"history": entries})))
+    result = planned(seen)
+    grows = any(hasattr(action, "membership") for action in result.actions)
+    assert grows is (rests_until < 0)
+    if not grows:
+        assert result.requeue_after is not None
+        assert result.requeue_after <= rests_until
+
+
+def test_what_the_user_asks_for_does_not_rest() -> None:
+    elastic = spec(workers={"replicas": 4, "minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
+    seen = running(3, spares=1, job_spec=elastic)
+    status = seen.job.status.model_copy(update={"history": (interruption(Rung.SHRINK, 1),)})
+    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    assert any(hasattr(action, "membership") for action in result.actions)
+
+
+def test_capacity_that_comes_and_goes_does_not_flap_the_job() -> None:
+    cluster = started(nodes=4, minReplicas=2)
+    before = generation(cluster)
+    for _ in range(30):  # an hour in which a node is there for a minute and gone for a minute
+        cluster.lose_node("node-3")
+        cluster.run(60)
+        cluster.restore_node("node-3")
+        cluster.run(60)
+    assert generation(cluster) - before <= 24, "without a rest it would be sixty"
+    cluster.run(9 * REST)
+    assert size(cluster) == 4
+
+
+def test_a_size_between_the_bounds_is_worked_towards_and_one_outside_is_cut_to_them() -> None:
+    cluster = started(minReplicas=2, maxReplicas=4)
+    cluster.change(replicas=6)
+    cluster.run(20)
+    assert size(cluster) == 4
+    legal = find_condition(cluster.status, ConditionType.SIZE_LEGAL)
+    assert legal is not None
+    assert "maxReplicas" in legal.message
+    assert not is_true(cluster.status, ConditionType.RESIZING)
+
+
+# --- templates
+
+
+def template_changed(cluster: FakeCluster) -> None:
+    cluster.change(template={"spec": {"priority": 7}})
+
+
+def test_a_changed_template_restarts_nothing_and_status_tells_how_many_run_the_earlier_one() -> None:
+    cluster = started(spares=1)
+    pods, before = set(cluster.pods), generation(cluster)
+    template_changed(cluster)
+    told = [event for event in plan_of(cluster).events if event.reason == "TemplateChanged"]
+    assert len(told) == 1
+    assert "5 of 5 workers" in told[0].note
+    cluster.run(20)
+    assert (set(cluster.pods), generation(cluster)) == (pods, before)
+    assert cluster.status.outdated_pods == 5
+    assert [event for event in plan_of(cluster).events if event.reason == "TemplateChanged"] == []
+
+
+def plan_of(cluster: FakeCluster) -> Any:
+    from plan_builders import SETTINGS
+
+    return plan(cluster.observe(), SETTINGS)
+
+
+def test_pods_that_are_made_later_have_the_new_template_and_the_count_goes_down() -> None:
+    cluster = started(spares=1)
+    template_changed(cluster)
+    cluster.run(3)
+    cluster.kill_pod(names_of(cluster)[1])
+    result = plan_of(cluster)
+    assert created(result) == ["demo-w-5"]
+    made = next(action for action in result.actions if isinstance(action, CreatePod))
+    assert made.manifest["spec"]["priority"] == 7
+    cluster.dirty = True
+    cluster.run(20)
+    assert cluster.status.outdated_pods == 4
+    cluster.suspend(True)
+    cluster.run(10)
+    cluster.suspend(False)
+    cluster.run(20)
+    assert cluster.status.outdated_pods == 0

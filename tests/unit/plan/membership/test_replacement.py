@@ -1,0 +1,162 @@
+from dataclasses import replace
+from typing import Any
+
+from plan_builders import (
+    NOW,
+    agent,
+    created,
+    deleted,
+    failure,
+    membership,
+    newest,
+    planned,
+    pod,
+    published,
+    ranks,
+    running,
+    spec,
+    training,
+    without,
+)
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
+from trainium_contract.messages import Transition
+from trainium_operator.plan.model.actions import CreatePod
+
+OPEN = Interruption(
+    generation=1,
+    time="2027-01-15T08:00:00Z",
+    cause=Cause.POD_LOST,
+    rung=Rung.REPLACE,
+    pod="demo-w-1",
+    detected_seconds=1.0,
+    step_before=20,
+    failed_at=NOW - 30,
+)
+
+
+def recovering(seen: Any, **status: Any) -> Any:
+    """The loss has been noted before."""
+    fields = {"history": (OPEN,), "waiting_since": NOW - 30, **status}
+    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
+
+
+def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> None:
+    result = planned(without(running(4, spares=1), 1))
+    found = published(result)
+    assert ranks(found) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert (found.generation, found.transition, found.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
+    assert (newest(result).rung, newest(result).pods_replaced) == (Rung.SPARE, 1)
+    assert created(result) == ["demo-w-5"]
+    assert result.status.membership == MembershipStatus(generation=2, size=4, data_parallel=4, passes=6, speed=1.0)
+
+
+def test_the_publication_comes_before_the_deletion_and_the_creation() -> None:
+    from plan_builders import kinds, with_pod
+
+    from trainium_operator.plan.model.observed import PodPhase
+
+    seen = with_pod(running(4, spares=1), pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=137))
+    assert kinds(planned(seen).actions) == ["PublishMembership", "DeletePod", "CreatePod", "ApplyObject"]
+
+
+def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited() -> None:
+    result = planned(recovering(without(running(4), 1), next_pod_ordinal=5))
+    assert len(result.status.history) == 1
+    assert result.status.restarts.total == 0
+    assert result.status.failures == ()
+    assert result.requeue_after is not None
+
+
+def test_a_second_loss_in_the_same_generation_joins_the_first() -> None:
+    result = planned(recovering(without(running(4), 1, 2)))
+    assert len(result.status.history) == 1
+
+
+def test_a_loss_between_the_decision_and_its_record_is_not_noted_again() -> None:
+    seen = without(running(4), 1)
+    decided = MembershipStatus(generation=2, size=4)
+    closed = OPEN.model_copy(update={"recovered_seconds": 3.0})
+    result = planned(recovering(seen, membership=decided, history=(closed,)))
+    assert result.status.history == (closed,)
+
+
+def test_the_new_pod_that_was_waited_for_takes_the_lost_rank() -> None:
+    seen = without(running(4, agents={4: agent(4)}, pods=tuple(pod(at) for at in (0, 1, 2, 3))), 1)
+    seen = replace(seen, pods=(*seen.pods, pod(4, created=NOW - 20)))
+    seen = replace(seen, nodes={each.node: seen.nodes.get(each.node) or _node(each.node) for each in seen.pods})
+    result = planned(recovering(seen))
+    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert newest(result).rung is Rung.REPLACE
+
+
+def _node(name: Any) -> Any:
+    from plan_builders import node
+
+    return node(name)
+
+
+def test_an_elastic_job_shrinks_only_after_the_wait_and_says_so() -> None:
+    elastic = spec(workers={"minReplicas": 2})
+    seen = without(running(4, job_spec=elastic), 3)
+    assert published(planned(recovering(seen, waiting_since=NOW - 119))) is None
+    result = planned(recovering(seen, waiting_since=NOW - 120))
+    assert ranks(published(result)) == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    assert newest(result).rung is Rung.SHRINK
+    assert newest(result).pods_replaced == 0
+    assert result.status.waiting_since == NOW
+
+
+def test_a_job_never_shrinks_below_its_floor() -> None:
+    elastic = spec(workers={"minReplicas": 3})
+    seen = without(running(4, job_spec=elastic), 2, 3)
+    assert published(planned(recovering(seen, waiting_since=NOW - 9999))) is None
+
+
+def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_size_at_once() -> None:
+    elastic = spec(workers={"minReplicas": 2})
+    seen = without(running(4, job_spec=elastic), 1)
+    shrunk = membership(0, 1, 2)
+    seen = replace(seen, membership=shrunk)
+    seen = replace(seen, agents={**seen.agents, "uid-3": agent(3)})
+    result = planned(recovering(seen, membership=MembershipStatus(generation=1, size=3)))
+    assert ranks(published(result)) == ["demo-w-0", "demo-w-3", "demo-w-2"]
+
+
+def test_ranks_above_a_smaller_size_move_into_the_holes() -> None:
+    elastic = spec(workers={"minReplicas": 2})
+    seen = without(running(4, job_spec=elastic), 0)
+    result = planned(recovering(seen, waiting_since=NOW - 500))
+    assert ranks(published(result)) == ["demo-w-3", "demo-w-1", "demo-w-2"]
+
+
+def test_a_recorded_generation_that_the_coordinator_does_not_serve_is_served_again() -> None:
+    result = planned(replace(running(4), published=0))
+    assert published(result).generation == 1
+    assert result.actions[0].replaces == 1
+    assert len(result.actions) == 1
+
+
+def test_a_status_that_lost_a_recorded_generation_adopts_it() -> None:
+    seen = running(4, membership=membership(0, 1, 2, 3, generation=7), published=7)
+    agents = {f"uid-{at}": training(at, generation=7) for at in range(4)}
+    result = planned(replace(seen, agents=agents))
+    assert result.status.membership.generation == 7
+    assert result.actions == ()
+
+
+def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict() -> None:
+    tight = spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}})
+    result = planned(without(running(4, job_spec=tight), 1))
+    assert result.status.phase is Phase.FAILED
+    assert "1 infrastructure failures within" in result.status.verdict
+    assert newest(result).rung is Rung.STOP
+    assert set(deleted(result)) == {"demo-w-0", "demo-w-2", "demo-w-3"}
+
+
+def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
+    seen = running(4, agents={2: training(2, failures=(failure(80, attempt=0),))})
+    pods = [action.manifest for action in planned(seen).actions if isinstance(action, CreatePod)]
+    assert len(pods) == 1
+    assert "node-2" in str(pods[0]["spec"]["affinity"])

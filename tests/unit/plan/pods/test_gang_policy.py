@@ -1,0 +1,290 @@
+"""All workers start or none: the adapters' objects and marks, and the time-out below them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.job import ConditionType, MembershipStatus, Phase, TrainingJobStatus
+from trainium_contract.scheduling import GangStatus
+from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
+from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase
+from trainium_operator.plan.plan import plan
+from trainium_operator.plan.pods.gang_policy import pause_seconds
+
+NATIVE = {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
+OLD_NATIVE = {GangApi.WORKLOAD_REF: "scheduling.k8s.io/v1alpha1"}
+COSCHEDULING = {GangApi.COSCHEDULING: "scheduling.x-k8s.io/v1alpha1"}
+KUEUE = {GangApi.KUEUE: "kueue.x-k8s.io/v1beta1"}
+ALL = {**COSCHEDULING, **OLD_NATIVE, **NATIVE, **KUEUE}
+
+
+def new_job(scheduling: dict[str, Any] | None = None, **workers: Any) -> Observed:
+    return observed(job(spec(workers={"replicas": 4, "spares": 1, **workers}, scheduling=scheduling or {})))
+
+
+def planned(seen: Observed, served: dict[GangApi, str] | None = None) -> Plan:
+    return plan(seen, replace(SETTINGS, gang_apis=served or {}))
+
+
+def manifests(result: Plan) -> list[Any]:
+    return [action.manifest for action in result.actions if isinstance(action, CreatePod)]
+
+
+def group(result: Plan) -> Any:
+    found = [action.manifest for action in result.actions if isinstance(action, ApplyGroup)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def admitted(result: Plan) -> tuple[str, str]:
+    condition = find_condition(result.status, ConditionType.ADMITTED)
+    assert condition is not None
+    return condition.status.value, condition.reason
+
+
+def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> None:
+    result = planned(new_job(), NATIVE)
+    made = group(result)
+    assert (made["apiVersion"], made["kind"]) == ("scheduling.k8s.io/v1alpha2", "PodGroup")
+    assert made["spec"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}, "the spare is not part of the minimum"
+    assert made["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
+    assert {each["spec"]["schedulingGroup"]["podGroupName"] for each in manifests(result)} == {made["metadata"]["name"]}
+    kinds = [type(action) for action in result.actions]
+    assert kinds.index(ApplyGroup) < kinds.index(CreatePod), "a pod without its group waits for it"
+
+
+def test_the_least_of_an_elastic_job_is_its_smallest_legal_size() -> None:
+    assert group(planned(new_job(minReplicas=2), NATIVE))["spec"]["schedulingPolicy"]["gang"]["minCount"] == 2
+
+
+def test_kubernetes_1_35_has_a_workload_that_pods_refer_to() -> None:
+    result = planned(new_job(), OLD_NATIVE)
+    made = group(result)
+    assert made["kind"] == "Workload"
+    assert made["spec"]["podGroups"] == [{"name": "workers", "policy": {"gang": {"minCount": 4}}}]
+    assert made["spec"]["controllerRef"] == {"apiGroup": "trainium.dev", "kind": "TrainingJob", "name": "demo"}
+    assert manifests(result)[0]["spec"]["workloadRef"] == {"name": made["metadata"]["name"], "podGroup": "workers"}
+
+
+def test_coscheduling_has_a_pod_group_and_a_label() -> None:
+    result = planned(new_job({"gang": "Coscheduling"}), ALL)
+    made = group(result)
+    assert (made["apiVersion"], made["spec"]) == ("scheduling.x-k8s.io/v1alpha1", {"minMember": 4})
+    assert manifests(result)[0]["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == made["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "served", "kind"),
+    [
+        ({}, {}, None),
+        ({}, ALL, "scheduling.k8s.io/v1alpha2"),
+        ({}, {**COSCHEDULING, **KUEUE}, "scheduling.x-k8s.io/v1alpha1"),
+        ({}, KUEUE, None),
+        ({"gang": "None"}, ALL, None),
+        ({"gang": "Native"}, COSCHEDULING, None),
+        ({"queueName": "team"}, ALL, None),
+    ],
+)
+def test_the_first_api_that_is_served_and_wanted_is_used(
+    scheduling: dict[str, Any], served: dict[GangApi, str], kind: str | None
+) -> None:
+    made = group(planned(new_job(scheduling), served))
+    assert (made and made["apiVersion"]) == kind
+
+
+def test_a_gang_that_cannot_be_had_is_told() -> None:
+    result = planned(new_job({"gang": "Native"}), COSCHEDULING)
+    condition = find_condition(result.status, ConditionType.ADMITTED)
+    assert condition is not None
+    assert "does not serve the gang API that was asked for, Native" in condition.message
+    assert len(manifests(result)) == 5, "the time-out does it instead"
+
+
+def test_a_single_worker_is_no_gang() -> None:
+    assert group(planned(new_job(replicas=1, spares=0), NATIVE)) is None
+
+
+def test_newcomers_of_a_running_job_are_not_in_a_group() -> None:
+    seen = running(4)
+    seen = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 3))
+    result = planned(seen, NATIVE)
+    assert created(result) == ["demo-w-4"]
+    assert group(result) is None
+    assert "schedulingGroup" not in manifests(result)[0]["spec"]
+
+
+def test_a_pod_that_waits_in_a_group_of_a_job_that_has_started_is_made_anew_without_it() -> None:
+    waiting = pod(4, phase=PodPhase.PENDING, node="", ip="", gang="demo-12345678", scheduled=False)
+    bound = replace(waiting, node="node-4")
+    for extra, gone in ((waiting, {"demo-w-4": None}), (bound, {})):
+        seen = running(4, pods=(*(pod(at) for at in range(4)), extra), job_spec=spec(workers={"spares": 1}))
+        assert deleted(planned(seen, NATIVE)) == gone
+
+
+def test_another_smallest_size_before_the_start_makes_another_group() -> None:
+    first = group(planned(new_job(), NATIVE))["metadata"]["name"]
+    pods = tuple(
+        pod(at, phase=PodPhase.PENDING, node="", ip="", gang=first, scheduled=False, template_hash="")
+        for at in range(5)
+    )
+    changed = observed(job(spec(workers={"replicas": 3, "spares": 1}), TrainingJobStatus(next_pod_ordinal=5)), pods)
+    result = planned(changed, NATIVE)
+    assert set(deleted(result)) == {each.name for each in pods}
+    assert group(result)["metadata"]["name"] != first
+
+
+# Kueue
+
+
+def kueue_status(total: int = 5, name: str = "demo-w-0", **status: Any) -> TrainingJobStatus:
+    return TrainingJobStatus(gang=GangStatus(group=name, total=total), next_pod_ordinal=5, **status)
+
+
+def marks(manifest: Any) -> tuple[Any, Any, Any]:
+    metadata = manifest["metadata"]
+    return (
+        metadata["labels"].get("kueue.x-k8s.io/queue-name"),
+        metadata["labels"].get("kueue.x-k8s.io/pod-group-name"),
+        metadata["annotations"].get("kueue.x-k8s.io/pod-group-total-count"),
+    )
+
+
+def test_pods_with_a_queue_are_one_gated_group_spares_included() -> None:
+    result = planned(new_job({"queueName": "team"}), KUEUE)
+    assert [marks(each) for each in manifests(result)] == [("team", "demo-w-0", "5")] * 5
+    assert manifests(result)[0]["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
+    assert result.status.gang.total == 5
+    assert admitted(planned(replace(new_job({"queueName": "team"}), pods=(pod(0, gated=True),)), KUEUE)) == (
+        "False",
+        "WaitingForQueue",
+    )
+
+
+def test_without_kueue_a_job_with_a_queue_makes_no_pods_and_says_why() -> None:
+    result = planned(new_job({"queueName": "team"}), NATIVE)
+    assert manifests(result) == []
+    assert admitted(result) == ("False", "GangApiMissing")
+
+
+def in_queue(count: int, total: int, replicas: int = 4, **status: Any) -> Observed:
+    """A job of `replicas` that trains on the first pods of a group of `total`."""
+    base = running(count, job_spec=spec(workers={"replicas": replicas, "spares": 0}, scheduling={"queueName": "team"}))
+    status = {"membership": MembershipStatus(generation=1, size=count), "desired": replicas, **status}
+    old = kueue_status(total, **status)
+    return replace(base, job=replace(base.job, status=old), pods=tuple(pod(at, gang="demo-w-0") for at in range(count)))
+
+
+def test_a_pod_that_replaces_a_lost_one_takes_its_place_in_the_group_and_looks_like_it() -> None:
+    seen = in_queue(4, 4, avoided_nodes=("node-2",))
+    failures = seen.job.status.failures
+    assert failures == ()
+    lost = replace(seen, pods=seen.pods[:2] + seen.pods[3:])
+    result = planned(lost, KUEUE)
+    assert [marks(each) for each in manifests(result)] == [("team", "demo-w-0", "4")]
+    assert "nodeAffinity" not in manifests(result)[0]["spec"].get("affinity", {})
+
+
+def test_pods_beyond_the_group_are_queued_alone() -> None:
+    result = planned(in_queue(4, 4, replicas=6), KUEUE)
+    assert [marks(each) for each in manifests(result)] == [("team", None, None)] * 2
+
+
+def test_another_size_before_the_admission_makes_another_group() -> None:
+    pods = tuple(
+        pod(at, phase=PodPhase.PENDING, node="", ip="", gang="demo-w-0", gated=True, scheduled=False) for at in range(5)
+    )
+    changed = job(spec(workers={"replicas": 6, "spares": 1}, scheduling={"queueName": "team"}), kueue_status())
+    result = planned(observed(changed, pods), KUEUE)
+    assert set(deleted(result)) == {each.name for each in pods}
+    assert [marks(each) for each in manifests(result)] == [("team", "demo-w-5", "7")] * 7
+
+
+# The time-out
+
+
+def partial(bound: int, *, since: float | None = None, elastic: bool = False, **gang: Any) -> Observed:
+    """A job of four whose first `bound` workers hold nodes."""
+    workers = {"replicas": 4, "spares": 0, **({"minReplicas": 2} if elastic else {})}
+    status = TrainingJobStatus(
+        desired=4, next_pod_ordinal=4, gang=GangStatus(holding_since=since, **gang), waiting_since=NOW - 1
+    )
+    pods = tuple(
+        pod(at) if at < bound else pod(at, phase=PodPhase.PENDING, node="", ip="", scheduled=False) for at in range(4)
+    )
+    return observed(job(spec(workers=workers), status), pods, {at: agent(at) for at in range(bound)})
+
+
+def test_a_partial_gang_gives_its_nodes_back_after_the_time_out() -> None:
+    waiting = planned(partial(3))
+    assert waiting.status.gang.holding_since == NOW
+    assert deleted(waiting) == {}
+    result = planned(partial(3, since=NOW - 600))
+    assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
+    assert created(result) == []
+    assert result.status.gang.given_back == 1
+    assert result.status.gang.retry_at == NOW + pause_seconds("job-uid", 1)
+    assert admitted(result) == ("False", "GangTimedOut")
+    assert [event.reason for event in result.events if event.reason == "GangTimedOut"] == ["GangTimedOut"]
+
+
+def test_a_crash_after_the_decision_ends_the_same_way_and_tells_nothing_twice() -> None:
+    first = planned(partial(3, since=NOW - 600))
+    seen = partial(3)
+    again = planned(replace(seen, job=replace(seen.job, status=first.status), now=NOW + 1))
+    assert set(deleted(again)) == {f"demo-w-{at}" for at in range(4)}
+    assert again.status.gang == first.status.gang
+    assert again.events == ()
+
+
+def test_an_elastic_job_that_can_begin_smaller_gives_nothing_back() -> None:
+    result = planned(partial(3, since=NOW - 600, elastic=True))
+    assert deleted(result) == {}
+    assert result.status.gang.holding_since is None
+    later = partial(3, elastic=True)
+    status = later.job.status.model_copy(update={"waiting_since": NOW - 121})
+    begun = planned(replace(later, job=replace(later.job, status=status)))
+    assert begun.status.membership.size == 3
+
+
+def test_an_elastic_job_that_cannot_begin_at_all_gives_back() -> None:
+    assert len(deleted(planned(partial(1, since=NOW - 600, elastic=True)))) == 4
+
+
+def test_workers_without_any_node_hold_nothing() -> None:
+    assert planned(partial(0)).status.gang.holding_since is None
+
+
+def test_pauses_grow_and_differ_from_job_to_job_and_never_by_chance() -> None:
+    pauses = [pause_seconds("one", times) for times in range(1, 12)]
+    assert pauses == [pause_seconds("one", times) for times in range(1, 12)]
+    assert all(15 <= pause <= 900 for pause in pauses)
+    assert pauses[5] > pauses[0]
+    assert len({pause_seconds(f"job-{at}", 1) for at in range(50)}) == 50
+
+
+def test_a_job_that_lacks_a_node_gives_back_pauses_tries_again_and_starts_when_there_are_enough() -> None:
+    cluster = FakeCluster(spec(workers={"replicas": 4}, scheduling={"gangTimeoutSeconds": 60}), nodes=3)
+    cluster.run(30)
+    assert len(cluster.pods) == 4
+    cluster.run(45)
+    assert cluster.pods == {}
+    assert cluster.status.gang.given_back == 1
+    cluster.run(50)
+    assert len(cluster.pods) == 4, "another attempt"
+    cluster.run(200)
+    assert cluster.status.gang.given_back >= 2
+    cluster.nodes["node-3"] = replace(cluster.nodes["node-0"], name="node-3")
+    cluster.run(200)
+    assert cluster.status.phase in (Phase.RUNNING, Phase.COMPLETED)
+    assert cluster.status.gang == GangStatus()
+
+
+def test_a_suspended_job_is_not_admitted() -> None:
+    seen = observed(job(spec(suspend=True)), nodes={"node-0": node("node-0")})
+    assert admitted(planned(seen)) == ("False", "Suspended")

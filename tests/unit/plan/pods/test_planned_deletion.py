@@ -1,0 +1,50 @@
+"""A pod that was asked to go is no failure, whoever asked."""
+
+from __future__ import annotations
+
+import pytest
+from plan_builders import spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import Cause
+from trainium_operator.plan.model.observed import PodPhase
+
+
+def trained(spares: int) -> FakeCluster:
+    cluster = FakeCluster(spec(workers={"replicas": 3, "spares": spares}, trainer={"steps": 10**6}), 6)
+    cluster.run(40)
+    assert cluster.status.phase == "Running"
+    return cluster
+
+
+def delete(cluster: FakeCluster, name: str) -> None:
+    """`kubectl delete pod`."""
+    cluster._delete(name, cluster.pods[name].view.uid, None)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("who", ["member", "spare"])
+def test_a_pod_that_a_user_deletes_is_replaced_and_leaves_no_record_that_delays_others(who: str, spares: int) -> None:
+    cluster = trained(spares)
+    names = [pod.view.name for pod in cluster.members()] if who == "member" else sorted(cluster.pods)[3:]
+    for name in names[:1]:
+        delete(cluster, name)
+        seen = set()
+        for _ in range(40):
+            cluster.run(1)
+            seen |= {pod.view.phase for pod in cluster.pods.values() if pod.view.name == name}
+        assert PodPhase.FAILED in seen, "the API server showed how it ended"
+    assert cluster.status.phase == "Running"
+    assert [record for record in cluster.status.failures if record.cause is not Cause.PREEMPTED] == []
+    assert cluster.status.avoided_nodes == ()
+    assert len(cluster.pods) == 3 + spares
+
+
+def test_deleting_one_pod_after_the_other_never_makes_new_ones_wait() -> None:
+    cluster = trained(1)
+    for _ in range(12):
+        delete(cluster, next(pod.view.name for pod in cluster.members()))
+        cluster.run(20)
+        assert cluster.status.phase == "Running"
+        assert len(cluster.pods) == 4
+    assert [record for record in cluster.status.failures if record.cause is not Cause.PREEMPTED] == []

@@ -1,0 +1,283 @@
+"""The ledger: sums, ratios, stages, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_builders import NOW, planned, running, spec, training
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobStatus
+from trainium_contract.ledger import MAX_SIZES, OVERHEAD, STARTUP, WINDOW, GoodputStatus, SizeAccount, StepWindow
+from trainium_contract.messages import Progress, WorkerPhase
+from trainium_operator.plan.model.times import rfc3339
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed
+
+FAULTS = ("crash", "pod", "node", "operator", "suspend", "resume", "resize", "quiet")
+
+
+def long_job(**workers: Any) -> FakeCluster:
+    return FakeCluster(
+        spec(workers={"replicas": 4, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": 100_000}), nodes=7
+    )
+
+
+def holds(goodput: GoodputStatus) -> None:
+    """What must hold of any ledger."""
+    lost = sum(goodput.lost_seconds.values())
+    assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
+    assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
+    assert min([0.0, *goodput.lost_seconds.values(), *goodput.lost_by_stage.values()]) == 0.0
+    for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
+        assert 0.0 <= ratio <= 1.0
+    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "whatever is productive is up"
+    assert len(goodput.sizes) <= MAX_SIZES
+    assert len(goodput.window.samples) < WINDOW
+
+
+@given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(1, 40)), max_size=8))
+@settings(max_examples=25, deadline=None)
+def test_productive_and_lost_time_are_the_wall_time_whatever_happens(story: list[tuple[str, int]]) -> None:
+    cluster = long_job()
+    cluster.run(30)
+    for fault, seconds in story:
+        match fault:
+            case "crash":
+                cluster.crash_process(seconds)
+            case "pod":
+                members = cluster.members()
+                if members:
+                    cluster.kill_pod(members[seconds % len(members)].view.name)
+            case "node":
+                cluster.lose_node(f"node-{seconds % 7}")
+            case "operator":
+                cluster.crash_operator(seconds)
+            case "suspend":
+                cluster.suspend(value=True)
+            case "resume":
+                cluster.suspend(value=False)
+            case "resize":
+                cluster.change(replicas=(2, 3, 4, 6)[seconds % 4])
+        before = cluster.status.goodput
+        cluster.run(seconds)
+        after = cluster.status.goodput
+        holds(after)
+        assert after.wall_seconds >= before.wall_seconds
+        assert after.counted_step <= cluster.best_step
+        assert sum(each.steps for each in after.sizes) <= cluster.best_step
+
+
+def test_an_undisturbed_run_loses_only_its_start() -> None:
+    cluster = long_job()
+    cluster.run(400)
+    goodput = cluster.status.goodput
+    assert set(goodput.lost_seconds) == {STARTUP}
+    assert goodput.lost_seconds[STARTUP] < 10
+    assert goodput.sizes == (SizeAccount(size=4, steps=goodput.counted_step, step_seconds=0.5, settled=True),)
+    assert goodput.fleet_ratio == pytest.approx(goodput.ratio * 4 / 5, abs=0.02), "one node in five is a spare"
+
+
+def test_an_interruption_is_charged_to_its_cause_and_its_stages() -> None:
+    cluster = long_job()
+    cluster.run(100)
+    cluster.lose_node("node-1")
+    cluster.run(60)
+    entry = cluster.status.history[-1]
+    assert entry.stages is not None
+    assert entry.recovered_seconds is not None
+    assert entry.stages.total == pytest.approx(entry.recovered_seconds - 0.5), "the first new step is productive"
+    assert entry.stages.detect == pytest.approx(entry.detected_seconds or 0.0)
+    assert cluster.status.goodput.lost_seconds["NodeLost"] == pytest.approx(entry.stages.total)
+
+
+def test_another_operator_goes_on_with_the_same_ledger() -> None:
+    def story(cluster: FakeCluster, *, restarts: bool) -> GoodputStatus:
+        cluster.run(60)
+        cluster.crash_process(1)
+        cluster.run(30)
+        if restarts:
+            cluster.crash_operator(20)
+        cluster.run(60)
+        return cluster.status.goodput
+
+    undisturbed, restarted = story(long_job(), restarts=False), story(long_job(), restarts=True)
+    assert restarted.lost_seconds == pytest.approx(undisturbed.lost_seconds)
+    assert restarted.lost_by_stage == pytest.approx(undisturbed.lost_by_stage)
+    assert restarted.productive_seconds == pytest.approx(undisturbed.productive_seconds, abs=15)
+
+
+def test_steps_made_while_no_operator_was_there_count() -> None:
+    cluster = long_job()
+    cluster.run(60)
+    cluster.crash_operator(1800)
+    cluster.run(1900)
+    goodput = cluster.status.goodput
+    assert goodput.wall_seconds > 1900
+    assert goodput.ratio > 0.99
+
+
+def test_a_suspension_is_not_counted() -> None:
+    cluster = long_job()
+    cluster.run(100)
+    cluster.suspend(value=True)
+    cluster.run(20)
+    before = cluster.status.goodput
+    cluster.run(600)
+    assert cluster.status.goodput == before
+    assert before.accounted_until is None
+    cluster.suspend(value=False)
+    cluster.run(60)
+    after = cluster.status.goodput
+    assert after.wall_seconds < before.wall_seconds + 61
+    assert after.lost_seconds[STARTUP] > before.lost_seconds[STARTUP]
+
+
+STEADY = GoodputStatus(
+    wall_seconds=100.0,
+    node_seconds=400.0,
+    accounted_until=NOW - 10,
+    starting=False,
+    counted_step=100,
+    sizes=(SizeAccount(size=4, steps=100, step_seconds=1.0, settled=True),),
+    window=StepWindow(size=4, step=100, at=NOW - 10.5, samples=(1.0,) * 3),
+)
+
+
+def steady(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW - 0.5, **status: Any) -> Observed:
+    progress = Progress(step=step, resume_step=0, updated=updated)
+    agents = {at: training(at, progress=progress) for at in range(4)}
+    return running(4, agents=agents, status={"start_time": rfc3339(NOW - 100), "goodput": goodput, **status})
+
+
+def after(seen: Observed) -> TrainingJobStatus:
+    return planned(replace(seen, job=replace(seen.job, created=NOW - 1000))).status
+
+
+def test_slow_steps_are_overhead() -> None:
+    goodput = after(steady(105)).goodput
+    assert goodput.productive_seconds == pytest.approx(105.5), "and half of the step in hand"
+    assert goodput.lost_seconds == pytest.approx({OVERHEAD: 4.5})
+    assert goodput.uptime_ratio == 1.0
+    holds(goodput)
+
+
+def test_steps_that_are_computed_again_do_not_count_twice() -> None:
+    goodput = after(steady(97)).goodput
+    assert goodput.counted_step == 100
+    assert goodput.sizes[0].steps == 100
+
+
+def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
+    def reference(seconds: float, samples: int) -> float | None:
+        window = StepWindow(size=4, step=100, at=NOW - 0.5 - 10 * seconds, samples=(seconds,) * samples)
+        seen = steady(110, STEADY.model_copy(update={"window": window}))
+        return after(seen).goodput.sizes[0].step_seconds
+
+    assert reference(0.98, WINDOW - 1) == 1.0, "noise"
+    assert reference(0.9, WINDOW - 2) == 1.0, "the window is not full"
+    assert reference(0.9, WINDOW - 1) == pytest.approx(0.9)
+    assert reference(2.0, WINDOW - 1) == 1.0, "slow times are overhead, not another reference"
+
+
+def test_no_sample_spans_an_interruption() -> None:
+    seen = steady(
+        110,
+        history=(
+            Interruption(
+                generation=1,
+                time=rfc3339(NOW - 5),
+                cause=Cause.CRASH,
+                rung=Rung.IN_PLACE,
+                failed_at=NOW - 5,
+                detected_seconds=0.0,
+                step_before=105,
+            ),
+        ),
+        membership=MembershipStatus(generation=1, attempt=1, size=4),
+    )
+    beats = {
+        uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"attempt": 1}))
+        for uid, each in seen.agents.items()
+        if each.heartbeat is not None
+    }
+    status = after(replace(seen, agents=beats))
+    assert status.history[-1].recovered_seconds is not None
+    assert status.goodput.window.samples == STEADY.window.samples
+    assert status.goodput.window.at is None
+
+
+def test_the_stages_follow_what_the_agents_report() -> None:
+    entry = Interruption(
+        generation=1,
+        time=rfc3339(NOW - 19),
+        cause=Cause.NODE_LOST,
+        rung=Rung.SPARE,
+        failed_at=NOW - 20,
+        detected_seconds=4.0,
+        decided_at=NOW - 15,
+        step_before=100,
+    )
+    progress = Progress(step=104, resume_step=98, updated=NOW - 1, started=NOW - 12, loaded=NOW - 9)
+    seen = steady(104, history=(entry,), membership=MembershipStatus(generation=2, size=4))
+    agents = {
+        uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"generation": 2, "progress": progress}))
+        for uid, each in seen.agents.items()
+        if each.heartbeat is not None
+    }
+    assert seen.membership is not None
+    moved = seen.membership.model_copy(update={"generation": 2})
+    closed = after(replace(seen, agents=agents, membership=moved, published=2)).history[-1]
+    assert closed.stages is not None
+    stages = (closed.stages.detect, closed.stages.decide, closed.stages.restart, closed.stages.load)
+    assert stages == pytest.approx((4.0, 1.0, 3.0, 3.0))
+    assert closed.stages.replay == pytest.approx(7.0), "eight seconds, one of them for the first new step"
+
+
+def test_overlapping_interruptions_lose_their_time_once() -> None:
+    entries = tuple(
+        Interruption(
+            generation=1,
+            attempt=at,
+            time=rfc3339(NOW - 9 + at),
+            cause=cause,
+            rung=Rung.IN_PLACE,
+            failed_at=NOW - 9 + at,
+            detected_seconds=0.0,
+            step_before=100,
+        )
+        for at, cause in enumerate((Cause.CRASH, Cause.DEVICE))
+    )
+    seen = steady(100, history=entries, membership=MembershipStatus(generation=1, attempt=2, size=4))
+    waiting = {
+        uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"attempt": 2, "phase": WorkerPhase.JOINING}))
+        for uid, each in seen.agents.items()
+        if each.heartbeat is not None
+    }
+    goodput = after(replace(seen, agents=waiting)).goodput
+    assert goodput.lost_seconds["Crash"] == pytest.approx(9.0)
+    assert "Device" not in goodput.lost_seconds
+    holds(goodput)
+
+
+def test_the_ledger_of_an_older_operator_goes_on() -> None:
+    old = GoodputStatus(wall_seconds=100.0, productive_seconds=90.0, lost_seconds={"Crash": 10.0}, accounted_until=NOW)
+    goodput = after(steady(120, old, progress={"step": 120})).goodput
+    assert goodput.productive_seconds == pytest.approx(90.0)
+    assert goodput.ratio == pytest.approx(0.9)
+
+
+def test_many_sizes_stay_bounded_and_nothing_is_lost() -> None:
+    sizes = tuple(SizeAccount(size=at, steps=10, step_seconds=1.0, settled=True) for at in range(10, 10 + MAX_SIZES))
+    goodput = after(steady(110, STEADY.model_copy(update={"sizes": sizes, "wall_seconds": 1000.0}))).goodput
+    assert len(goodput.sizes) == MAX_SIZES
+    assert [each.size for each in goodput.sizes][-1] == 4
+    assert goodput.earlier_seconds == pytest.approx(10.0)
+    assert [a.size < b.size for a, b in pairwise(goodput.sizes[:-1])] == [True] * (MAX_SIZES - 2)

@@ -1,0 +1,365 @@
+"""What follows the last step: artifacts and the evaluation, seen, timed, and recovered from faults like steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_builders import NOW, planned, running, spec, training
+from plan_cluster import FakeCluster
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Condition, ConditionStatus, ConditionType, Interruption, Phase, Rung
+from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus
+from trainium_contract.messages import Progress, WorkerPhase
+from trainium_contract.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure
+from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.times import rfc3339
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed
+
+STEPS = 40
+"""Twenty seconds."""
+
+
+def tuning(export: float = 60, evaluate: float = 40, **workers: Any) -> FakeCluster:
+    cluster = FakeCluster(
+        spec(workers={"replicas": 3, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": STEPS}), nodes=6
+    )
+    cluster.stages = (("Export", export), ("Evaluate", evaluate))
+    return cluster
+
+
+def until(cluster: FakeCluster, stage: str, most: int = 300) -> None:
+    for _ in range(most):
+        cluster.run(1)
+        if cluster.status.stage == stage:
+            return
+    pytest.fail(f"{stage} never came: {cluster.status.stage}, {cluster.status.phase}")
+
+
+def to_the_end(cluster: FakeCluster, most: int = 1000) -> None:
+    for _ in range(most):
+        if cluster.status.phase is Phase.COMPLETED:
+            return
+        cluster.run(1)
+    pytest.fail(f"it never ended: {cluster.status.stage}, {cluster.status.phase}")
+
+
+def adds_up(goodput: GoodputStatus) -> None:
+    lost = sum(goodput.lost_seconds.values())
+    assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
+    assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
+    assert min([0.0, *goodput.lost_seconds.values(), *goodput.stage_seconds.values()]) == 0.0
+    for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
+        assert 0.0 <= ratio <= 1.0
+
+
+def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None:
+    cluster = tuning()
+    until(cluster, "Export")
+    begun = cluster.now
+    assert cluster.status.progress.step == STEPS
+    message = find_condition(cluster.status, ConditionType.RUNNING)
+    assert message is not None
+    assert message.message == "writing artifacts on 3 nodes"
+    trained = cluster.status.goodput.wall_seconds
+    cluster.run(40)
+    assert cluster.status.stage_progress == pytest.approx(0.5, abs=0.3)
+    assert (cluster.status.phase, cluster.status.history) == (Phase.RUNNING, ())
+    until(cluster, "Evaluate")
+    assert [artifact.path for artifact in cluster.status.artifacts] == ["/out"]
+    to_the_end(cluster)
+    goodput = cluster.status.goodput
+    assert sum(goodput.stage_seconds.values()) == pytest.approx(cluster.now - begun, abs=3)
+    assert goodput.stage_seconds["Export"] == pytest.approx(60, abs=3)
+    assert goodput.stage_seconds["Evaluate"] == pytest.approx(40, abs=3)
+    assert goodput.wall_seconds == pytest.approx(trained, abs=3)
+    assert set(goodput.lost_seconds) <= {STARTUP, OVERHEAD}
+    assert goodput.lost_seconds.get(OVERHEAD, 0.0) < 3
+    adds_up(goodput)
+
+
+@pytest.mark.parametrize("stage", ["Export", "Evaluate"])
+def test_a_process_that_dies_in_a_stage_is_recovered_from_when_the_stage_goes_on(stage: str) -> None:
+    cluster = tuning()
+    until(cluster, stage)
+    cluster.run(20)
+    assert cluster.crash_process(1)
+    cluster.run(2)
+    assert cluster.status.phase is Phase.RECOVERING
+    cluster.run(10)
+    (entry,) = cluster.status.history
+    assert (entry.cause, entry.rung, entry.steps_lost) == (Cause.CRASH, Rung.IN_PLACE, 0)
+    assert entry.recovered_seconds is not None
+    assert entry.recovered_seconds <= 6
+    assert (cluster.status.phase, cluster.status.stage) == (Phase.RUNNING, stage)
+    to_the_end(cluster)
+    goodput = cluster.status.goodput
+    assert entry.stages is not None
+    assert goodput.lost_seconds["Crash"] == pytest.approx(entry.recovered_seconds, abs=0.01)
+    assert goodput.stage_seconds[stage] == pytest.approx(20 + dict(cluster.stages)[stage], abs=4)
+    assert goodput.lost_seconds.get(OVERHEAD, 0.0) < 4
+    adds_up(goodput)
+
+
+def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> None:
+    cluster = tuning()
+    until(cluster, "Export")
+    cluster.run(20)
+    lost = cluster.members()[1].view.node
+    cluster.lose_node(lost)
+    cluster.run(90)
+    (entry,) = cluster.status.history
+    assert (entry.cause, entry.rung, entry.node) == (Cause.NODE_LOST, Rung.SPARE, lost)
+    assert entry.recovered_seconds is not None
+    assert entry.failed_at is not None
+    assert entry.recovered_seconds < 90, "it is dated to its last word, not to the last step"
+    to_the_end(cluster)
+    adds_up(cluster.status.goodput)
+
+
+def test_a_worker_that_is_lost_with_the_operator_in_a_stage_is_not_dated_to_the_last_step() -> None:
+    cluster = tuning(export=300)
+    until(cluster, "Export")
+    cluster.run(100)
+    failed = cluster.now
+    cluster.lose_node(cluster.members()[1].view.node)
+    cluster.crash_operator(5)
+    cluster.run(90)
+    (entry,) = cluster.status.history
+    assert entry.failed_at is not None
+    assert entry.failed_at >= failed
+
+
+def test_a_job_that_is_suspended_in_a_stage_goes_on_with_it() -> None:
+    cluster = tuning()
+    until(cluster, "Export")
+    cluster.run(10)
+    cluster.suspend(value=True)
+    cluster.run(60)
+    assert cluster.status.phase is Phase.SUSPENDED
+    cluster.suspend(value=False)
+    until(cluster, "Evaluate")
+    assert cluster.status.phase is Phase.RUNNING
+    assert not cluster.status.goodput.starting
+    to_the_end(cluster)
+    adds_up(cluster.status.goodput)
+    assert cluster.status.goodput.stage_seconds["Export"] == pytest.approx(70, abs=5)
+
+
+def test_a_member_that_is_only_silent_in_a_stage_is_not_lost() -> None:
+    cluster = tuning(export=200)
+    until(cluster, "Export")
+    cluster.run(20)
+    cluster.nodes[cluster.members()[1].view.node].muted = True
+    cluster.run(60)
+    assert cluster.status.history == (), "no step tells that the others go on without it"
+    cluster.nodes[cluster.members()[1].view.node].muted = False
+    to_the_end(cluster)
+    assert cluster.status.history == ()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("crash", "pod", "node", "operator", "resize", "mute", "quiet")), st.integers(1, 40)),
+        max_size=6,
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_whatever_happens_in_the_stages_the_job_ends_and_the_ledger_adds_up(story: list[tuple[str, int]]) -> None:
+    cluster = tuning()
+    until(cluster, "Export")
+    for fault, seconds in story:
+        members = cluster.members()
+        match fault:
+            case "crash":
+                cluster.crash_process(seconds)
+            case "pod" if members:
+                cluster.kill_pod(members[seconds % len(members)].view.name)
+            case "node":
+                cluster.lose_node(f"node-{seconds % 5}")
+            case "operator":
+                cluster.crash_operator(seconds)
+            case "resize":
+                cluster.change(replicas=(2, 3, 4)[seconds % 3])
+            case "mute":
+                node = cluster.nodes[f"node-{seconds % 5}"]
+                node.muted = not node.muted
+        before = cluster.status.goodput
+        cluster.run(seconds)
+        adds_up(cluster.status.goodput)
+        assert cluster.status.goodput.wall_seconds >= before.wall_seconds
+        if cluster.status.phase is Phase.COMPLETED:
+            break
+    for name, node in cluster.nodes.items():
+        node.muted = False
+        cluster.restore_node(name)
+    to_the_end(cluster)
+    assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
+
+
+MODEL = ArtifactReport(kind="Model", path="/checkpoints/artifacts/model", step=100, bytes=13_476_839_424, digest="ab")
+FIGURES = (
+    EvaluationFigure(name="perplexity", before=12.345, after=5.1),
+    EvaluationFigure(name="rougeL", after=0.375),
+    EvaluationFigure(name="accuracy", before=0.5),
+)
+
+
+def telling(seen: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
+    """The same later, with what the first rank tells."""
+    progress = Progress(**{"step": 100, "durable_step": 100, "updated": NOW, **fields})
+    beats = {
+        uid: replace(known, heard=now - 0.5, heartbeat=known.heartbeat.model_copy(update={"progress": progress}))
+        if known.heartbeat is not None and (uid == "uid-0" or "stage" in fields)
+        else replace(known, heard=now - 0.5)
+        for uid, known in seen.agents.items()
+    }
+    return replace(seen, now=now, agents=beats)
+
+
+def written(seen: Observed) -> Observed:
+    return replace(seen, job=replace(seen.job, status=planned(seen).status))
+
+
+def with_status(seen: Observed, **fields: Any) -> Observed:
+    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
+
+
+def events(result: Any, reason: str) -> list[str]:
+    return [event.note for event in result.events if event.reason == reason]
+
+
+def test_an_artifact_is_told_once_and_the_newest_stay_in_the_status() -> None:
+    seen = telling(written(running(4)), artifacts=(MODEL,))
+    result = planned(seen)
+    assert events(result, "ArtifactWritten") == [
+        "Model of step 100 is complete: /checkpoints/artifacts/model (13,476,839,424 bytes)."
+    ]
+    assert result.status.artifacts == (MODEL,)
+    again = MODEL.model_copy(update={"digest": "cd"})
+    later = planned(telling(written(seen), now=NOW + 120, artifacts=(again,)))
+    assert events(later, "ArtifactWritten") == []
+    assert later.status.artifacts == (again,), "written anew after a fault"
+    silent = planned(telling(written(seen), now=NOW + 120))
+    assert silent.status.artifacts == (MODEL,), "another rank tells of none"
+    many = tuple(MODEL.model_copy(update={"step": step}) for step in range(200, 200 + MAX_ARTIFACTS))
+    newest = planned(telling(written(seen), now=NOW + 120, artifacts=many))
+    assert [artifact.step for artifact in newest.status.artifacts] == list(range(200, 200 + MAX_ARTIFACTS))
+
+
+def test_an_evaluation_is_told_once_with_what_was_before() -> None:
+    seen = telling(written(running(4)), evaluation=FIGURES, stage="Evaluate")
+    result = planned(seen)
+    assert events(result, "Evaluated") == [
+        "The result was measured: perplexity 12.35 -> 5.1, rougeL 0.375, accuracy 0.5 -> none."
+    ]
+    assert result.status.evaluation == FIGURES
+    assert events(planned(telling(written(seen), now=NOW + 120, evaluation=FIGURES)), "Evaluated") == []
+
+
+def test_a_stage_is_written_at_once_and_its_progress_like_that_of_steps() -> None:
+    seen = written(telling(running(4), stage="Export", stage_done=0.1, stage_since=NOW + 50))
+    assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Export", 0.1)
+    moved = telling(seen, now=NOW + 62, stage="Export", stage_done=0.4, stage_since=NOW + 50)
+    result = planned(moved)
+    assert result.status == seen.job.status, "not yet"
+    assert result.requeue_after is not None
+    assert planned(replace(moved, now=NOW + 90)).status.stage_progress == 0.4
+    other = planned(telling(seen, now=NOW + 62, stage="Evaluate", stage_done=0.0, stage_since=NOW + 61))
+    assert other.status.stage == "Evaluate"
+
+
+def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
+    seen = written(telling(running(4), stage="Distil", stage_done=7.0, stage_since=NOW + 50))
+    assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Distil", 1.0)
+    assert planned(telling(seen, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told", "total"),
+    [({"steps": 100}, 0, 100), ({"steps": 100}, 77, 100), ({"epochs": 3}, 0, 0), ({"epochs": 3}, 375, 375)],
+)
+def test_where_epochs_decide_the_trainer_tells_how_many_steps_there_are(
+    trainer: dict[str, Any], told: int, total: int
+) -> None:
+    seen = written(telling(running(4, job_spec=spec(trainer=trainer)), step=20, total_steps=told))
+    assert seen.job.status.progress.total_steps == total
+    later = planned(telling(seen, now=NOW + 120, step=21))
+    assert later.status.progress.total_steps == total, "an attempt that has not read its data yet takes nothing back"
+
+
+def test_the_end_names_the_steps_that_were_made() -> None:
+    seen = telling(running(2, job_spec=spec(workers={"replicas": 2}, trainer={"epochs": 3})), step=375, total_steps=375)
+    agents = {
+        uid: replace(known, heartbeat=known.heartbeat.model_copy(update={"phase": WorkerPhase.FINISHED}))
+        for uid, known in seen.agents.items()
+        if known.heartbeat is not None
+    }
+    complete = find_condition(planned(replace(seen, agents=agents)).status, ConditionType.COMPLETE)
+    assert complete is not None
+    assert complete.message == "all 375 steps are done"
+
+
+def test_nothing_is_due_to_be_saved_after_the_last_step() -> None:
+    job_spec = spec(
+        checkpoint={"storage": {"hostPath": {"path": "/data"}}, "durable": {"everySeconds": 60}},
+        recovery={"disruption": {"maxDurableAgeSeconds": 600}},
+    )
+    trained = Condition(
+        type=ConditionType.RUNNING,
+        status=ConditionStatus.TRUE,
+        reason="Training",
+        last_transition_time=rfc3339(NOW - 5000),
+    )
+    fields = {"start_time": rfc3339(NOW - 5000), "conditions": (trained,)}
+    old = {"durable_step": 100, "durable_time": rfc3339(NOW - 4000)}
+    seen = running(4, job_spec=job_spec, status={**fields, "checkpoint": old})
+
+    def state(seen: Observed, kind: ConditionType) -> ConditionStatus | None:
+        found = find_condition(planned(seen).status, kind)
+        return None if found is None else found.status
+
+    for stage, fine in (("Train", ConditionStatus.FALSE), ("Export", ConditionStatus.TRUE)):
+        told = telling(seen, stage=stage)
+        assert state(told, ConditionType.CHECKPOINT_HEALTHY) is fine
+        assert state(told, ConditionType.DISRUPTION_ALLOWED) is fine
+
+
+def test_who_spoke_again_in_a_stage_leaves_nothing_open() -> None:
+    entry = Interruption(
+        generation=1,
+        time=rfc3339(NOW - 5),
+        cause=Cause.NODE_LOST,
+        rung=Rung.REPLACE,
+        failed_at=NOW - 5,
+        detected_seconds=0.0,
+        step_before=100,
+    )
+    seen = with_status(telling(running(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,))
+    assert planned(seen).status.history[0].recovered_seconds == 5.0
+
+
+def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() -> None:
+    entry = Interruption(
+        generation=0,
+        time=rfc3339(NOW - 30),
+        cause=Cause.NODE_LOST,
+        rung=Rung.SPARE,
+        failed_at=NOW - 30,
+        detected_seconds=0.0,
+        step_before=100,
+    )
+
+    def recovered(**fields: Any) -> float | None:
+        progress = Progress(step=100, resume_step=100, updated=NOW - 300, **fields)
+        agents = {at: training(at, progress=progress) for at in range(4)}
+        return planned(running(4, agents=agents, status={"history": (entry,)})).status.history[0].recovered_seconds
+
+    assert recovered() is None
+    assert recovered(stage="Export", stage_since=NOW - 10) == 20.0

@@ -1,0 +1,299 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import (
+    NOW,
+    SETTINGS,
+    agent,
+    deleted,
+    membership,
+    planned,
+    pod,
+    restart,
+    running,
+    spec,
+    training,
+    with_pod,
+    without,
+)
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import ConditionType, Interruption, MembershipStatus, Phase, Rung
+from trainium_contract.ledger import GoodputStatus
+from trainium_contract.messages import Alert, AlertKind, Progress, WorkerPhase
+from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.times import rfc3339
+
+
+def with_status(seen: Any, status: Any = None, **fields: Any) -> Any:
+    return replace(seen, job=replace(seen.job, status=(status or seen.job.status).model_copy(update=fields)))
+
+
+def written(seen: Any) -> Any:
+    """The same after its plan's status was written."""
+    return with_status(seen, planned(seen).status)
+
+
+def test_a_training_job_says_at_which_step_how_fast_and_what_is_saved() -> None:
+    progress = Progress(step=20, loss=2.5, tokens_per_second=1000.0, memory_step=20, durable_step=10, updated=NOW)
+    behind = progress.model_copy(update={"memory_step": 18, "durable_step": 12})
+    seen = running(4, agents={0: training(0, progress=progress), 3: training(3, progress=behind)})
+    status = planned(seen).status
+    assert status.phase is Phase.RUNNING
+    assert (status.progress.step, status.progress.total_steps, status.progress.loss) == (20, 100, 2.5)
+    assert (status.checkpoint.memory_step, status.checkpoint.durable_step) == (18, 12)
+    assert (status.replicas, status.ready_replicas, status.spares, status.desired) == (4, 4, 0, 4)
+    assert status.selector == "trainium.dev/job-name=demo,trainium.dev/role=worker"
+    assert status.observed_generation == 1
+    assert status.start_time == rfc3339(NOW)
+
+
+def test_committed_steps_never_go_back() -> None:
+    seen = written(running(4))
+    agents = {f"uid-{at}": training(at, progress=Progress(step=30, durable_step=-1)) for at in range(4)}
+    later = planned(replace(seen, agents=agents, now=NOW + 60)).status
+    assert later.checkpoint.durable_step == 10
+
+
+def test_progress_alone_is_written_only_once_per_interval() -> None:
+    seen = written(running(4))
+    agents = {f"uid-{at}": training(at, step=30) for at in range(4)}
+    soon = planned(replace(seen, agents=agents, now=NOW + 2))
+    assert soon.status == seen.job.status
+    assert soon.requeue_after <= 13
+    late = planned(replace(seen, agents={u: replace(a, heard=NOW + 15) for u, a in agents.items()}, now=NOW + 15.5))
+    assert late.status.progress.step == 30
+
+
+def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
+    large = spec(workers={"replicas": 512}, trainer={"batch": {"globalSize": 512}})
+    seen = written(running(512, job_spec=large))
+
+    def at(seconds: float) -> Any:
+        heard = {
+            f"uid-{each}": replace(training(each, step=30), heard=NOW + seconds, progressed=NOW + seconds)
+            for each in range(512)
+        }
+        return planned(replace(seen, agents=heard, now=NOW + seconds))
+
+    assert at(29).status == seen.job.status
+    assert at(30.5).status.progress.step == 30
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(0, 5), (256, 5), (1024, 20), (5000, 30)])
+def test_the_interval_grows_with_the_job_up_to_six_times(workers: int, seconds: float) -> None:
+    assert replace(SETTINGS, status_interval_seconds=5).status_interval(workers) == seconds
+
+
+def test_anything_else_is_written_at_once_together_with_the_newest_progress() -> None:
+    seen = written(running(4, spares=1))
+    agents = {f"uid-{at}": training(at, step=30) for at in range(4)}
+    result = planned(replace(without(replace(seen, agents={**seen.agents, **agents}), 1), now=NOW + 1))
+    assert result.status.progress.step == 30
+    assert result.status.phase is Phase.RECOVERING
+
+
+def test_a_condition_keeps_its_transition_time_while_its_status_stays() -> None:
+    seen = written(running(4))
+    agents = {f"uid-{at}": replace(training(at, step=40), heard=NOW + 100) for at in range(4)}
+    later = planned(replace(seen, agents=agents, now=NOW + 100)).status
+    before = find_condition(seen.job.status, ConditionType.RUNNING)
+    assert find_condition(later, ConditionType.RUNNING) == before
+
+
+def test_a_restarted_operator_keeps_what_was_known_until_it_has_heard_the_members() -> None:
+    seen = written(running(4))
+    result = planned(replace(seen, agents={}, published=0, coordinator_since=NOW - 1))
+    assert result.status == seen.job.status
+    assert [type(action).__name__ for action in result.actions] == ["PublishMembership"]
+
+
+def test_the_phase_before_a_generation_is_pending_and_says_what_is_missing() -> None:
+    from plan_builders import job, observed
+
+    from trainium_contract.job import TrainingJobStatus
+
+    unschedulable = pod(0, phase=PodPhase.PENDING, node="", scheduled=False, unschedulable_message="0/3 nodes: taint")
+    status = planned(observed(job(status=TrainingJobStatus(next_pod_ordinal=4, desired=4)), (unschedulable,))).status
+    assert status.phase is Phase.PENDING
+    condition = find_condition(status, ConditionType.PODS_READY)
+    assert (condition.reason, "0/3 nodes: taint" in condition.message) == ("Unschedulable", True)
+
+
+def test_a_job_completes_when_every_member_finished_and_its_spares_go() -> None:
+    agents = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
+    seen = running(4, spares=1, agents=agents)
+    assert planned(seen).status.phase is not Phase.COMPLETED
+    done = with_pod(seen, pod(3, phase=PodPhase.SUCCEEDED, exit_code=0))
+    result = planned(done)
+    assert result.status.phase is Phase.COMPLETED
+    assert is_true(result.status, ConditionType.COMPLETE)
+    assert result.status.completion_time == rfc3339(NOW)
+    assert deleted(result) == {"demo-w-4": None}
+    assert "Completed" in {event.reason for event in result.events}
+    again = planned(replace(without(done, 4), job=replace(done.job, status=result.status)))
+    assert (again.status, again.actions, again.requeue_after) == (result.status, (), None)
+
+
+def test_a_member_lost_before_the_others_finish_takes_those_that_finished_with_it() -> None:
+    agents = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
+    result = planned(without(running(4, agents=agents), 3))
+    assert result.status.phase is Phase.RECOVERING
+    assert result.status.history[-1].cause is Cause.POD_LOST
+    assert set(deleted(result)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+
+
+def test_a_suspension_deletes_all_pods_by_their_own_grace_and_is_not_a_loss() -> None:
+    seen = running(4, spares=1)
+    spec = seen.job.spec.model_copy(update={"suspend": True})
+    seen = replace(seen, job=replace(seen.job, spec=spec))
+    first = planned(seen)
+    assert deleted(first) == {f"demo-w-{at}": None for at in range(5)}
+    assert first.status.phase is Phase.SUSPENDING
+    assert first.status.membership.size == 0
+    leaving = tuple(replace(each, deleting=True) for each in seen.pods)
+    second = planned(replace(with_status(seen, first.status), pods=leaving))
+    assert (second.actions, second.status.history) == ((), ())
+    last = planned(replace(with_status(seen, first.status), pods=(), agents={}))
+    assert last.status.phase is Phase.SUSPENDED
+    assert last.status.replicas == 0
+    assert [event.reason for event in last.events] == ["Suspended"]
+
+
+OPEN = Interruption(
+    generation=1,
+    time=rfc3339(NOW - 8),
+    cause=Cause.NODE_LOST,
+    rung=Rung.SPARE,
+    pod="demo-w-1",
+    node="node-1",
+    detected_seconds=4.0,
+    step_before=20,
+    pods_replaced=1,
+    failed_at=NOW - 8,
+)
+
+
+def second_generation(step: Any, phase: Any = WorkerPhase.TRAINING, restarts: Any = ()) -> Any:
+    seen = running(
+        4,
+        status={
+            "membership": MembershipStatus(generation=2, size=4, data_parallel=4),
+            "history": (OPEN,),
+            "start_time": rfc3339(NOW - 100),
+            "goodput": GoodputStatus(wall_seconds=92.0, productive_seconds=92.0, accounted_until=NOW - 8),
+        },
+    )
+    agents = {
+        f"uid-{at}": agent(
+            at, phase, generation=2, restarts=restarts, progress=Progress(step=step, updated=NOW - 1, durable_step=10)
+        )
+        for at in range(4)
+    }
+    return replace(seen, membership=membership(0, 1, 2, 3, generation=2), published=2, agents=agents)
+
+
+def test_an_interruption_ends_at_the_first_step_that_had_not_been_made_before() -> None:
+    for step, phase, over in (
+        (20, WorkerPhase.TRAINING, False),
+        (21, WorkerPhase.LOADING, False),
+        (21, WorkerPhase.TRAINING, True),
+    ):
+        result = planned(second_generation(step, phase))
+        assert (result.status.history[-1].recovered_seconds is not None) is over
+        assert (result.status.phase is Phase.RUNNING) is over
+    assert result.status.history[-1].recovered_seconds == pytest.approx(7.0)
+    assert result.status.goodput.lost_seconds == {"NodeLost": 7.0}
+    assert result.status.goodput.wall_seconds == pytest.approx(100.0)
+    assert result.status.goodput.ratio == pytest.approx(0.93)
+
+
+def test_the_agents_record_tells_from_which_step_training_went_on() -> None:
+    record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=21, resume_step=19)
+    result = planned(second_generation(22, restarts=(record,)))
+    entry = result.status.history[-1]
+    assert entry.recovered_seconds == pytest.approx(6.0)
+    assert (entry.step_before, entry.resume_step, entry.steps_lost) == (21, 19, 2)
+    assert "Recovered" in {event.reason for event in result.events}
+
+
+def test_heartbeats_alone_tell_from_which_step_a_new_generation_went_on() -> None:
+    def told(step: int, resume_step: int) -> Interruption:
+        seen = second_generation(step)
+        progress = Progress(step=step, resume_step=resume_step, updated=NOW - 1)
+        agents = {
+            uid: replace(a, heartbeat=a.heartbeat.model_copy(update={"progress": progress}))
+            for uid, a in seen.agents.items()
+        }
+        return planned(replace(seen, agents=agents)).status.history[-1]
+
+    assert told(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
+    assert (told(23, 22).steps_lost, told(23, 22).resume_step) == (0, 22)
+    assert (told(21, 18).steps_lost, told(21, 18).resume_step) == (2, 18)
+
+
+def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> None:
+    stale = restart(1, Cause.PEER_LOST, generation=1)
+    assert planned(second_generation(21, restarts=(stale,))).status.history[-1].recovered_seconds is not None
+
+
+def test_a_resume_below_the_newest_committed_step_is_told() -> None:
+    record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=20, resume_step=5)
+    seen = second_generation(22, restarts=(record,))
+    seen = with_status(seen, checkpoint=seen.job.status.checkpoint.model_copy(update={"durable_step": 10}))
+    assert "CheckpointSkipped" in {event.reason for event in planned(seen).events}
+
+
+def test_an_interruption_is_told_once() -> None:
+    seen = without(running(4), 1)
+    first = planned(seen)
+    assert "Interrupted" in {event.reason for event in first.events}
+    assert "Interrupted" not in {event.reason for event in planned(with_status(seen, first.status)).events}
+
+
+def test_lost_time_is_not_productive_while_it_lasts() -> None:
+    result = planned(second_generation(20, WorkerPhase.JOINING))
+    assert result.status.goodput.productive_seconds == pytest.approx(92.0)
+    assert result.status.goodput.lost_seconds == {"NodeLost": 8.0}
+
+
+def test_the_history_keeps_the_last_ten() -> None:
+    old = tuple(OPEN.model_copy(update={"generation": at, "recovered_seconds": 1.0}) for at in range(-9, 1))
+    result = planned(with_status(without(running(4), 1), history=old))
+    assert len(result.status.history) == 10
+    assert result.status.history[-1].cause is Cause.POD_LOST
+
+
+def alerting(seen: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
+    progress = Progress(step=30, alerts=alerts, durable_step=10, updated=now)
+    return replace(seen, now=now, agents={**seen.agents, "uid-0": training(0, progress=progress)})
+
+
+def test_an_alert_of_the_trainer_becomes_an_event_at_once_and_only_once() -> None:
+    spike = Alert(kind="LossSpike", step=29, message="Step 29: the gradient norm is high")
+    seen = alerting(written(running(4)), spike)
+    result = planned(seen)
+    (event,) = [event for event in result.events if event.reason == "LossSpike"]
+    assert (event.type.value, event.note) == ("Warning", "Step 29: the gradient norm is high")
+    assert [(alert.kind, alert.step) for alert in result.status.alerts] == [("LossSpike", 29)]
+    resumed = spike.model_copy(update={"message": "Step 29 again, after a resume"})
+    later = alerting(written(seen), resumed, now=NOW + 60)
+    assert not [event for event in planned(later).events if event.reason == "LossSpike"]
+    silent = alerting(written(seen), now=NOW + 60)
+    assert planned(silent).status.alerts == result.status.alerts
+
+
+def test_a_later_alert_and_one_of_another_kind_are_told_and_unknown_ones_are_not() -> None:
+    first = Alert(kind="LossSpike", step=29, message="One")
+    seen = written(alerting(written(running(4)), first))
+    others = (
+        first.model_copy(update={"step": 70, "message": "Two"}),
+        Alert(kind="LossAlarm", step=71, message="Three"),
+        Alert(kind="OfANewerTrainer", step=1, message="Four"),
+        Alert(kind="StepSkipped", step=72, message="Five"),
+    )
+    result = planned(alerting(seen, *others, now=NOW + 60))
+    assert [event.note for event in result.events if event.reason in set(AlertKind)] == ["Two", "Three", "Five"]
+    assert len(result.status.alerts) == 3

@@ -1,0 +1,72 @@
+"""Ready, Stalled and Finished say what phase and conditions say, for tools that know neither."""
+
+from __future__ import annotations
+
+import pytest
+from plan_builders import NOW, job, observed, planned, running, training
+
+from trainium_contract.job import CheckpointStatus, ConditionStatus, ConditionType, Phase, TrainingJobStatus
+from trainium_operator.plan.model.conditions import find_condition, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.report.tool_conditions import tell_tools
+
+
+def told(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
+    kinds = (ConditionType.READY, ConditionType.STALLED, ConditionType.FINISHED)
+    found = [find_condition(status, kind) for kind in kinds]
+    return {each.type.value: (each.status.value, each.reason) for each in found if each is not None}
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.COMPLETED, Phase.FAILED)])
+def test_a_job_is_ready_only_while_it_trains(phase: Phase) -> None:
+    found = told(tell_tools(TrainingJobStatus(phase=phase), NOW))
+
+    assert (found["Ready"][0] == "True") is (phase is Phase.RUNNING)
+    assert found["Stalled"] == ("False", "Progressing")
+    assert found["Finished"] == ("False", "Progressing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ready", "stalled"), [(ConditionType.COMPLETE, "True", "False"), (ConditionType.FAILED, "False", "True")]
+)
+def test_both_ends_are_finished(kind: ConditionType, ready: str, stalled: str) -> None:
+    reason = Reason.COMPLETED if kind is ConditionType.COMPLETE else Reason.USER_ERROR
+    status = with_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
+
+    found = told(tell_tools(status, NOW))
+
+    assert found == {"Ready": (ready, reason), "Stalled": (stalled, reason), "Finished": ("True", reason)}
+
+
+def test_what_only_a_person_can_mend_is_stalled_and_not_what_time_mends() -> None:
+    def with_admission(reason: Reason) -> TrainingJobStatus:
+        return with_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
+
+    assert told(tell_tools(with_admission(Reason.GANG_API_MISSING), NOW))["Stalled"] == ("True", "GangApiMissing")
+    assert told(tell_tools(with_admission(Reason.WAITING_FOR_GANG), NOW))["Stalled"] == ("False", "Progressing")
+
+
+def test_the_first_status_of_a_job_says_that_it_is_not_ready() -> None:
+    result = planned(observed(job()))
+
+    ready = find_condition(result.status, ConditionType.READY)
+    assert ready is not None
+    assert ready.status is ConditionStatus.FALSE
+
+
+def test_a_job_that_trains_is_ready_and_nothing_more_is_written_of_it() -> None:
+    seen = running(2, agents={each: training(each) for each in range(2)})
+    first = planned(seen)
+
+    assert told(first.status)["Ready"] == ("True", "Training")
+    assert tell_tools(first.status, NOW + 100) == first.status
+
+
+def test_no_checkpoint_is_no_number_in_the_resource_and_is_read_back_as_none() -> None:
+    wire = CheckpointStatus(notice="x").to_wire()
+
+    assert "durableStep" not in wire
+    assert "memoryStep" not in wire
+    assert CheckpointStatus.model_validate(wire).durable_step == -1
+    assert CheckpointStatus.model_validate({"durableStep": -1}).durable_step == -1
+    assert CheckpointStatus(durable_step=0).to_wire()["durableStep"] == 0

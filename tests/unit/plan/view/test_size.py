@@ -1,0 +1,108 @@
+from typing import Any
+
+import pytest
+from plan_builders import job, observed, planned, running, spec
+
+from trainium_contract.job import ConditionType, Phase
+from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.size import decide_size
+
+EVEN: Any = {"elasticity": {"sizes": "Even"}}
+
+
+@pytest.mark.parametrize(
+    ("workers", "desired", "reserve", "reason"),
+    [
+        ({"replicas": 4}, 4, 0, Reason.AS_REQUESTED),
+        ({"replicas": 5}, 5, 0, Reason.AS_REQUESTED),
+        ({"replicas": 7}, 6, 1, Reason.NODES_IN_RESERVE),
+        ({"replicas": 11, "minReplicas": 9}, 9, 2, Reason.NODES_IN_RESERVE),
+        ({"replicas": 23}, 12, 11, Reason.NODES_IN_RESERVE),
+        ({"replicas": 40}, 24, 16, Reason.NODES_IN_RESERVE),
+        ({"replicas": 20, "maxReplicas": 11}, 8, 3, Reason.FLOORED),
+    ],
+)
+def test_of_the_nodes_that_are_requested_those_train_that_save_a_pass(
+    workers: Any, desired: int, reserve: int, reason: Reason
+) -> None:
+    decision = decide_size(spec(workers=workers))
+    assert (decision.desired, decision.reserve, decision.reason) == (desired, reserve, reason)
+    assert decision.legal_at_most(decision.desired) == desired
+
+
+def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole_ones() -> None:
+    decision = decide_size(spec(workers={"replicas": 5}, parallelism={"tensor": 2}))
+    assert (decision.desired, decision.reserve, decision.reason) == (4, 0, Reason.FLOORED)
+    assert decision.message.startswith("5 nodes were requested; 4 is the largest legal size. A size is legal when")
+
+
+def test_nodes_in_reserve_are_told_in_the_status_and_in_an_event_and_get_pods() -> None:
+    result = planned(observed(job(spec(workers={"replicas": 7}))))
+    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert condition is not None
+    assert is_true(result.status, ConditionType.SIZE_LEGAL)
+    assert condition.message == (
+        "7 nodes were requested; 6 of them train: 4 passes a step, 100% of their rows filled. 1 in reserve: more would "
+        "save no pass."
+    )
+    assert [event.reason for event in result.events] == ["NodesInReserve"]
+    assert (result.status.desired, result.status.next_pod_ordinal) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("workers", "desired", "floor", "reason"),
+    [
+        ({"replicas": 4}, 4, 4, Reason.AS_REQUESTED),
+        ({"replicas": 5}, 4, 4, Reason.FLOORED),
+        ({"replicas": 4, "minReplicas": 2}, 4, 2, Reason.AS_REQUESTED),
+        ({"replicas": 8, "maxReplicas": 7, "minReplicas": 1}, 6, 1, Reason.FLOORED),
+        ({"replicas": 5, "minReplicas": 5}, 0, 0, Reason.NO_LEGAL_SIZE),
+        ({"replicas": 24}, 24, 24, Reason.AS_REQUESTED),
+        ({"replicas": 25}, 24, 24, Reason.FLOORED),
+    ],
+)
+def test_a_requested_size_is_floored_to_an_even_one_within_the_bounds_where_only_those_are_wanted(
+    workers: Any, desired: Any, floor: Any, reason: Any
+) -> None:
+    decision = decide_size(spec(workers=workers, **EVEN))
+    assert decision.reserve == 0
+    assert (decision.desired, decision.floor, decision.reason) == (desired, floor, reason)
+
+
+def test_a_floored_size_says_why_in_the_status_and_in_an_event() -> None:
+    result = planned(observed(job(spec(workers={"replicas": 5}, **EVEN))))
+    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert condition is not None
+    assert condition.reason == "FlooredToLegalSize"
+    assert condition.message.startswith("5 nodes were requested; 4 is the largest legal size.")
+    assert result.status.desired == 4
+    assert [event.reason for event in result.events] == ["FlooredToLegalSize"]
+
+
+def test_a_job_without_any_legal_size_fails_with_a_sentence_that_says_what_to_change() -> None:
+    result = planned(observed(job(spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN))))
+    assert result.status.phase is Phase.FAILED
+    assert "No size from 5 to 5 nodes is legal" in result.status.verdict
+    assert "Change spec.workers.replicas" in result.status.verdict
+    assert result.actions == ()
+
+
+def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size() -> None:
+    result = planned(running(4, job_spec=spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN)))
+    assert result.status.desired == 4
+    assert result.status.phase is Phase.RUNNING
+    assert not is_true(result.status, ConditionType.SIZE_LEGAL)
+
+
+def test_a_configuration_that_contradicts_itself_fails_with_a_sentence_instead_of_an_exception() -> None:
+    result = planned(observed_invalid())
+    assert result.status.phase is Phase.FAILED
+    assert "warmupSteps" in result.status.verdict
+
+
+def observed_invalid() -> Any:
+    from dataclasses import replace
+
+    broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
+    return replace(observed(job()), job=job(broken))

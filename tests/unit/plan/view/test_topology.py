@@ -1,0 +1,167 @@
+"""Ranks by network distance, and pods drawn to each other."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_builders import NOW, SETTINGS, agent, job, membership, observed, pod, published, ranks, running, spec
+
+from trainium_contract.job import TrainingJobStatus
+from trainium_operator.plan.membership.ranks import Surroundings, assign_ranks, first_order
+from trainium_operator.plan.model.actions import CreatePod
+from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.observed import NodeView, Observed
+from trainium_operator.plan.plan import plan
+from trainium_operator.plan.view.topology import nearest_first, place_of
+from trainium_operator.plan.view.workers import workers_of
+
+
+def labelled(name: str, *layers: str, zone: str = "") -> NodeView:
+    labels = {**dict(zip(LAYERS, layers, strict=False)), "kubernetes.io/hostname": name}
+    return NodeView(name=name, labels=labels | ({"topology.kubernetes.io/zone": zone} if zone else {}))
+
+
+def racks(count: int, per_rack: int, *, shuffle: int = 0) -> dict[str, NodeView]:
+    """Nodes `node-0` ... spread over racks below two spines; which is where depends on `shuffle`."""
+    order = list(range(count))
+    random.Random(shuffle).shuffle(order)
+    places = {node: at // per_rack for at, node in enumerate(order)}
+    return {f"node-{at}": labelled(f"node-{at}", f"s{places[at] % 2}", "a", f"r{places[at]}") for at in range(count)}
+
+
+def warm(seen: Observed) -> Any:
+    return tuple(workers_of(seen, SETTINGS).values())
+
+
+def starting(count: int, nodes: dict[str, NodeView], **workers: Any) -> Observed:
+    view = job(spec(workers={"replicas": 4, **workers}), TrainingJobStatus(next_pod_ordinal=count))
+    pods = tuple(pod(at) for at in range(count))
+    return observed(view, pods, {at: agent(at) for at in range(count)}, nodes=nodes)
+
+
+@given(st.integers(0, 1000))
+def test_the_ranks_of_a_domain_are_contiguous_at_every_layer(shuffle: int) -> None:
+    nodes = racks(24, 4, shuffle=shuffle)
+    ordered = first_order(warm(starting(24, nodes)), 24, Surroundings(nodes))
+    places = [place_of(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
+    for depth in range(1, 4):
+        domains = [domain for domain, _ in groupby(places, key=lambda place, depth=depth: place[:depth])]
+        assert len(domains) == len(set(domains)), f"a domain of layer {depth} is torn apart"
+
+
+def test_workers_in_crowded_domains_are_chosen_and_the_scattered_one_is_the_spare() -> None:
+    nodes = {
+        "node-0": labelled("node-0", "s", "a", "r1"),
+        **{f"node-{at}": labelled(f"node-{at}", "s", "a", "r2") for at in range(1, 5)},
+    }
+    result = plan(starting(5, nodes, spares=1), SETTINGS)
+    assert ranks(published(result)) == ["demo-w-1", "demo-w-2", "demo-w-3", "demo-w-4"]
+
+
+def test_without_labels_the_oldest_workers_start_in_the_order_of_their_nodes() -> None:
+    nodes = {f"node-{at}": NodeView(name=f"node-{at}") for at in range(5)}
+    assert ranks(published(plan(starting(5, nodes, spares=1), SETTINGS))) == [f"demo-w-{at}" for at in range(4)]
+
+
+def test_the_newcomer_nearest_to_the_lost_rank_s_neighbours_takes_it() -> None:
+    nodes = {
+        **{f"node-{at}": labelled(f"node-{at}", "s", "a", f"r{at // 2}") for at in range(4)},
+        "node-4": labelled("node-4", "s", "a", "r0"),
+        "node-5": labelled("node-5", "s", "a", "r1"),
+    }
+    seen = running(4, spares=2, nodes=nodes)
+    seen = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 3))
+    assert ranks(published(plan(seen, SETTINGS))) == ["demo-w-0", "demo-w-1", "demo-w-2", "demo-w-5"]
+
+
+def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left() -> None:
+    nodes = {
+        **{f"node-{at}": labelled(f"node-{at}", "s", "a", "r0") for at in range(5)},
+        "node-5": labelled("node-5", "s", "a", "r9"),
+    }
+    workers = warm(starting(6, nodes))[4:]
+    members = membership(0, 1, 2, 3).members[:3]
+    doubtful = Surroundings(nodes, frozenset({"uid-4"}))
+    assert assign_ranks(members, workers, 4, Surroundings(nodes))[3].pod_uid == "uid-4"
+    assert assign_ranks(members, workers, 4, doubtful)[3].pod_uid == "uid-5"
+    assert [each.pod_uid for each in assign_ranks(members, workers, 5, doubtful)[3:]] == ["uid-5", "uid-4"]
+
+
+@given(st.sets(st.integers(0, 11), max_size=6), st.integers(0, 50))
+def test_survivors_keep_their_ranks_whatever_the_places(lost: set[int], shuffle: int) -> None:
+    nodes = racks(20, 4, shuffle=shuffle)
+    before = membership(*range(12)).members
+    survivors = [member for member in before if member.node_rank not in lost]
+    after = assign_ranks(survivors, warm(starting(20, nodes))[12:], 12, Surroundings(nodes))
+    assert [member.node_rank for member in after] == list(range(12))
+    assert {(member.pod_uid, member.node_rank) for member in survivors} <= {
+        (member.pod_uid, member.node_rank) for member in after
+    }
+    assert len({member.pod_uid for member in after}) == 12
+
+
+def test_five_thousand_nodes_are_ordered_without_ado() -> None:
+    nodes = racks(5000, 16)
+    workers = warm(starting(5000, nodes))
+    around = Surroundings(nodes)
+    began = time.process_time()
+    first_order(workers, 4990, around)
+    members = membership(*range(2500)).members
+    assign_ranks(members, workers[2500:], 5000, around)
+    assert time.process_time() - began < 5.0, "a quadratic search would take minutes"
+
+
+def affinity(topology: str, layers: frozenset[str] = frozenset(LAYERS[:3]), **changes: Any) -> Any:
+    view = job(spec(scheduling={"topology": topology}, **changes))
+    result = plan(observed(view), replace(SETTINGS, topology_layers=layers))
+    made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
+    return made["spec"].get("affinity", {}).get("podAffinity")
+
+
+def test_pods_prefer_each_other_s_domains_the_nearest_most() -> None:
+    terms = affinity("Preferred")["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == list(LAYERS[:3])
+    assert [term["weight"] for term in terms] == sorted(term["weight"] for term in terms)
+    selector = {"trainium.dev/job-name": "demo", "trainium.dev/role": "worker"}
+    assert terms[0]["podAffinityTerm"]["labelSelector"] == {"matchLabels": selector}
+
+
+def test_required_means_one_domain_of_the_widest_layer() -> None:
+    found = affinity("Required")
+    required = found["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert [term["topologyKey"] for term in required] == [LAYERS[0]]
+    preferred = found["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert [term["podAffinityTerm"]["topologyKey"] for term in preferred] == list(LAYERS[1:3])
+
+
+@pytest.mark.parametrize(("topology", "layers"), [("Ignored", frozenset(LAYERS)), ("Preferred", frozenset())])
+def test_where_no_node_carries_labels_or_nobody_wants_it_there_is_no_affinity(
+    topology: str, layers: frozenset[str]
+) -> None:
+    assert affinity(topology, layers) is None
+
+
+def test_the_user_s_own_affinity_stays() -> None:
+    own = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": {"topologyKey": "x"}}]}
+    workers = {"template": {"spec": {"affinity": {"podAffinity": own}}}}
+    terms = affinity("Preferred", frozenset(LAYERS[:1]), workers=workers)
+    keys = [term["podAffinityTerm"]["topologyKey"] for term in terms["preferredDuringSchedulingIgnoredDuringExecution"]]
+    assert keys == ["x", LAYERS[0]]
+
+
+def test_the_priority_class_reaches_the_pods() -> None:
+    view = job(spec(scheduling={"priorityClassName": "research"}), created=NOW)
+    made = next(a.manifest for a in plan(observed(view), SETTINGS).actions if isinstance(a, CreatePod))
+    assert made["spec"]["priorityClassName"] == "research"
+
+
+def test_places_that_share_only_missing_labels_are_not_near() -> None:
+    nodes = {"node-0": labelled("node-0"), "node-1": labelled("node-1"), "node-2": labelled("node-2", zone="a")}
+    assert [each.pod.node for each in nearest_first(warm(starting(3, nodes)), nodes)] == ["node-0", "node-1", "node-2"]

@@ -1,0 +1,46 @@
+"""Small simulated jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.job import TrainingJobSpec
+from trainium_operator.simulate.stages import StageTimes
+from trainium_operator.simulate.virtual.failures import FailureModel, FaultClass, Mix
+from trainium_operator.simulate.virtual.schedule import Fault
+from trainium_operator.simulate.virtual.world import Setting, World
+
+if TYPE_CHECKING:
+    from trainium_operator.simulate.virtual.outcome import Outcome, Recovery
+
+HOUR = 3600.0
+DAY = 24 * HOUR
+
+
+def spec(nodes: int = 4, spares: int = 1, **changes: Any) -> TrainingJobSpec:
+    """A CPU job whose every size down to 1 is legal with a batch of 24."""
+    workers = {"replicas": nodes, "spares": spares, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
+    trainer = {"batch": {"globalSize": 24}, "steps": 10_000_000, **changes.pop("trainer", {})}
+    return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
+
+
+def fault(at: float, kind: FaultClass, slot: int = 0, **changes: Any) -> Fault:
+    return Fault(at=at, kind=kind, slot=slot, **{"lasts": HOUR, "same_machine": False, **changes})
+
+
+def world(job: TrainingJobSpec | None = None, *, days: float = 1.0, **stages: float) -> World:
+    setting = Setting(spec=job or spec(), stages=StageTimes(**stages), model=FailureModel(), days=days)
+    return World(setting)
+
+
+def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, **stages: float) -> Outcome:
+    return world(job, days=days, **stages).live(faults)
+
+
+def only(outcome: Outcome) -> Recovery:
+    """The one recovery of a run."""
+    assert len(outcome.recoveries) == 1, outcome.recoveries
+    return outcome.recoveries[0]
+
+
+__all__ = ["DAY", "HOUR", "FaultClass", "Mix", "fault", "live", "only", "spec", "world"]

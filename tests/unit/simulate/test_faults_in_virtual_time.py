@@ -1,0 +1,172 @@
+"""Each class of fault, played once against the operator's own plan."""
+
+from __future__ import annotations
+
+import pytest
+from simulate_builders import DAY, HOUR, FaultClass, fault, live, only, spec, world
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import Rung
+
+
+def test_an_undisturbed_job_loses_its_start_alone() -> None:
+    outcome = live()
+
+    assert outcome.recoveries == ()
+    assert outcome.strict > 0.9999
+    assert outcome.work == pytest.approx(1.0, abs=0.0005)
+    assert outcome.sizes[4] == pytest.approx(DAY, rel=0.001)
+    assert set(outcome.lost_by_cause) <= {"Startup", "Overhead"}
+
+
+def test_a_crash_is_answered_in_place_within_a_step_and_the_stages_of_a_start() -> None:
+    outcome = live(fault(HOUR, FaultClass.PROCESS_CRASH), restart_seconds=3.0, load_memory_seconds=4.0)
+
+    recovery = only(outcome)
+    assert (recovery.cause, recovery.rung) == (Cause.CRASH, Rung.IN_PLACE)
+    assert recovery.stages["Restart"] == pytest.approx(3.0, abs=0.1)
+    assert recovery.stages["Load"] == pytest.approx(4.05, abs=0.1)
+    assert recovery.seconds == pytest.approx(2.0 + 3.0 + 4.1, abs=0.2)
+
+
+def test_a_hang_lasts_as_long_as_the_job_lets_it() -> None:
+    limit = {"recovery": {"hang": {"stepFloorSeconds": 60}}}
+    outcome = live(fault(HOUR, FaultClass.HANG), job=spec(**limit))
+
+    recovery = only(outcome)
+    assert recovery.cause == Cause.HANG
+    assert recovery.stages["Detect"] == pytest.approx(60.0, abs=0.5)
+
+
+def test_a_lost_node_is_replaced_by_the_spare() -> None:
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST))
+
+    recovery = only(outcome)
+    assert (recovery.cause, recovery.rung) == (Cause.NODE_LOST, Rung.SPARE)
+    assert recovery.stages["Detect"] < 10
+    assert set(outcome.sizes) == {4}
+
+
+def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=spec(spares=0))
+
+    recovery = only(outcome)
+    assert recovery.rung == Rung.REPLACE
+    assert recovery.seconds == pytest.approx(2 * HOUR, rel=0.02)
+    assert outcome.work == pytest.approx(22 / 24, abs=0.002)
+
+
+def test_without_a_spare_an_elastic_job_trains_on_fewer_nodes_and_grows_back() -> None:
+    elastic = spec(spares=0, workers={"minReplicas": 1}, recovery={"rescaleAfterSeconds": 60})
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=elastic)
+
+    assert [each.rung for each in outcome.recoveries] == [Rung.SHRINK, Rung.GROW]
+    assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
+    # 24 samples in 8 passes of 3 where 4 nodes make 6: three quarters of the speed; strict goodput does not show it.
+    assert outcome.work == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
+    assert outcome.strict == pytest.approx(1 - 60 / DAY, abs=0.001)
+
+
+def test_a_broken_device_moves_the_rank_and_its_machine_is_kept_away_from() -> None:
+    played = world()
+    outcome = played.live([fault(HOUR, FaultClass.DEVICE_ERROR, lasts=20 * HOUR)])
+
+    recovery = only(outcome)
+    assert (recovery.cause, recovery.rung) == (Cause.DEVICE, Rung.SPARE)
+    members = {member.node_name for member in played.operator.membership.members}
+    assert members == {"node-1", "node-2", "node-3", "node-4"}
+
+
+def test_a_notice_costs_no_step() -> None:
+    outcome = live(fault(HOUR, FaultClass.MAINTENANCE))
+
+    recovery = only(outcome)
+    assert (recovery.cause, recovery.steps_lost) == (Cause.PREEMPTED, 0)
+    assert recovery.seconds < 10
+
+
+def test_a_straggler_hands_its_rank_to_a_spare() -> None:
+    outcome = live(fault(HOUR, FaultClass.STRAGGLER, lasts=10 * HOUR))
+
+    assert only(outcome).cause == Cause.STRAGGLER
+    assert outcome.lost_by_cause["Overhead"] < 300
+
+
+def test_a_straggler_that_nobody_can_replace_slows_all_of_them() -> None:
+    outcome = live(fault(HOUR, FaultClass.STRAGGLER, lasts=10 * HOUR), job=spec(spares=0))
+
+    assert outcome.recoveries == ()
+    # 10 hours at 1.3 times the step are 7.7 hours' work.
+    assert outcome.work == pytest.approx(1 - (10 - 10 / 1.3) / 24, abs=0.003)
+
+
+def test_a_rack_that_is_lost_is_one_interruption() -> None:
+    outcome = live(fault(HOUR, FaultClass.RACK, same_machine=True), job=spec(nodes=8, spares=4))
+
+    recovery = only(outcome)
+    assert recovery.cause == Cause.NODE_LOST
+
+
+def test_while_the_api_server_is_away_training_goes_on_and_crashes_are_mended() -> None:
+    outcome = live(
+        fault(HOUR, FaultClass.API_OUTAGE, slot=-1, lasts=1800.0),
+        fault(HOUR + 600, FaultClass.PROCESS_CRASH),
+    )
+
+    assert outcome.work > 0.9995
+    assert [each.cause for each in outcome.recoveries] == [Cause.CRASH]
+
+
+def test_a_node_lost_while_the_api_server_is_away_waits_for_the_operator() -> None:
+    outcome = live(
+        fault(HOUR, FaultClass.API_OUTAGE, slot=-1, lasts=1800.0),
+        fault(HOUR + 600, FaultClass.NODE_LOST),
+    )
+
+    assert outcome.work == pytest.approx(1 - 1200 / DAY, abs=0.002)
+
+
+def test_a_loss_that_is_not_finite_is_borne_by_a_job_that_tolerates_it() -> None:
+    tolerant = spec(trainer={"batch": {"globalSize": 24}, "nonFiniteTolerance": 3, "steps": 10_000_000})
+
+    assert live(fault(HOUR, FaultClass.CORRUPTION), job=tolerant).recoveries == ()
+
+
+def test_a_loss_that_is_not_finite_else_ends_the_job_until_a_person_creates_it_again() -> None:
+    outcome = live(fault(12 * HOUR, FaultClass.CORRUPTION))
+
+    assert outcome.verdicts == 1
+    assert outcome.person_seconds == pytest.approx(HOUR, rel=0.01)
+    # The durable checkpoint of up to five minutes before is what is left.
+    assert outcome.work == pytest.approx(1 - (HOUR + 150) / DAY, abs=0.003)
+    assert outcome.lost_by_cause["Person"] == pytest.approx(HOUR, rel=0.01)
+
+
+def test_a_lost_node_of_a_divided_state_without_copies_costs_the_steps_since_the_newest_commit() -> None:
+    divided = {"trainer": {"batch": {"globalSize": 24}, "dataParallel": "FullySharded", "steps": 10_000_000}}
+    alone = spec(**divided, checkpoint={"memory": {"buddies": 0}, "durable": {"everySeconds": 600}})
+    copied = spec(**divided, checkpoint={"durable": {"everySeconds": 600}})
+
+    assert only(live(fault(HOUR + 500, FaultClass.NODE_LOST), job=alone)).steps_lost > 50
+    assert only(live(fault(HOUR + 500, FaultClass.NODE_LOST), job=copied)).steps_lost <= 1
+
+
+def test_a_second_crash_while_the_first_is_mended_only_begins_the_restart_anew() -> None:
+    outcome = live(
+        fault(HOUR, FaultClass.PROCESS_CRASH),
+        fault(HOUR + 3, FaultClass.PROCESS_CRASH, slot=1),
+        restart_seconds=5.0,
+    )
+
+    assert all(each.seconds is not None for each in outcome.recoveries)
+    assert outcome.work > 0.9995
+
+
+def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
+    elastic = spec(spares=0, workers={"minReplicas": 1}, recovery={"rescaleAfterSeconds": 60})
+    losses = [fault(HOUR, FaultClass.NODE_LOST, lasts=HOUR), fault(5 * HOUR, FaultClass.NODE_LOST, lasts=HOUR)]
+    outcome = live(*losses, job=elastic, compile_seconds=900.0)
+
+    shrinks = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    assert shrinks[0] == pytest.approx(900 + 70, rel=0.05)
+    assert shrinks[1] < 100

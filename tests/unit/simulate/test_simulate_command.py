@@ -1,0 +1,217 @@
+"""The command line: what it refuses, each with a sentence and code 64, and what it tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_operator.simulate.command import main, parse_counts, parse_rates
+from trainium_operator.simulate.errors import InputError
+from trainium_operator.simulate.job import make_spec, read_job
+from trainium_operator.simulate.stages import StageTimes, learn_stages, read_stages
+
+JOB = {
+    "apiVersion": "trainium.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "small"},
+    "spec": {
+        "workers": {"replicas": 4, "spares": 1, "accelerator": {"device": "cpu"}},
+        "parallelism": {"tensor": 2},
+        "trainer": {"batch": {"globalSize": 24}},
+    },
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    return path
+
+
+def written(tmp_path: Path, name: str, text: str) -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == ExitCode.USER_ERROR
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert "Traceback" not in out.err
+    return out.err
+
+
+def test_json_tells_every_case_and_the_same_seeds_give_the_same_answer(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(job), "--spares", "0..1", "--failures-per-1000-node-days", "100", "--days", "2", "--seeds", "2"]
+    assert main([*given, "-o", "json", "--goal", "0.5"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main([*given, "-o", "json", "--goal", "0.5"]) == 0
+    assert json.loads(capsys.readouterr().out) == first
+
+    assert [each["spares"] for each in first["results"]] == [0, 1]
+    for each in first["results"]:
+        assert 0 < each["work"]["mean"] <= 1
+        assert each["mix"] == "AllCauses"
+        assert each["goal"] == {"strict": 0.5, "reached": True}
+    assert first["results"][0]["sparesBring"] is None
+    assert first["results"][1]["sparesBring"]["holdNodeHours"] == 720
+
+
+def test_a_table_tells_what_a_spare_buys_and_which_stage_to_shorten(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(tmp_path, "trace.csv", "seconds,class,node,lasts\n3600,NodeLost,1,7200\n")
+    assert main([str(job), "--spares", "0,1", "--trace", trace, "--days", "1", "--goal", "0.999"]) == 0
+    told = capsys.readouterr().out
+
+    assert "What a spare buys" in told
+    assert "missed; most is lost in Decide" in told
+    assert "NodeLost" in told
+    assert "reached." in told
+
+
+def test_a_field_of_the_job_can_be_varied(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(job), "--failures-per-1000-node-days", "0", "--days", "0.1", "--seeds", "1", "-o", "json"]
+    assert main([*given, "--vary", "recovery.rescaleAfterSeconds=60,600"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [each["variation"] for each in results] == [
+        "recovery.rescaleAfterSeconds=60",
+        "recovery.rescaleAfterSeconds=600",
+    ]
+
+
+def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    given = [str(job), "--failures-per-1000-node-days", "50", "--days", "1", "--seeds", "2", "--spares", "0,1"]
+    assert main([*given, "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--failures-per-1000-node-days", "4,-1"), "must be from 0 to 100,000"),
+        (("--failures-per-1000-node-days", "often"), "must be numbers such as 4,22"),
+        (("--spares", "4..0"), "a range must rise"),
+        (("--spares", "two"), "must be like 2, 0,2,4 or 0..4"),
+        (("--days", "0"), "--days must be above 0"),
+        (("--seeds", "0"), "--seeds must be from 1"),
+        (("--goal", "99.9"), "--goal must be between 0 and 1"),
+        (("-o", "yaml"), "--output must be table or json"),
+        (("--nodes", "5"), "cannot train on 5 nodes"),
+        (("--vary", "recovery"), "must be FIELD=VALUE,VALUE"),
+        (("--vary", "recovery.rescaleAfter=1"), "recovery.rescaleAfter"),
+        (("--spares", "0..64", "--failures-per-1000-node-days", "1,2,3,4"), "cases, more than"),
+        (("--colour", "red"), "No such option"),
+        (("--trace", "nowhere.csv"), "nowhere.csv cannot be read"),
+    ],
+)
+def test_an_option_of_no_use_is_refused(
+    job: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in refused(capsys, str(job), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("seconds,class,node\n1,Fire,0\n", "line 2: unknown class 'Fire'; known are ProcessCrash"),
+        ("seconds,class,node\n5,Hang,0\n1,Hang,0\n", "line 3: second 1 comes after second 5; sort the trace"),
+        ("seconds,class,node\n-5,Hang,0\n", "line 2: seconds must be 0 or more"),
+        ("seconds,class,node\nnan,Hang,0\n", "line 2: seconds must be 0 or more"),
+        ("seconds,class,node\nsoon,Hang,0\n", "line 2: seconds must be a number, not 'soon'"),
+        ("seconds,class,node\n5,Hang,9\n", "node 9 is none of the 5 nodes"),
+        ("when,what\n5,Hang\n", "must name the columns seconds, class, node"),
+        ("seconds,class,node,why\n5,Hang,0,x\n", "unknown column 'why'"),
+        ("seconds,class,node,lasts\n5,NodeLost,0,-1\n", "lasts must be 0 or more"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, told: str
+) -> None:
+    assert told in refused(capsys, str(job), "--trace", written(tmp_path, "trace.csv", rows))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("kind: Job\nspec: {}\n", "is no TrainingJob"),
+        ("kind: TrainingJob\n", "has no spec"),
+        ("kind: [", "is not YAML"),
+        ("kind: TrainingJob\nspec: {workers: {replicas: 0}}\n", "spec: workers.replicas"),
+        ("kind: TrainingJob\nspec: {wrokers: {}}\n", "spec: wrokers"),
+    ],
+)
+def test_a_job_that_does_not_validate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    assert told in refused(capsys, written(tmp_path, "job.yaml", text))
+
+
+def test_stages_and_models_are_read_from_files_and_mistakes_in_them_refused(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = written(tmp_path, "stages.yaml", "restartSeconds: 7\nstepSeconds: 3\n")
+    assert read_stages(Path(good), StageTimes()).restart_seconds == 7
+    assert StageTimes().step_seconds != 3
+
+    bad = written(tmp_path, "bad.yaml", "restartSecond: 7\n")
+    assert "Known are compileSeconds" in refused(capsys, str(job), "--stages", bad)
+    negative = written(tmp_path, "negative.yaml", "restartSeconds: -7\n")
+    assert "restartSeconds" in refused(capsys, str(job), "--stages", negative)
+    model = written(tmp_path, "model.yaml", "lemonShare: 2\n")
+    assert "lemonShare" in refused(capsys, str(job), "--model", model)
+
+
+def test_stages_are_learnt_from_the_ledger_of_a_job(tmp_path: Path) -> None:
+    entry = {
+        "generation": 1,
+        "time": "2026-01-01T00:00:00Z",
+        "cause": "Crash",
+        "rung": "InPlace",
+        "detectedSeconds": 0.5,
+        "recoveredSeconds": 21.0,
+    }
+    history = [
+        {**entry, "attempt": number, "stages": {"detect": 0.5, "restart": restart, "load": 9.0, "replay": 1.0}}
+        for number, restart in enumerate((4.0, 5.0, 60.0))
+    ]
+    status = {"history": history, "goodput": {"sizes": [{"size": 4, "steps": 10, "stepSeconds": 2.5}]}}
+    path = Path(written(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status})))
+
+    learnt = learn_stages(path, StageTimes())
+
+    assert (learnt.step_seconds, learnt.restart_seconds, learnt.load_memory_seconds) == (2.5, 5.0, 9.0)
+    assert learnt.pod_seconds == StageTimes().pod_seconds
+
+
+def test_a_job_without_a_status_teaches_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has no status to learn from" in refused(capsys, str(job), "--learn-from", str(job))
+
+
+def test_counts_and_rates_are_read_as_people_write_them() -> None:
+    assert parse_counts("0..3") == (0, 1, 2, 3)
+    assert parse_counts("2, 0,2") == (2, 0)
+    assert parse_rates("4,22") == (4.0, 22.0)
+    with pytest.raises(InputError):
+        parse_rates("1e9")
+
+
+def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "--spares" in capsys.readouterr().out
+
+
+def test_a_job_does_not_come_to_its_end_while_it_is_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("kind: TrainingJob\nspec: {trainer: {steps: 5, epochs: 2}}\n")
+    trainer = make_spec(path, read_job(path), nodes=None, spares=None, changes={}).trainer
+    assert (trainer.steps, trainer.epochs) == (2**31 - 1, 0.0), "near its end a job would not grow back"

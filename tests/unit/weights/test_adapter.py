@@ -1,0 +1,228 @@
+"""Adapters that peft saved are read as they are; what would mean something else here is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainium_contract.trainer_tuning import TuningConfig
+from trainium_trainer.exits import UserError
+from trainium_trainer.tuning.choice import choose
+from trainium_trainer.weights import shape_of
+from trainium_trainer.weights.adapter import AdapterWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# Of one library about another.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save(folder: Path, save_base: Callable[..., Any], *, base: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """An adapter of random numbers, saved by peft beside its base."""
+    from peft import LoraConfig, get_peft_model
+
+    given = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | fields
+    model = get_peft_model(save_base(folder / "base", **base or {}), LoraConfig(**given))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+def tuning(**lora: Any) -> TuningConfig:
+    given = {"rank": 4, "alpha": 12, "targets": ["q_proj", "v_proj"]} | lora
+    trainable = given.pop("trainable", None)
+    return TuningConfig.model_validate({"method": "LoRA", "lora": given, "trainable": trainable})
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def refusal(folder: Path, name: str = "adapter") -> str:
+    with pytest.raises(UserError) as caught:
+        AdapterWeights.open(str(folder / name))
+    sentence = str(caught.value)
+    assert sentence.startswith(f"tuning.lora.adapter {folder / name}: ")
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], ["lm_head", "k_proj"]], ids=str)
+@pytest.mark.parametrize("stabilized", [False, True])
+@pytest.mark.filterwarnings("ignore:.*embedding.*")
+def test_what_peft_saves_is_read_under_the_names_of_our_parameters(
+    tmp_path: Path, save_base: Callable[..., Any], targets: list[str], *, stabilized: bool
+) -> None:
+    model = save(
+        tmp_path, save_base, target_modules=targets, use_rslora=stabilized, base={"tie_word_embeddings": False}
+    )
+    adapter = AdapterWeights.open(str(tmp_path / "adapter"))
+    assert (adapter.rank, adapter.alpha, adapter.rank_stabilized) == (4, 12, stabilized)
+    shape = shape_of(str(tmp_path / "base"))
+    settings = tuning(targets=targets, rankStabilized=stabilized)
+    chosen = choose(shape, settings)
+    if "lm_head" not in targets:  # of a target in the head peft saves the frozen weight too
+        assert set(adapter.names) == set(chosen.sizes)
+        adapter.check(settings, shape)
+    saved = {name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name}
+    assert saved.keys() == {f"base_model.model.{name}" for name in chosen.sizes}
+    for name, size in chosen.sizes.items():
+        assert tuple(adapter.size(name)) == size
+        assert torch.equal(adapter.read(name), saved[f"base_model.model.{name}"])
+        corner = torch.empty(2, 3)
+        adapter.fill(name, (1, 1), corner)
+        assert torch.equal(corner, saved[f"base_model.model.{name}"][1:3, 1:4])
+    layer = model.get_submodule(f"base_model.model.{chosen.adapters[0]}")
+    assert adapter.scale == layer.scaling["default"]
+
+
+def test_modules_that_peft_saves_whole_are_read_under_their_own_names(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    save(tmp_path, save_base, modules_to_save=["lm_head", "embed_tokens"], base={"tie_word_embeddings": False})
+    adapter = AdapterWeights.open(str(tmp_path / "adapter"))
+    assert set(adapter.whole) == {"lm_head.weight", "model.embed_tokens.weight"}
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert torch.equal(adapter.read("lm_head.weight"), base["lm_head.weight"])
+    shape = shape_of(str(tmp_path / "base"))
+    with pytest.raises(
+        UserError, match=r"would not be used: add model\.embed_tokens, lm_head to tuning\.trainable|add"
+    ):
+        adapter.check(tuning(), shape)
+    adapter.check(tuning(trainable=["lm_head", "embed_tokens"]), shape)
+
+
+def test_the_digest_is_of_the_numbers(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+    save(tmp_path, save_base)
+    first = AdapterWeights.open(str(tmp_path / "adapter")).digest
+    assert first == AdapterWeights.open(str(tmp_path / "adapter")).digest
+    tensors = load_file(tmp_path / "adapter" / TENSORS)
+    next(iter(tensors.values()))[0, 0] += 1
+    save_file(tensors, tmp_path / "adapter" / TENSORS)
+    assert AdapterWeights.open(str(tmp_path / "adapter")).digest != first
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"use_dora": True}, "is DoRA"),
+        ({"bias": "lora_only"}, "trains biases"),
+        ({"rank_pattern": {"v_proj": 8}}, "has several ranks"),
+        ({"alpha_pattern": {"v_proj": 8}}, "has several alphas"),
+        ({"init_lora_weights": "pissa_niter_4"}, "was begun with pissa_niter_4"),
+    ],
+    ids=["dora", "bias", "ranks", "alphas", "pissa"],
+)
+def test_adapters_of_other_arithmetic_are_refused(
+    tmp_path: Path, save_base: Callable[..., Any], fields: dict[str, Any], sentence: str
+) -> None:
+    save(tmp_path, save_base)
+    edit(tmp_path / "adapter", **fields)
+    assert f"{sentence}" in refusal(tmp_path)
+    assert "use a plain LoRA adapter, or merge it with peft" in refusal(tmp_path)
+
+
+def test_real_dora_and_other_kinds_of_peft_are_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+    from peft import IA3Config, get_peft_model
+
+    save(tmp_path / "dora", save_base, use_dora=True)
+    assert "is DoRA" in refusal(tmp_path / "dora")
+    config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    get_peft_model(save_base(tmp_path / "ia3" / "base"), config).save_pretrained(tmp_path / "ia3" / "adapter")
+    assert "is of peft's type IA3, but only LORA can be used" in refusal(tmp_path / "ia3")
+
+
+def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+    save(tmp_path, save_base)
+    assert "has no adapter_config.json: name the folder of an adapter" in refusal(tmp_path, "base")
+    tensors = load_file(tmp_path / "adapter" / TENSORS)
+    (tmp_path / "adapter" / TENSORS).unlink()
+    assert f"has no {TENSORS}" in refusal(tmp_path)
+    torch.save(tensors, tmp_path / "adapter" / "adapter_model.bin")
+    assert "holds its matrices as a pickle (adapter_model.bin)" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("alter", "sentence"),
+    [
+        (lambda t: t.pop(next(name for name in t if "lora_B" in name)), r"holds \S+lora_A\.weight without \S+lora_B"),
+        (
+            lambda t: t.update({"x.lora_A.weight": torch.ones(4, 2)}),
+            "holds x.lora_A.weight, which is not named",
+        ),
+        (
+            lambda t: t.update({next(name for name in t if "lora_A" in name): torch.ones(5, 32)}),
+            r"has the size \[5, 32\], which is not of rank 4",
+        ),
+        (dict.clear, "holds nothing, which is not named"),
+    ],
+    ids=["half a pair", "strange name", "other rank", "nothing"],
+)
+def test_matrices_that_do_not_belong_together_are_refused(
+    tmp_path: Path, save_base: Callable[..., Any], alter: Callable[[dict[str, torch.Tensor]], object], sentence: str
+) -> None:
+    save(tmp_path, save_base)
+    tensors = load_file(tmp_path / "adapter" / TENSORS)
+    alter(tensors)
+    save_file(tensors, tmp_path / "adapter" / TENSORS)
+    assert re.search(sentence, refusal(tmp_path))
+
+
+def test_a_truncated_adapter_is_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+    save(tmp_path, save_base)
+    file = tmp_path / "adapter" / TENSORS
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"{TENSORS} is cut short" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"rank": 8}, "was made with rank 4, but tuning.lora.rank is 8: set it to 4"),
+        ({"alpha": 8}, "was made with alpha 12.0, but tuning.lora.alpha is 8.0: set it to 12.0"),
+        ({"rankStabilized": True}, "was made with rankStabilized false, but tuning.lora.rankStabilized is true"),
+        ({"targets": ["q_proj", "v_proj", "k_proj"]}, "names model.layers.0.self_attn.k_proj, model.layers.1"),
+        ({"targets": ["q_proj"]}, r"stands beside model.layers.0.self_attn.v_proj"),
+    ],
+    ids=["rank", "alpha", "scale", "more targets", "fewer targets"],
+)
+def test_an_adapter_that_the_configuration_does_not_describe_is_refused(
+    tmp_path: Path, save_base: Callable[..., Any], settings: dict[str, Any], sentence: str
+) -> None:
+    save(tmp_path, save_base)
+    adapter = AdapterWeights.open(str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        adapter.check(tuning(**settings), shape_of(str(tmp_path / "base")))
+
+
+def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    save(tmp_path, save_base)
+    save_base(tmp_path / "wide", hidden_size=64)
+    save_base(tmp_path / "short", num_hidden_layers=1)
+    adapter = AdapterWeights.open(str(tmp_path / "adapter"))
+    for name, sentence in (
+        ("wide", r"has the size \[4, 32\], but .* it would be \[4, 64\]"),
+        ("short", "has no place"),
+    ):
+        with pytest.raises(UserError, match=f"{sentence}.*use the base that it was made with"):
+            adapter.check_base(shape_of(str(tmp_path / name)))
+    tensors = load_file(tmp_path / "adapter" / TENSORS)
+    save_file(tensors, tmp_path / "adapter" / TENSORS, metadata={"format": "pt", "base_digest": "a" * 64})
+    adapter = AdapterWeights.open(str(tmp_path / "adapter"))
+    adapter.check_base(shape_of(str(tmp_path / "base")), "a" * 64)
+    with pytest.raises(UserError, match="was trained on another base than this one"):
+        adapter.check_base(shape_of(str(tmp_path / "base")), "b" * 64)

@@ -1,0 +1,259 @@
+"""A base model is read box by box, whatever its files, its types and its store."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainium_trainer.models.shapes import ModelShape
+from trainium_trainer.tuning.choice import parameter_sizes
+from trainium_trainer.weights import BaseWeights, boxes, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def whole(weights: BaseWeights, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    target = torch.empty(weights.size(name), dtype=dtype or weights.dtype(name))
+    weights.fill(name, (0,) * target.dim(), target)
+    return target
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("largest", ["5GB", "20KB"], ids=["one file", "several files"])
+def test_every_parameter_is_read_as_transformers_saved_it(
+    tmp_path: Path, save_base: Callable[..., Any], largest: str, *, tied: bool
+) -> None:
+    model = save_base(tmp_path, largest=largest, tie_word_embeddings=tied)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (largest == "20KB")
+    weights = BaseWeights.open(str(tmp_path))
+    expected = dict(model.named_parameters())
+    assert parameter_sizes(weights.shape).keys() == expected.keys()
+    for name, value in expected.items():
+        assert weights.size(name) == value.shape
+        assert torch.equal(whole(weights, name), value)
+    if tied:
+        assert torch.equal(whole(weights, "lm_head.weight"), expected["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
+def test_every_floating_point_type_becomes_the_one_that_is_asked_for(
+    tmp_path: Path, save_base: Callable[..., Any], stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    model = save_base(tmp_path, dtype=stored)
+    weights = BaseWeights.open(str(tmp_path))
+    for name, value in model.named_parameters():
+        assert weights.dtype(name) == stored
+        assert torch.equal(whole(weights, name, wanted), value.to(wanted))
+
+
+def test_boxes_put_together_are_the_whole_however_it_is_divided(
+    tmp_path: Path, save_base: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boxes, "CHUNK_BYTES", 500)  # several chunks for a box, ends within rows of others
+    model = save_base(tmp_path)
+    weights = BaseWeights.open(str(tmp_path))
+    for name, value in model.named_parameters():
+        for rows, columns in itertools.product((1, 2, 3, 8), (1, 2, 3)):
+            target = torch.full_like(value, torch.nan)
+            parts = [
+                (index, part)
+                for index, part in enumerate(target.tensor_split(rows))
+                if value.dim() == 1 or part.shape[0]
+            ]
+            begins = list(itertools.accumulate((part.shape[0] for _, part in parts), initial=0))
+            for begin, (_, part) in zip(begins, parts, strict=False):
+                if value.dim() == 1:
+                    weights.fill(name, (begin,), part)
+                    continue
+                column = 0
+                for box in part.tensor_split(columns, dim=1):
+                    weights.fill(name, (begin, column), box)
+                    column += box.shape[1]
+            assert torch.equal(target, value), name
+
+
+def test_rows_beyond_the_files_are_the_mean_of_its_rows(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+    model = save_base(tmp_path, tie_word_embeddings=False)
+    weights = BaseWeights.open(str(tmp_path))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        value = dict(model.named_parameters())[name]
+        mean = value.double().mean(dim=0).float()
+        grown = torch.empty(80, 32)
+        weights.fill(name, (0, 0), grown)
+        assert torch.equal(grown[:72], value)
+        assert torch.equal(grown[72:], mean.expand(8, -1))
+        corner = torch.empty(20, 8)
+        weights.fill(name, (70, 16), corner)
+        assert torch.equal(corner, torch.cat([value[70:, 16:24], mean[16:24].expand(18, -1)]))
+        beyond = torch.empty(4, 32)
+        weights.fill(name, (76, 0), beyond)
+        assert torch.equal(beyond, mean.expand(4, -1))
+
+
+@pytest.mark.parametrize(
+    ("name", "offsets", "size"),
+    [
+        ("model.norm.weight", (1,), (32,)),
+        ("model.layers.0.mlp.up_proj.weight", (40, 0), (9, 32)),
+        ("model.embed_tokens.weight", (0, 1), (72, 32)),
+        ("model.norm.weight", (-1,), (4,)),
+        ("model.norm.weight", (0, 0), (4, 1)),
+    ],
+)
+def test_a_box_outside_the_parameter_is_a_mistake_of_the_caller(
+    tmp_path: Path, save_base: Callable[..., Any], name: str, offsets: tuple[int, ...], size: tuple[int, ...]
+) -> None:
+    save_base(tmp_path)
+    with pytest.raises(ValueError, match=r"dimensions|not within"):
+        BaseWeights.open(str(tmp_path)).fill(name, offsets, torch.empty(size))
+
+
+def test_old_files_with_rotary_buffers_a_copied_output_and_odd_alignment_are_read(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    model = save_base(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    odd = data[8 : 8 + length] + b" " * 3  # a header whose length is no multiple of 8
+    (tmp_path / "model.safetensors").write_bytes(len(odd).to_bytes(8, "little") + odd + data[8 + length :])
+    weights = BaseWeights.open(str(tmp_path))
+    for name, value in model.named_parameters():
+        assert torch.equal(whole(weights, name), value)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default", "rope_theta": 500_000.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=["3", "3.1 and 3.2"],
+)
+def test_the_shape_is_the_folders_with_its_rotary_scaling(
+    tmp_path: Path, save_base: Callable[..., Any], scaling: dict[str, Any]
+) -> None:
+    save_base(tmp_path, rope_parameters=scaling)
+    shape = shape_of(str(tmp_path))
+    assert isinstance(shape, ModelShape)
+    assert shape == BaseWeights.open(str(tmp_path)).shape
+    assert shape.rope_theta == 500_000.0
+    assert (shape.rope_stretch is not None) == (scaling["rope_type"] == "llama3")
+    if shape.rope_stretch is not None:
+        assert shape.rope_stretch.factor == 32.0
+        assert shape.rope_stretch.original_max_positions == 64
+
+
+def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    save_base(tmp_path / "a")
+    save_base(tmp_path / "parts", largest="20KB")
+    save_base(tmp_path / "other", seed=1)
+    save_base(tmp_path / "half", dtype=torch.bfloat16)
+    save_base(tmp_path / "stretched", rope_theta=1234.0)
+    digests = [BaseWeights.open(str(tmp_path / name)).digest for name in ("a", "parts", "other", "half", "stretched")]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_a_base_in_s3_is_read_in_ranges(
+    tmp_path: Path, save_base: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from s3_server import S3Server
+
+    model = save_base(tmp_path, largest="20KB")
+    with S3Server() as server:
+        server.make_bucket("bucket")
+        for variable, value in server.environment().items():
+            monkeypatch.setenv(variable, value)
+        for path in tmp_path.iterdir():
+            server.put("bucket", f"models/tiny/{path.name}", path.read_bytes())
+        weights = BaseWeights.open("s3://bucket/models/tiny")
+        assert weights.digest == BaseWeights.open(str(tmp_path)).digest
+        for name, value in model.named_parameters():
+            assert torch.equal(whole(weights, name), value)
+        box = torch.empty(10, 8)
+        weights.fill("model.layers.1.mlp.gate_proj.weight", (3, 5), box)
+        assert torch.equal(box, model.model.layers[1].mlp.gate_proj.weight[3:13, 5:13])
+        bodies = [request for request in server.requests if request.key.endswith(".safetensors")]
+        assert bodies
+        assert all(request.method == "GET" for request in bodies)
+
+
+_LOADER = """
+import json, resource, sys
+import torch
+from trainium_trainer.tuning.choice import parameter_sizes
+from trainium_trainer.weights.base import BaseWeights
+location, rank, size = sys.argv[1], int(sys.argv[2]), 8
+weights = BaseWeights.open(location)
+def high():
+    text = open("/proc/self/status").read()
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
+boxes, shard = [], 0
+for name, whole in parameter_sizes(weights.shape).items():
+    dimension = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+    sizes, offsets = list(whole), [0] * len(whole)
+    if len(whole) == 2:
+        sizes[dimension] //= size
+        offsets[dimension] = rank * sizes[dimension]
+    sizes[0] //= 2  # fully sharded over two: this one is the second of them
+    offsets[0] += sizes[0]
+    boxes.append((name, tuple(offsets), tuple(sizes)))
+largest = max(weights.size(name).numel() for name, _, _ in boxes) * 2
+weights.fill(boxes[0][0], boxes[0][1], torch.empty(boxes[0][2], dtype=torch.bfloat16))  # warms up the libraries
+open("/proc/self/clear_refs", "w").write("5")
+before = high()
+held = []
+for name, offsets, sizes in boxes:
+    held.append(torch.empty(sizes, dtype=torch.bfloat16))
+    weights.fill(name, offsets, held[-1])
+shard = sum(tensor.numel() * 2 for tensor in held)
+print(json.dumps({"peak": high() - before, "shard": shard, "largest": largest}))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_one_tensor(
+    tmp_path: Path, save_base: Callable[..., Any], rank: int
+) -> None:
+    save_base(
+        tmp_path,
+        dtype=torch.bfloat16,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=16_000,
+        tie_word_embeddings=True,
+    )
+    assert (tmp_path / "model.safetensors").stat().st_size > 200_000_000
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADER, str(tmp_path), str(rank)], check=True, capture_output=True, text=True
+    )
+    figures = json.loads(done.stdout)
+    assert figures["shard"] > 12_000_000
+    assert figures["peak"] <= figures["shard"] + figures["largest"]

@@ -1,0 +1,202 @@
+"""A model is fetched from a hub that answers on loopback, through the hub's own library."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hub_server import COMMIT, HubServer
+
+from trainium_trainer import cli
+from trainium_trainer.weights import BaseWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TOKEN = "hf_token_that_must_never_be_shown"
+EXTRA = {
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "pytorch_model.bin": b"pickle",
+    "original/consolidated.safetensors": b"other",
+    "consolidated.safetensors": b"other",
+    "README.md": b"about",
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with HubServer() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+
+
+@pytest.fixture
+def files(tmp_path: Path, save_base: Callable[..., Any]) -> dict[str, bytes]:
+    save_base(tmp_path / "made", largest="20KB")
+    return {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+
+
+def fetch(output: Path, name: str = "owner/tiny", *more: str) -> int:
+    return cli.run(["fetch-model", name, "--output", str(output), *more])
+
+
+def test_what_training_needs_is_fetched_and_nothing_else(
+    tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add("owner/tiny", files | EXTRA)
+    assert fetch(tmp_path / "out") == 0
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert found == files | {name: EXTRA[name] for name in ("tokenizer.json", "tokenizer_config.json")}
+    made = BaseWeights.open(str(tmp_path / "made"))
+    assert BaseWeights.open(str(tmp_path / "out")).digest == made.digest
+    said = capsys.readouterr().out
+    assert said.startswith(f"fetched owner/tiny to {tmp_path / 'out'}: {len(found)} files, ")
+    assert COMMIT in said
+    before = len(hub.fetched())
+    assert fetch(tmp_path / "out") == 0
+    assert len(hub.fetched()) == before
+
+
+def test_a_download_that_broke_off_is_continued_where_it_ended(
+    tmp_path: Path, hub: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # whole pieces are kept; a real file has many of 10 MB
+    name = min(name for name in files if name.endswith(".safetensors"))
+    hub.add("owner/tiny", files)
+    hub.cut(name, after=5_000)
+    assert fetch(tmp_path / "out") == 0
+    ranges = [each.range for each in hub.requests if each.method == "GET" and each.path.endswith(name)]
+    assert ranges == [None, "bytes=5000-"]
+    assert (tmp_path / "out" / name).read_bytes() == files[name]
+
+
+def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(
+    tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = max(name for name in files if name.endswith(".safetensors"))
+    hub.add("owner/tiny", files)
+    hub.refused.add(name)
+    assert fetch(tmp_path / "out") == 64
+    assert "the hub refused the token: set HF_TOKEN to one that may read it" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out" / name).exists()
+    before = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
+    left = tmp_path / "out/.cache/huggingface/download/a.b.incomplete"  # as a killed process leaves it
+    left.write_bytes(b"part")
+    hub.refused.clear()
+    hub.requests.clear()
+    assert fetch(tmp_path / "out") == 0
+    assert set(hub.fetched()) == files.keys() - before
+    assert not left.exists()
+
+
+def test_a_gated_model_needs_the_token_of_the_environment(
+    tmp_path: Path,
+    hub: HubServer,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    hub.add("owner/tiny", files, token=TOKEN)
+    # A login that somebody left on this machine is not ours to use.
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "token").write_text(TOKEN)
+    gated = "fetch-model owner/tiny: the model is gated: accept its terms on its page of the hub, and set HF_TOKEN"
+    assert fetch(tmp_path / "out") == 64
+    assert capsys.readouterr().err.splitlines()[-1].startswith(gated)
+    assert {each.token for each in hub.requests} == {None}
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    assert fetch(tmp_path / "out") == 64
+    assert capsys.readouterr().err.splitlines()[-1].startswith(gated)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert fetch(tmp_path / "out") == 0
+    said = capsys.readouterr()
+    assert TOKEN not in said.out + said.err + caplog.text
+    for path in (tmp_path / "out").rglob("*"):
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "sentence"),
+    [
+        ("owner/none", [], "there is no such model, or it may not be read: correct the name"),
+        ("owner/tiny", ["--revision", "v9"], "has no revision v9: correct --revision or leave it out"),
+        ("a name/with/slashes", [], "is not the name of a model: write owner/name"),
+    ],
+)
+def test_a_name_that_is_none_gets_one_sentence(
+    tmp_path: Path,
+    hub: HubServer,
+    files: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    more: list[str],
+    sentence: str,
+) -> None:
+    hub.add("owner/tiny", files)
+    assert fetch(tmp_path / "out", name, *more) == 64
+    assert f"fetch-model {name}: {sentence}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"model.safetensors.index.json": None, "*": None, "pytorch_model.bin": b"x"},
+            "has no safetensors but pickles",
+        ),
+        ({"config.json": None}, "has no config.json"),
+        ({"config.json": b'{"architectures": ["MistralForCausalLM"]}'}, "describes MistralForCausalLM, but only"),
+    ],
+    ids=["pickles", "no configuration", "other architecture"],
+)
+def test_what_cannot_be_trained_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path,
+    hub: HubServer,
+    files: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, bytes | None],
+    sentence: str,
+) -> None:
+    kept = {name: data for name, data in files.items() if "*" not in change or not name.endswith(".safetensors")}
+    hub.add("owner/tiny", {name: data for name, data in (kept | change).items() if data is not None})
+    assert fetch(tmp_path / "out") == 64
+    assert f"fetch-model owner/tiny: {sentence}" in capsys.readouterr().err.replace(
+        "config.json: describes", "describes"
+    )
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+
+
+def test_a_hub_that_fails_or_is_not_there_gets_one_sentence(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.status = 500
+    assert fetch(tmp_path / "out") == 81
+    assert "fetch-model owner/tiny: the hub answered 500" in capsys.readouterr().err.splitlines()[-1]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert fetch(tmp_path / "out") == 81
+    assert "the hub cannot be reached: look at the network" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_index_without_its_files_is_found_at_once(
+    tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = json.loads(files["model.safetensors.index.json"])
+    gone = max(index["weight_map"].values())
+    hub.add("owner/tiny", {name: data for name, data in files.items() if name != gone})
+    assert fetch(tmp_path / "out") == 64
+    assert f"names {gone}, which is not there" in capsys.readouterr().err.splitlines()[-1]

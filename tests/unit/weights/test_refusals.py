@@ -1,0 +1,217 @@
+"""A base that cannot be read to its end is refused when it is opened, in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainium_trainer.exits import StorageError, TrainerError, UserError
+from trainium_trainer.weights import BaseWeights, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+
+
+def edit(file: Path, **fields: Any) -> None:
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps(document | fields))
+
+
+def refusal(location: str | Path) -> str:
+    with pytest.raises(UserError) as caught:
+        BaseWeights.open(str(location))
+    sentence = str(caught.value)
+    assert sentence.startswith(f"model.weights {location}: ")
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.fixture
+def parts(tmp_path: Path, save_base: Callable[..., Any]) -> Path:
+    """A base in several files."""
+    save_base(tmp_path / "base", largest="20KB")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def single(tmp_path: Path, save_base: Callable[..., Any]) -> Path:
+    """A base in one file."""
+    save_base(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def change(folder: Path, alter: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    alter(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2"])
+def test_a_name_of_the_hub_is_told_to_be_fetched_first(name: str) -> None:
+    assert f"`trainium-trainer fetch-model {name} --output DIR`" in refusal(name)
+
+
+def test_a_folder_that_is_not_there_and_a_file_are_no_base(tmp_path: Path) -> None:
+    assert "there is no such folder: correct the path" in refusal(tmp_path / "nothing")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    assert "is a file: name the folder that holds it" in refusal(file)
+
+
+def test_a_folder_without_a_configuration_is_refused(single: Path) -> None:
+    (single / "config.json").unlink()
+    assert "has no config.json: name a folder that holds one" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "describes MistralForCausalLM, but only"),
+        ({"attention_bias": True}, "attention_bias is True, but this trainer has only False"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\).*use the model as it"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "has the type 'yarn'"),
+    ],
+    ids=["architecture", "bias", "quantised", "rope"],
+)
+def test_a_model_of_another_kind_is_refused_by_its_configuration(
+    single: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    edit(single / "config.json", **fields)
+    assert re.search(sentence, refusal(single))
+    with pytest.raises(UserError, match=sentence):
+        shape_of(str(single))
+
+
+def test_a_configuration_that_is_not_json_is_refused(single: Path) -> None:
+    (single / "config.json").write_text('{"hidden')
+    assert "config.json is not valid JSON: copy or fetch the file again" in refusal(single)
+
+
+def test_pickles_are_refused_with_the_way_out(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    torch.save({"a": torch.ones(1)}, single / "pytorch_model.bin")
+    sentence = refusal(single)
+    assert "holds its weights as pickles only (pytorch_model.bin)" in sentence
+    assert "save_pretrained(NEW, safe_serialization=True)" in sentence
+
+
+def test_a_folder_without_weights_or_without_an_index_is_refused(parts: Path) -> None:
+    (parts / INDEX).unlink()
+    assert re.search(r"holds model-00001-of-\d+\.safetensors, .* and \d+ more but neither", refusal(parts))
+    for file in parts.glob("*.safetensors"):
+        file.unlink()
+    assert "holds no weights: there is neither model.safetensors nor" in refusal(parts)
+
+
+def test_a_missing_shard_is_named(parts: Path) -> None:
+    (gone := sorted(parts.glob("*.safetensors"))[1]).unlink()
+    assert f"{INDEX} names {gone.name}, which is not there: copy or fetch it" in refusal(parts)
+
+
+def test_an_index_that_names_files_which_are_not_there_is_refused(parts: Path) -> None:
+    places = json.loads((parts / INDEX).read_text())["weight_map"]
+    edit(parts / INDEX, weight_map={name: f"x-{file}" for name, file in places.items()})
+    assert re.search(r"names x-model-0\S+, x-\S+, x-\S+ and \d+ more, which are not there", refusal(parts))
+
+
+def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused(parts: Path) -> None:
+    places = json.loads((parts / INDEX).read_text())["weight_map"]
+    files = sorted(set(places.values()))
+    other = next(file for file in files if file != places["model.norm.weight"])
+    edit(parts / INDEX, weight_map=places | {"model.norm.weight": other})
+    assert f"says that model.norm.weight is in {other}, which does not hold it" in refusal(parts)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {"a": 1}}', "{"])
+def test_an_index_that_is_none_is_refused(parts: Path, text: str) -> None:
+    (parts / INDEX).write_text(text)
+    assert f"{INDEX} " in refusal(parts)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1000, -1])
+def test_a_truncated_file_is_refused_wherever_it_ends(single: Path, kept: int) -> None:
+    file = single / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:kept])
+    assert re.search(r"model\.safetensors (ends within|is cut short).*copy or fetch the file again", refusal(single))
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (b"\xff" * 8, "does not begin as a safetensors file does"),
+        ((4).to_bytes(8, "little") + b"{{{{", "has a header that is not one"),
+        ((2).to_bytes(8, "little") + b"[]", "has a header that is not one"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_is_refused(single: Path, header: bytes, sentence: str) -> None:
+    (single / "model.safetensors").write_bytes(header + bytes(100))
+    assert f"model.safetensors {sentence}" in refusal(single)
+
+
+def test_a_header_whose_sizes_and_bytes_disagree_is_refused(single: Path) -> None:
+    file = single / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = [33]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    assert "says that model.norm.weight of size [33] in F32 has 128 bytes, not 132" in refusal(single)
+
+
+def test_a_tensor_of_another_size_and_a_missing_one_are_named(single: Path) -> None:
+    change(single, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    assert "model.norm.weight has the size [31], but config.json describes [32]" in refusal(single)
+    change(single, lambda tensors: tensors.pop("model.norm.weight"))
+    assert "the files lack model.norm.weight: copy or fetch the folder again" in refusal(single)
+
+
+def test_weights_in_a_type_of_few_bits_are_refused(single: Path) -> None:
+    change(single, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}))
+    assert "model.norm.weight is stored as F8_E4M3, but weights must be F64, F32, F16, BF16" in refusal(single)
+
+
+def test_tensors_that_the_model_has_no_place_for_are_not_left_out_silently(single: Path) -> None:
+    change(single, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
+    assert "the files hold model.layers.0.self_attn.q_proj.bias, for which" in refusal(single)
+
+
+def test_an_output_that_is_said_to_be_the_embedding_but_differs_is_refused(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    save_base(tmp_path, tie_word_embeddings=False)
+    edit(tmp_path / "config.json", tie_word_embeddings=True)
+    assert "set tie_word_embeddings to false in config.json" in refusal(tmp_path)
+
+
+def test_a_file_that_is_cut_short_after_it_was_opened_ends_with_a_sentence(single: Path) -> None:
+    weights = BaseWeights.open(str(single))
+    os.truncate(single / "model.safetensors", 5000)
+    with pytest.raises(UserError, match=r"model\.safetensors ends too early: copy or fetch the file again"):
+        weights.fill("model.norm.weight", (0,), torch.empty(32))
+
+
+def test_a_prefix_without_objects_and_a_store_that_refuses_have_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    from s3_server import Fault, S3Server
+
+    with S3Server() as server:
+        server.make_bucket("bucket")
+        for variable, value in server.environment().items():
+            monkeypatch.setenv(variable, value)
+        assert "there is nothing below this prefix: correct it" in refusal("s3://bucket/models/none")
+        server.fail(Fault(status=403, code="AccessDenied", times=100))
+        with pytest.raises(
+            TrainerError, match=r"model\.weights s3://bucket/base: cannot be read \(AccessDen"
+        ) as caught:
+            BaseWeights.open("s3://bucket/base")
+        assert isinstance(caught.value, StorageError)
