@@ -17,6 +17,7 @@ COPY scripts/image_requirements.py scripts/
 RUN python scripts/image_requirements.py build >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt
 COPY README.md ./
+COPY client client
 COPY contract contract
 COPY devcluster/trainium_devcluster devcluster/trainium_devcluster
 COPY operator operator

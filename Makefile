@@ -3,12 +3,16 @@ SHELL := /bin/sh
 VENV ?= .venv
 BIN := $(VENV)/bin
 CLUSTER ?= local
+# Test processes side by side, each with clusters of its own; 0: one process. On two cores more only wait for each other.
+LANES ?= 0
 ARGS ?=
 # The pinned helm renders the plain install, whatever helm is on PATH.
-TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries 2>/dev/null | tail -n 1)/helm"
+TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
+# What starts no training process and no cluster.
+FAST = tests/unit/contract tests/unit/operator tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo test test-cluster test-nxd check format generate bench bench-check faults explore parity learn proof bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-cluster test-nxd check format generate bench bench-check faults explore parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -22,9 +26,15 @@ binaries: setup  ## Control-plane programs, kubectl and helm (download, else bui
 demo: binaries  ## A Llama model trained through faults on a real control plane (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.demo $(ARGS)
 
+tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up)
+	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
+
 test: binaries  ## All tests, on a development cluster of their own
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-fast: setup  ## The tests of pure functions, in a minute or two
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster" $(FAST) $(ARGS)
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)
@@ -32,7 +42,7 @@ test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/t
 test-nxd: setup  ## The nxd backend on the real neuronx-distributed (NXD_SRC=<its checkout>/src, docs/backends.md)
 	@NXD_SRC="$(NXD_SRC)" $(BIN)/python -m pytest tests/nxd $(ARGS)
 
-check: binaries  ## Lint, format, types, import rules, generated files
+check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -45,7 +55,7 @@ format: setup  ## Format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-generate: binaries  ## Write the CRD and the manifests that are derived from the code
+generate: setup  ## Write the CRD and the manifests that are derived from the code
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate
 
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
@@ -71,7 +81,7 @@ parity: setup  ## Loss curves and exported models against transformers, in every
 learn: setup  ## Ten minutes of training against n-grams on Python's documentation: docs/learning.md (ARGS="--minutes 1")
 	@$(BIN)/python -m benchmarks.learn $(ARGS)
 
-proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--points 10")
+proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--tuning --points 10")
 	@$(BIN)/python -m benchmarks.proof --document docs/recovery-proof.md $(ARGS)
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)

@@ -20,13 +20,19 @@ from pathlib import Path
 
 
 def blocks(text: str) -> dict[str, str]:
-    """Package name -> its lines of constraints.txt, hashes and marker included."""
-    found = {}
+    """Package name -> its lines of constraints.txt, hashes and marker included; all of a name that is pinned twice."""
+    found: dict[str, str] = {}
     for block in re.split(r"\n(?=[A-Za-z0-9])", text.strip()):
         name = re.match(r"[A-Za-z0-9._-]+", block)
         if name:
-            found[normal(name[0])] = block
+            before = found.get(normal(name[0]))
+            found[normal(name[0])] = block if before is None else f"{before}\n{block}"
     return found
+
+
+def without_hashes(block: str) -> list[str]:
+    """The versions and markers of a package's lines."""
+    return re.findall(r"^[A-Za-z0-9][^\\\n]*?(?=\s*\\?$)", block, re.MULTILINE)
 
 
 def normal(name: str) -> str:
@@ -59,7 +65,7 @@ def main(part: str) -> None:
     pinned = blocks(Path("constraints.txt").read_text(encoding="utf-8"))
     if importlib.util.find_spec("torch"):
         pinned.pop("torch", None)
-    pins = "\n".join(re.split(r"\s*\\?\n", block)[0] for block in pinned.values())
+    pins = "\n".join(line for block in pinned.values() for line in without_hashes(block))
     names = resolved(wanted(part), pins)
     if missing := [name for name in names if name not in pinned]:
         sys.exit(f"constraints.txt has no version and hash of {', '.join(missing)}; add them")

@@ -48,6 +48,6 @@ say "packages at pinned versions and hashes (the first time downloads about 3 GB
 say "this project, editable"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 # Pods of the development cluster see these files through a layer of their own: what they compiled would be lost.
-"$venv/bin/python" -m compileall -q contract operator trainer_image devcluster "$venv/lib" >/dev/null || true
+"$venv/bin/python" -m compileall -q client contract operator trainer_image devcluster "$venv/lib" >/dev/null || true
 echo "$want" >"$venv/.complete"
 say "done"
