@@ -1,7 +1,7 @@
 """The numbers of a finished model, row by row: trained ones over frozen ones, adapters merged in float32.
 
 Invariants: memory is a chunk and the two matrices of one adapter; a merged weight is rounded once, from float32 to the
-type that is asked for.
+type that is asked for; rows may be asked for by several threads at once.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ class Result:
 
     def _matrix(self, name: str) -> Tensor:
         """All of an adapter's A in float32; the chunks of one weight come one after the other."""
-        if self._newest[0] != name:
+        newest, whole = self._newest
+        if newest != name:
             whole = torch.empty(self._trained.size(name))
             self._trained.fill(name, (0, 0), whole)
             self._newest = (name, whole)
-        return self._newest[1]
+        # Not `self._newest[1]`: by now it may be the matrix that another thread needs for the next weight.
+        return whole
