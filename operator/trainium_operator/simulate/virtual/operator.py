@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainium_contract.messages import Membership
     from trainium_operator.plan.fleet.memory import Memory
     from trainium_operator.plan.model.actions import Action
+    from trainium_operator.plan.model.observed import AgentView
     from trainium_operator.simulate.virtual.nodes import Nodes
     from trainium_operator.simulate.virtual.run import Run
     from trainium_operator.simulate.virtual.timeline import Timeline
@@ -133,6 +134,11 @@ class SimulatedOperator:
         self._children.clear()
         self.wake()
 
+    def hear(self) -> None:
+        """Hear the agents once more: some will tell nothing from now on, and this was their last heartbeat."""
+        if self._up:
+            self._agents()
+
     def settle_accounts(self) -> None:
         """Bring the ledger up to now."""
         if not self.stopped:
@@ -195,7 +201,6 @@ class SimulatedOperator:
 
     def _observe(self) -> Observed:
         now = self._timeline.now
-        known = self.workforce.agents(now, self.run.tell(), deaf_until=self._since)
         job = JobView(
             namespace=NAMESPACE,
             name=JOB,
@@ -210,7 +215,7 @@ class SimulatedOperator:
             job=job,
             pods=tuple(pod.view for pod in self.workforce.pods.values()),
             nodes=self._nodes.views,
-            agents=known,
+            agents=self._agents(),
             membership=self.membership,
             published=self._published,
             children=self._children,
@@ -220,6 +225,9 @@ class SimulatedOperator:
             fleet=self._fleet,
             status_written=self._written,
         )
+
+    def _agents(self) -> dict[str, AgentView]:
+        return self.workforce.agents(self._timeline.now, self.run.tell(), deaf_until=self._since)
 
     def _act(self, action: Action) -> None:
         match action:

@@ -187,10 +187,14 @@ class World:
         repairs = [self._begin_repair(slot) for slot in slots]
         for slot in slots:
             slot.up = False
-        self.run.lose_power(slots)
+        self._lose_power(slots)
         for slot, repair in zip(slots, repairs, strict=True):
             self.timeline.after(NOT_READY_SECONDS, partial(self._darken, slot, repair))
             self._repair_after(slot, fault, repair)
+
+    def _lose_power(self, slots: list[Slot]) -> None:
+        self.operator.hear()
+        self.run.lose_power(slots)
 
     def _darken(self, slot: Slot, repair: int) -> None:
         if slot.repair == repair and not slot.up:
@@ -246,7 +250,7 @@ class World:
             gone = self.nodes.restore(slot, self.timeline.now, same_machine=fault.same_machine, lemon=lemon)
             if gone is not None:
                 if was_up:
-                    self.run.lose_power([slot])
+                    self._lose_power([slot])
                 self.workforce.node_gone(slot, gone)
             elif not was_up:
                 self.workforce.power_returns(slot)
