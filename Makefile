@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side, each with clusters of its own; 0: one process. On two cores more only wait for each other.
 LANES ?= 0
+TRIALS ?= 20
 ARGS ?=
 # The pinned helm renders the plain install, whatever helm is on PATH.
 TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
@@ -12,7 +13,7 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 FAST = tests/unit/contract tests/unit/operator tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo tune test test-fast test-cluster test-nxd check format generate bench bench-check faults explore parity learn proof bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check format generate bench bench-check faults explore parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -35,6 +36,9 @@ test: binaries  ## All tests, on a development cluster of their own
 
 test-fast: setup  ## The tests of pure functions, in a minute or two
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster" $(FAST) $(ARGS)
+
+test-long: setup  ## The property tests with TRIALS times as many examples, random ones: minutes to hours (docs/testing.md)
+	@TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 tests/unit tests/wire -m hypothesis $(ARGS)
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)

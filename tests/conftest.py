@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from sites import Site, open_site
+from trials import TRIALS, trials
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-settings.register_profile("trainium", deadline=None)  # a busy machine is no finding
+# A busy machine is no finding, and what lands is not held up by a new example: `make test-long` looks for those.
+settings.register_profile("trainium", deadline=None, derandomize=not TRIALS, max_examples=trials(100))
 settings.load_profile("trainium")
 
 
@@ -39,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Many times as many examples take many times as long."""
+    for item in items if TRIALS else ():
+        item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
+
+
+_LONG_SECONDS = 3600
 _OPENED = pytest.StashKey[Site]()
 
 

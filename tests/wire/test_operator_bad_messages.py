@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from trials import trials
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import TrainingJobStatus
@@ -237,7 +238,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=trials(300), suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(HeartbeatRequest.model_json_schema()["properties"])), JSON, max_size=6))
 def test_any_json_is_a_heartbeat_or_a_validation_error(changes: dict[str, Any]) -> None:
     try:

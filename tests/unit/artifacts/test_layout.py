@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
+from trials import trials
 
 from trainium_trainer.artifacts.layout import LARGEST, SMALLEST, index_of, plan_files
 from trainium_trainer.weights.headers import ITEM_BYTES, LENGTH_BYTES, tensors_of
@@ -26,7 +27,7 @@ SIZES = st.dictionaries(
 
 
 @given(sizes=SIZES, dtype=st.sampled_from(sorted(ITEM_BYTES)), largest=st.integers(1, 5_000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(150))
 def test_files_hold_every_tensor_once_in_order_and_are_as_large_as_they_may_be(
     sizes: Mapping[str, tuple[int, ...]], dtype: str, largest: int
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_trainer.checkpoint.agreement import (
     Claim,
@@ -171,7 +172,7 @@ def clusters(draw: Any) -> Any:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(200))
 @given(clusters(), st.lists(st.integers(0, 5), max_size=3))
 def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(views: Any, durable: Any) -> None:
     _check(
@@ -184,7 +185,7 @@ def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(v
     decide(views, durable)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=trials(100))
 @given(clusters(), st.lists(st.integers(0, 5), max_size=3), st.randoms())
 def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
     shuffled = list(views)
@@ -229,7 +230,7 @@ def test_an_odd_node_makes_a_ring_of_three() -> None:
     assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(200))
 @given(clusters(), st.sets(st.integers(0, 4), max_size=2))
 def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_room: set[int]) -> None:
     stores = {v.store for v in views}

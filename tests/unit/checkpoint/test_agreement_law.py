@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_trainer.checkpoint import agreement
 from trainium_trainer.checkpoint.agreement import (
@@ -129,13 +130,13 @@ def as_told(views: list[RankView]) -> Holdings:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(200))
 @given(worlds(), STEPS)
 def test_the_decision_is_that_of_the_plain_rules(views: list[RankView], durable: list[int]) -> None:
     assert decide(views, durable) == plainly(views, durable)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(200))
 @given(worlds(), STEPS)
 def test_ranks_that_tell_of_each_snapshot_once_decide_as_if_each_had_told_everything(
     views: list[RankView], durable: list[int]
@@ -147,7 +148,7 @@ def test_ranks_that_tell_of_each_snapshot_once_decide_as_if_each_had_told_everyt
     assert sum(len(spoken_for(views, view.rank, view.claims)) for view in views) == len(everything)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(150))
 @given(worlds(), STEPS, st.data())
 def test_a_snapshot_that_one_rank_finds_damaged_is_gone_for_its_whole_node(
     views: list[RankView], durable: list[int], data: st.DataObject
@@ -163,7 +164,7 @@ def test_a_snapshot_that_one_rank_finds_damaged_is_gone_for_its_whole_node(
     assert decide(holdings.views(), durable) == plainly(left, durable)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(150))
 @given(worlds(), STEPS, st.integers(0, 23))
 def test_ranks_of_a_node_without_room_help_themselves(views: list[RankView], durable: list[int], number: int) -> None:
     holdings = as_told(views)
@@ -177,7 +178,7 @@ def test_ranks_of_a_node_without_room_help_themselves(views: list[RankView], dur
     assert decide(holdings.views(), durable) == plainly(left, durable)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(150))
 @given(worlds())
 def test_what_a_rank_has_after_the_exchange_stems_from_a_store_that_had_it(views: list[RankView]) -> None:
     holdings = as_told(views)

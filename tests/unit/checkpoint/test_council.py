@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_agreement_law import STEPS, fleet, plainly, worlds
+from trials import trials
 
 from trainium_contract.manifest import Manifest
 from trainium_trainer.checkpoint.agreement import Claim, Fresh, FromDurable, FromMemory, RankView, ShardKey, spoken_for
@@ -104,7 +105,7 @@ class Ranks:
         return [Report() for _ in orders]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(200))
 @given(worlds(), STEPS, st.data())
 def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
     views: list[RankView], durable: list[int], data: st.DataObject

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
+from trials import trials
 
 from trainium_contract.trainer_parallelism import DataParallelMode
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at, problem_of
@@ -87,14 +88,14 @@ def schemes(draw: st.DrawFn) -> Scheme:
     return Scheme(grid, found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(150))
 @given(schemes())
 def test_every_value_is_written_once_by_a_rank_that_holds_it(scheme: Scheme) -> None:
     assert scheme.problem() == ""
     assert_written_once(scheme)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=trials(100))
 @given(schemes(), st.data())
 def test_what_meets_a_box_is_found_without_a_look_at_the_others(scheme: Scheme, data: st.DataObject) -> None:
     each = scheme.tensors["t0"]
@@ -109,7 +110,7 @@ def test_what_meets_a_box_is_found_without_a_look_at_the_others(scheme: Scheme, 
     assert set(scheme.writers("t0", Box(low, sizes))) == {(box, rank) for box, rank in everything if meets(box)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=trials(100))
 @given(schemes())
 def test_a_scheme_is_the_same_after_json(scheme: Scheme) -> None:
     again = Scheme.from_json(scheme.to_json())

@@ -11,6 +11,7 @@ import pytest
 from example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_contract.trainer_examples import TooLong
 from trainium_trainer.data.examples.packing import packed
@@ -29,7 +30,7 @@ def encoded(draw: st.DrawFn) -> Encoded:
 
 
 @given(encoded(), st.integers(2, 40), st.sampled_from(TooLong))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=trials(300))
 def test_what_is_left_fits_and_keeps_what_the_rule_says(example: Encoded, most: int, rule: TooLong) -> None:
     kept = fitted(example, most, rule)
     if len(example.ids) <= most:
@@ -57,7 +58,7 @@ def test_what_is_left_fits_and_keeps_what_the_rule_says(example: Encoded, most: 
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=trials(100))
 def test_each_example_is_in_one_sequence_and_all_sequences_fit(lengths: list[int]) -> None:
     values = np.array(lengths, np.int64)
     members, starts = packed(values, 50)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from plan_builders import NOW, spec
 from plan_cluster import FakeCluster
+from trials import trials
 
 from trainium_contract.exit_codes import Cause, verdict_of
 from trainium_contract.job import Phase
@@ -207,8 +208,7 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistory = pytest.mark.timeout(300)(AnyHistory.TestCase)
 TestAnyHistory.settings = settings(
-    max_examples=100,
-    derandomize=True,
+    max_examples=trials(100),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

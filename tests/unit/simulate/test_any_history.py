@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_builders import DAY, FaultClass, Mix, fault, live, spec
+from trials import trials
 
 from trainium_operator.simulate.stages import StageTimes
 from trainium_operator.simulate.study import Case, simulate, study
@@ -34,7 +35,7 @@ def case(spares: int = 1, rate: float = 300.0, days: float = 3.0, nodes: int = 4
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=trials(10))
 @given(faults=FAULTS, spares=st.integers(0, 2), elastic=st.booleans())
 def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: int, elastic: bool) -> None:
     job = spec(spares=spares, workers={"minReplicas": 1} if elastic else {})
@@ -61,7 +62,7 @@ def test_steps_of_a_job_that_loses_all_its_nodes_are_counted_before_it_trains_ag
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=trials(5))
 @given(faults=FAULTS)
 def test_a_job_trains_again_after_whatever_befell_it(faults: list[Fault]) -> None:
     outcome = live(*sorted(faults), job=spec(spares=1, workers={"minReplicas": 1}), days=3.0)

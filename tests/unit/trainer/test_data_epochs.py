@@ -9,6 +9,7 @@ import pytest
 from data_files import config, json_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_trainer.data.loader import Loader, SampleMaker
 from trainium_trainer.data.opening import open_data
@@ -42,7 +43,7 @@ def samples(*counts: int, batch: int | None) -> Samples:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from([4, 8, 12]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=trials(40))
 def test_each_epoch_has_each_sample_exactly_once_and_ends_with_a_full_batch(counts: list[int], batch: int) -> None:
     data = samples(*counts, batch=batch)
     length, total = data.epoch_samples, sum(counts)

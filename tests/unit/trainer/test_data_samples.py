@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_trainer.data.loader import Loader, SampleMaker, validation_batches
 from trainium_trainer.data.order import WINDOW, Mixture, Permutation
@@ -44,7 +45,7 @@ def samples(*counts: int, weights: tuple[float, ...] = (), seed: int = 3, rules:
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=trials(40))
 def test_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     order = Permutation(size, seed, epoch)
     assert sorted(order[index] for index in range(size)) == list(range(size))
@@ -59,7 +60,7 @@ def test_epochs_and_seeds_differ() -> None:
     count=st.integers(1, 60),
     plan=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(1, 4)), min_size=1, max_size=4),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=trials(30))
 def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan: list[tuple[int, int]]) -> None:
     """`plan` is a list of (data-parallel size, steps at that size): the run stops and goes on at the next size."""
     data = samples(count)
@@ -112,7 +113,7 @@ def test_ids_beyond_the_vocabulary_are_refused_before_they_reach_a_device() -> N
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 3 * WINDOW))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=trials(25))
 def test_a_mixture_keeps_its_shares_in_every_window_and_counts_each_source(
     weights: list[float], seed: int, number: int
 ) -> None:

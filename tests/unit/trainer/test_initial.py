@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_contract.trainer_model import ModelConfig
 from trainium_trainer.checkpoint.settings import as_begun, differences, settings_digest
@@ -22,7 +23,7 @@ DOWN = "model.layers.2.mlp.down_proj.weight"
 EXPECTED_SEEDS = [3316028686, 2151683157, 211354043]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=trials(40))
 @given(st.data())
 def test_a_box_holds_what_the_whole_has_there(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name, size in parameter_sizes(SHAPE).items() if len(size) == 2]))

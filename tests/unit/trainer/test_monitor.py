@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_contract.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.figures import StepFigures
@@ -179,7 +180,7 @@ def lines(path: Path) -> list[int]:
 
 
 @given(count=st.integers(0, 40), step=st.integers(0, 45), torn=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=trials(40))
 def test_a_resume_keeps_exactly_the_lines_up_to_its_step(
     tmp_path_factory: pytest.TempPathFactory, count: int, step: int, torn: bool
 ) -> None:

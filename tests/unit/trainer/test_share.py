@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from trainium_contract.sizes import BatchShape, SizeRule, passes
 from trainium_trainer.data.loader import Loader, RankBatch, SampleMaker
@@ -94,7 +95,7 @@ def test_where_the_batch_comes_out_even_each_rank_has_its_equal_slice_as_ever(
     step=st.integers(0, 50),
     count=st.integers(1, 60),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=trials(60))
 def test_every_micro_batch_has_one_shape_and_what_holds_no_sample_counts_for_nothing(
     global_size: int, micro_size: int, dp_size: int, step: int, count: int
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_builders import NOW, planned, running, spec, training
 from plan_cluster import FakeCluster
+from trials import trials
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobStatus
@@ -44,7 +45,7 @@ def holds(goodput: GoodputStatus) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(1, 40)), max_size=8))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=trials(25))
 def test_productive_and_lost_time_are_the_wall_time_whatever_happens(story: list[tuple[str, int]]) -> None:
     cluster = long_job()
     cluster.run(30)

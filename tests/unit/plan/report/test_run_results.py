@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_builders import NOW, planned, running, spec, training
 from plan_cluster import FakeCluster
+from trials import trials
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Condition, ConditionStatus, ConditionType, Interruption, Phase, Rung
@@ -170,7 +171,7 @@ def test_a_member_that_is_only_silent_in_a_stage_is_not_lost() -> None:
         max_size=6,
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=trials(25))
 def test_whatever_happens_in_the_stages_the_job_ends_and_the_ledger_adds_up(story: list[tuple[str, int]]) -> None:
     cluster = tuning()
     until(cluster, "Export")

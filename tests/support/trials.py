@@ -1,0 +1,16 @@
+"""How many examples the property tests try: a fixed few with all tests, many random ones with `make test-long`.
+
+`TRAINIUM_TRIALS=20` is that many times as many, and random.
+"""
+
+from __future__ import annotations
+
+import os
+
+TRIALS = int(os.environ.get("TRAINIUM_TRIALS", "0"))
+"""0: the fixed few."""
+
+
+def trials(count: int) -> int:
+    """So many examples, or that times TRIALS."""
+    return count * max(1, TRIALS)
