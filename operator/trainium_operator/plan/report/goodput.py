@@ -126,7 +126,7 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
     lost = goodput.lost_seconds.get(STARTUP, 0.0) + passed
     if steps and passed:
         after = min(passed, max(0.0, facts.now - ended)) if ended else 0.0
-        lost -= after + steps * (reference_seconds(goodput, len(facts.members)) or 0.0)
+        lost -= after + steps * _reference(facts, goodput)
     return _set_loss(goodput, STARTUP, max(0.0, lost), StageSeconds(), startup=True).replaced(
         starting=not steps and not _stage(facts)
     )
@@ -163,7 +163,7 @@ def _first_step(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> fl
     """Reference time of the step that ended an interruption: it is productive. Others end without a step."""
     if _is_open(entry) or facts.job.spec.suspend or _stage(facts):
         return 0.0
-    return reference_seconds(goodput, len(facts.members)) or 0.0
+    return _reference(facts, goodput)
 
 
 def _charge(
@@ -209,12 +209,17 @@ def _lost(goodput: GoodputStatus) -> float:
     return sum(value for key, value in goodput.lost_seconds.items() if key != OVERHEAD)
 
 
+def _reference(facts: Facts, goodput: GoodputStatus) -> float:
+    """Reference step time at the size in force; 0 while there is none."""
+    return reference_seconds(goodput, len(facts.members), facts.job.spec.batch_shape()) or 0.0
+
+
 def _step_in_hand(facts: Facts, goodput: GoodputStatus) -> float:
     """The step that is being made counts for as long as it has lasted, up to the reference."""
     ended = goodput.window.at
     if goodput.starting or ended is None or _stage(facts):
         return 0.0
-    return min(max(0.0, facts.now - ended), reference_seconds(goodput, len(facts.members)) or 0.0)
+    return min(max(0.0, facts.now - ended), _reference(facts, goodput))
 
 
 def _totalled(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
@@ -222,7 +227,7 @@ def _totalled(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goodpu
     wall, lost = goodput.wall_seconds, _lost(goodput)
     available = max(0.0, wall - lost)
     size = len(facts.members)
-    counted = productive(goodput)
+    counted = productive(goodput, facts.job.spec.batch_shape())
     if counted is None:
         useful, node_useful = available, available * size
     else:

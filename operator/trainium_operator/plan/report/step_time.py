@@ -14,6 +14,7 @@ from trainium_contract.ledger import MAX_SIZES, WINDOW, GoodputStatus, SizeAccou
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:
+    from trainium_contract.sizes import BatchShape
     from trainium_operator.plan.view.facts import Facts
 
 _CLEARLY_FASTER = 0.95
@@ -32,24 +33,31 @@ def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, in
         counted = min(progress.step, progress.resume_step or 0)
     new = max(0, progress.step - counted)
     if new:
-        goodput = _with_steps(goodput, len(facts.members), new)
+        goodput = _with_steps(goodput, len(facts.members), new, facts.job.spec.batch_shape())
     return goodput.replaced(counted_step=counted + new), new, progress.updated
 
 
-def reference_seconds(goodput: GoodputStatus, size: int) -> float | None:
-    """Reference step time at this size; from another size's, were there none: the global batch is the same."""
+def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> float | None:
+    """Reference step time at this size; from another size's by the passes of a step, were there none."""
     exact = next((each.step_seconds for each in goodput.sizes if each.size == size), None)
     if exact is not None or size == 0:
         return exact
     known = [each for each in goodput.sizes if each.step_seconds is not None]
-    return (known[-1].step_seconds or 0.0) * known[-1].size / size if known else None
+    return (known[-1].step_seconds or 0.0) * _relative_time(known[-1].size, size, shape) if known else None
 
 
-def productive(goodput: GoodputStatus) -> tuple[float, float] | None:
+def _relative_time(known: int, size: int, shape: BatchShape) -> float:
+    """How much longer a step takes at `size` than at `known`."""
+    before, after = shape.passes(known), shape.passes(size)
+    # A size that the batch of today does not allow was trained at with the batch of another day.
+    return after / before if before and after else known / size
+
+
+def productive(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
     """Counted steps at their reference in seconds and in node seconds; None while there is no reference at all."""
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     for each in goodput.sizes:
-        reference = reference_seconds(goodput, each.size)
+        reference = reference_seconds(goodput, each.size, shape)
         if reference is None:
             return None
         seconds += each.steps * reference
@@ -71,7 +79,7 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
         return goodput
     sample = _timed(facts) or (progress.updated - window.at) / (progress.step - window.step)
     samples = (*window.samples, round(sample, 6))
-    goodput = _with_reference(goodput, size, samples)
+    goodput = _with_reference(goodput, size, samples, facts.job.spec.batch_shape())
     kept = () if len(samples) >= WINDOW else samples
     moved = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
     return goodput.replaced(window=moved)
@@ -83,28 +91,28 @@ def _timed(facts: Facts) -> float | None:
     return median(known) if known and min(known) > 0 else None
 
 
-def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...]) -> GoodputStatus:
+def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...], shape: BatchShape) -> GoodputStatus:
     """A full window sets the reference, or corrects it downwards; until the first is full, what there is must do."""
     value = round(median(samples), 6)
     account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
     full, old = len(samples) >= WINDOW, account.step_seconds
     if old is None or not account.settled or (full and value < _CLEARLY_FASTER * old):
         account = account.replaced(step_seconds=value, settled=account.settled or full)
-    return _with_account(goodput, account)
+    return _with_account(goodput, account, shape)
 
 
-def _with_steps(goodput: GoodputStatus, size: int, steps: int) -> GoodputStatus:
+def _with_steps(goodput: GoodputStatus, size: int, steps: int, shape: BatchShape) -> GoodputStatus:
     account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
-    return _with_account(goodput, account.replaced(steps=account.steps + steps))
+    return _with_account(goodput, account.replaced(steps=account.steps + steps), shape)
 
 
-def _with_account(goodput: GoodputStatus, account: SizeAccount) -> GoodputStatus:
+def _with_account(goodput: GoodputStatus, account: SizeAccount, shape: BatchShape) -> GoodputStatus:
     """The ledger with this account as the newest; the oldest beyond the limit becomes a plain sum."""
     sizes = [each for each in goodput.sizes if each.size != account.size]
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     while len(sizes) >= MAX_SIZES:
         oldest = sizes.pop(0)
-        past = oldest.steps * (reference_seconds(goodput, oldest.size) or 0.0)
+        past = oldest.steps * (reference_seconds(goodput, oldest.size, shape) or 0.0)
         seconds, node_seconds = seconds + past, node_seconds + past * oldest.size
     return goodput.replaced(
         sizes=(*sizes, account), earlier_seconds=round(seconds, 3), earlier_node_seconds=round(node_seconds, 3)

@@ -17,7 +17,9 @@ from trainium_contract.exit_codes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobStatus
 from trainium_contract.ledger import MAX_SIZES, OVERHEAD, STARTUP, WINDOW, GoodputStatus, SizeAccount, StepWindow
 from trainium_contract.messages import Progress, WorkerPhase
+from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.report.step_time import reference_seconds
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed
@@ -84,6 +86,16 @@ def test_an_undisturbed_run_loses_only_its_start() -> None:
     assert goodput.lost_seconds[STARTUP] < 10
     assert goodput.sizes == (SizeAccount(size=4, steps=goodput.counted_step, step_seconds=0.5, settled=True),)
     assert goodput.fleet_ratio == pytest.approx(goodput.ratio * 4 / 5, abs=0.02), "one node in five is a spare"
+
+
+def test_a_size_without_a_sample_is_taken_by_the_passes_of_its_steps() -> None:
+    shape = BatchShape(cores_per_node=1, tensor=1, pipeline=1, global_batch_size=8, micro_batch_size=1)
+    goodput = GoodputStatus(sizes=(SizeAccount(size=4, steps=10, step_seconds=2.0, settled=True),))
+
+    assert [reference_seconds(goodput, size, shape) for size in (2, 3, 4, 5)] == [4.0, 3.0, 2.0, 2.0]
+    # Trained at with another batch than that of today: by the nodes.
+    even = replace(shape, rule=SizeRule.EVEN)
+    assert reference_seconds(goodput, 3, even) == pytest.approx(2.0 * 4 / 3)
 
 
 def test_an_interruption_is_charged_to_its_cause_and_its_stages() -> None:
