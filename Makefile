@@ -3,7 +3,7 @@ SHELL := /bin/sh
 VENV ?= .venv
 BIN := $(VENV)/bin
 CLUSTER ?= local
-# Test processes side by side, each with clusters of its own; 0: one process. On two cores more only wait for each other.
+# Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process.
 LANES ?= 0
 TRIALS ?= 20
 ARGS ?=
@@ -32,10 +32,10 @@ tune: binaries  ## LoRA on a base model through faults, merged, answers before a
 
 test: binaries  ## All tests, on a development cluster of their own
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
-	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-fast: setup  ## The tests of pure functions, in a minute or two
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster" $(FAST) $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cluster" $(FAST) $(ARGS)
 
 test-long: setup  ## The property tests with TRIALS times as many examples, random ones: minutes to hours (docs/testing.md)
 	@TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 tests/unit tests/wire -m hypothesis $(ARGS)

@@ -41,13 +41,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Many times as many examples take many times as long."""
-    for item in items if TRIALS else ():
-        item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
-
-
 _LONG_SECONDS = 3600
+"""Of a property test with many times as many examples."""
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what shares a cluster, or a file's fixtures, in one lane."""
+    for item in items:
+        shares_cluster = "site" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("cluster" if shares_cluster else item.nodeid.partition("::")[0]))
+        if TRIALS:
+            item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
+
+
 _OPENED = pytest.StashKey[Site]()
 
 
