@@ -1,8 +1,9 @@
-"""Writes the files that are generated from the code: the CRD, the chart's copy, references, the plain install.
+"""Writes the files that are generated from the code: CRD, the chart's copy, references, dashboards, the plain install.
 
 `python -m trainium_operator.generate` writes them, with `--check` it only compares and exits 1 when one is stale.
-Invariant: a generated file is never edited by hand; its first line says which command made it. The plain install is
-the chart as the real `helm template` renders it, so it is skipped (with a word) where there is no helm.
+Invariant: a generated file is never edited by hand; where the format has comments, its first line says which command
+made it. The plain install is the chart as the real `helm template` renders it, so it is skipped (with a word) where
+there is no helm.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import yaml
 
 from trainium_contract.crd import custom_resource_definition, object_schema
 from trainium_operator import fault_reference
+from trainium_operator.monitoring import dashboards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,6 +137,7 @@ def expected(root: Path, helm: str | None) -> dict[Path, str]:
     """Every generated file below `root` with the text that it should have; the install only when there is a helm."""
     files = {CRD: crd_text(), CHART_CRD: chart_crd_text(), REFERENCE: reference_text()}
     files[FAULT_REFERENCE] = fault_reference.reference_text(_HEADER)
+    files |= dashboards.texts()
     return files | ({INSTALL: install_text(root, helm)} if helm else {})
 
 

@@ -40,7 +40,7 @@ from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.health import HealthServer
-from trainium_operator.metrics import Metrics
+from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.observed import PlanSettings
 from trainium_operator.plan.plan import plan
 
@@ -83,7 +83,7 @@ class Runtime:
         """Agents are answered: the Lease is ours, and the newest memberships are known."""
         self.leading = asyncio.Event()
         """Jobs are planned: everything else is known too."""
-        self.metrics = Metrics()
+        self.metrics = Metrics(named_jobs=settings.named_jobs)
         self.api_heard = 0.0
         self.api = Api(transport, on_request=self._on_request)
         self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))

@@ -26,6 +26,10 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
     return field(default=default, metadata={"help": text, "variable": variable})
 
 
+MOST_NAMED_JOBS = 2000
+"""With metrics of their own: about 25 time series each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """See the help texts; times in seconds."""
@@ -58,6 +62,7 @@ class Settings:
     )
     taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
+    named_jobs: int = _setting(0, "jobs that have metrics of their own, by namespace and name; 0: none")
     bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
     workers: int = _setting(
         32, "jobs that are reconciled at the same time; half of them at most may be slow ones (a webhook that hangs)"
@@ -85,6 +90,7 @@ class Settings:
             ("--resync", self.resync, self.resync > 0, "above 0 seconds"),
             ("--coordinator-port", self.coordinator_port, 0 <= self.coordinator_port <= 65535, "from 0 to 65535"),
             ("--metrics-port", self.metrics_port, 0 <= self.metrics_port <= 65535, "from 0 to 65535"),
+            ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MOST_NAMED_JOBS, f"from 0 to {MOST_NAMED_JOBS}"),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
             ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
         )

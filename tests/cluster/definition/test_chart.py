@@ -26,9 +26,11 @@ pytestmark = pytest.mark.cluster
 RELEASE = "checked"
 NAME = f"{RELEASE}-trainium-operator"
 ROOT = Path(__file__).parents[3]
+CHART = ROOT / "helm/trainium-operator"
 EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.yaml"))
 EVERYTHING = (
-    "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,"
+    "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
+    "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
     "watchNamespace=training,trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
 )
 
@@ -103,6 +105,21 @@ def test_no_role_of_the_chart_has_a_wildcard(api: Api) -> None:
             assert not [right for right in granted(document) if "*" in right]
 
 
+def test_alerts_and_dashboards_are_made_as_they_are_in_the_files(api: Api) -> None:
+    assert not [one for one in rendered(api) if one["apiVersion"].startswith("monitoring.")]
+    documents = rendered(api, f"{EVERYTHING},metrics.prometheusRule.runbook=https://wiki.example/runbook")
+    spec = only(documents, "PrometheusRule", NAME)["spec"]
+    written = (CHART / "files/alerts.yaml").read_text().replace("RUNBOOK#", "https://wiki.example/runbook#")
+    assert spec == yaml.safe_load(written)
+    for path in (CHART / "files/dashboards").iterdir():
+        board = only(documents, "ConfigMap", f"{NAME}-dashboard-{path.stem}")
+        assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert json.loads(board["data"][f"trainium-{path.name}"]) == json.loads(path.read_text())
+    selector = only(documents, "Deployment", NAME)["spec"]["selector"]
+    for kind in ("PodMonitor", "ServiceMonitor"):
+        assert only(documents, kind, NAME)["spec"]["selector"] == selector
+
+
 @pytest.mark.parametrize("settings", ["replicas=1", EVERYTHING])
 def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api, settings: str) -> None:
     deployment = only(rendered(api, settings), "Deployment", NAME)
@@ -115,6 +132,7 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     assert not parsed.taint_nodes
     assert parsed.trainer_image == "trainium-trainer:0.1.0"
     assert parsed.watch_namespace == ("training" if settings == EVERYTHING else "")
+    assert parsed.named_jobs == (50 if settings == EVERYTHING else 0)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"coordinator": parsed.coordinator_port, "metrics": parsed.metrics_port}
 

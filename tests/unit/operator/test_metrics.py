@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from metric_builders import NOW, figures, view
 
 from trainium_contract.exit_codes import Cause
 from trainium_contract.health import PreflightCheck
@@ -16,41 +17,18 @@ from trainium_contract.job import (
     MembershipStatus,
     Phase,
     Rung,
-    TrainingJobSpec,
     TrainingJobStatus,
 )
 from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
 from trainium_contract.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
 from trainium_contract.scheduling import GangStatus
-from trainium_operator.metrics import Metrics
+from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
-from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView, Taint
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 from trainium_operator.plan.model.times import rfc3339
 
-NOW = 1_800_000_000.0
 MOST_SERIES = 1_500
 """Of one operator, whatever happens: about as many as one node exporter has."""
-
-
-def view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
-    spec = TrainingJobSpec.model_validate({"workers": {"replicas": 4, "spares": 2, "accelerator": {"device": "cpu"}}})
-    return JobView(
-        namespace="team",
-        name=f"job-{uid}",
-        uid=uid,
-        generation=1,
-        deleting=False,
-        spec=spec,
-        status=status or TrainingJobStatus(),
-        created=NOW,
-    )
-
-
-def figures(metrics: Metrics) -> dict[str, float]:
-    """Every sample of the exposition, by its name and labels."""
-    lines = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
-    found = dict(line.rsplit(" ", 1) for line in lines)
-    return {key.removeprefix("trainingjob_operator_"): float(value) for key, value in found.items()}
 
 
 def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **fields: Any) -> Interruption:

@@ -1,6 +1,7 @@
 """Prometheus metrics: base units, few labels, none of them a pod, a node or a rank.
 
-Invariant: every time series is bounded by enums, not by what users name things. Figures of jobs are in `job_metrics`.
+Invariant: the number of time series is bounded by enums, and by the number of jobs that may have some of their own, not
+by what users name things. Figures of jobs are in `job_metrics`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from trainium_operator.agent_metrics import AgentMetrics
-from trainium_operator.job_metrics import JobMetrics
+from trainium_operator.monitoring.agent_metrics import AgentMetrics
+from trainium_operator.monitoring.job_metrics import JobMetrics
 from trainium_operator.plan.faults.node_signals import Severity, problems_of
 from trainium_operator.plan.fleet.memory import MachineState
 
@@ -38,7 +39,8 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 class Metrics:
     """All metrics of one process, in a registry of its own."""
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, wall_clock: Callable[[], float] = time.time, *, named_jobs: int = 0) -> None:
+        """`named_jobs`: how many jobs have figures of their own."""
         # A time series per time series, which nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -66,7 +68,7 @@ class Metrics:
         )
         self._problems = gauge("node_problems", "What nodes report of themselves", "source", "severity")
         self._messages = counter("agent_messages_total", "Messages from agents", "kind", "code")
-        self._of_jobs = JobMetrics(self.registry, _PREFIX, wall_clock)
+        self._of_jobs = JobMetrics(self.registry, _PREFIX, wall_clock, most_named=named_jobs)
         self._of_agents = AgentMetrics(self.registry, _PREFIX)
 
     def request(self, verb: str, status: int, seconds: float) -> None:

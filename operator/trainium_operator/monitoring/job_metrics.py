@@ -1,7 +1,8 @@
 """Prometheus metrics about jobs, all from the statuses that plans wrote.
 
 Invariants: counters move once per transition, so a repeated plan or a restart of the operator moves none; sums of
-seconds are read from the ledgers, which outlive the operator; no label is a job, a pod or a node.
+seconds are read from the ledgers, which outlive the operator; no label is a job (`named_job_metrics` has those), a pod
+or a node.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from trainium_contract.exit_codes import Cause
 from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
+from trainium_operator.monitoring.named_job_metrics import NamedJobMetrics, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,13 +27,22 @@ if TYPE_CHECKING:
 
 _FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
 _STEPS = (0, 1, 2, 5, 10, 30, 100, 300, 1000)
+_ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
 _MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
 
 
 class JobMetrics:
     """What the statuses of all jobs add up to."""
 
-    def __init__(self, registry: CollectorRegistry, prefix: str, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        prefix: str,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        most_named: int = 0,
+    ) -> None:
+        """`most_named`: jobs with figures of their own."""
         self._wall_clock = wall_clock
         self._seen: dict[str, tuple[JobView, TrainingJobStatus]] = {}
         self._labels: dict[Gauge, set[str]] = {}
@@ -67,6 +79,13 @@ class JobMetrics:
         self._workers = gauge("workers", "Workers of the jobs that exist", "state")
         for phase in Phase:
             self._jobs.labels(phase.value).set(0)
+        # A counter that begins with 1 shows no increase.
+        for kind in _ENDS:
+            self._finished.labels(kind.value)
+        for cause in Cause:
+            self._interruptions.labels(cause.value)
+        if most_named:
+            registry.register(NamedJobMetrics(prefix, most_named, self._seen.values, wall_clock))
 
     def planned(self, job: JobView, status: TrainingJobStatus) -> None:
         """A plan for `job`, whose observed status is the old one, was carried out."""
@@ -75,7 +94,7 @@ class JobMetrics:
         before = {_key(each): each for each in old.history}
         for each in status.history:
             self._interruption(before.get(_key(each)), each)
-        for kind in (ConditionType.COMPLETE, ConditionType.FAILED):
+        for kind in _ENDS:
             if _holds(status, kind) and not _holds(old, kind):
                 self._finished.labels(kind.value).inc()
         self._pods.inc(max(0, status.next_pod_ordinal - old.next_pod_ordinal))
@@ -104,7 +123,7 @@ class JobMetrics:
             ratios = (getattr(each.goodput, name) for each in running)
             self._goodput.labels(measure).set(min(ratios, default=1.0))
         self._durable_age.set(max(self._ages(running), default=0.0))
-        self._set(self._workers, [item for job, status in self._seen.values() for item in _workers(job, status)])
+        self._set(self._workers, [item for job, status in self._seen.values() for item in workers_of(job, status)])
 
     def _ages(self, running: list[TrainingJobStatus]) -> Iterator[float]:
         """Since each newest durable checkpoint, or the first step where there is none."""
@@ -136,16 +155,6 @@ class JobMetrics:
             self._lost_steps.inc(max(0, new.steps_lost or 0))
             for stage, seconds in new.stages.model_dump().items() if new.stages is not None else ():
                 self._stages.labels(stage.capitalize()).observe(max(0.0, seconds))
-
-
-def _workers(job: JobView, status: TrainingJobStatus) -> tuple[tuple[str, float], ...]:
-    return (
-        ("desired", status.desired),
-        ("member", status.replicas),
-        ("training", status.ready_replicas),
-        ("spare_wanted", 0 if status.completion_time else job.spec.workers.spares),
-        ("spare_ready", status.spares),
-    )
 
 
 def _key(entry: Interruption) -> tuple[int, int, str]:

@@ -1,0 +1,127 @@
+"""Prometheus metrics of single jobs, by namespace and name: off unless a number of jobs is allowed.
+
+Invariants: at most so many jobs have time series, those that run before those that ended, and what is left out is
+counted; a job's other labels are enums; nothing is kept between two scrapes, so a job that is gone leaves no series.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import ConditionStatus, ConditionType, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client import Metric
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.observed import JobView
+
+_MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
+_CAUSES = frozenset(cause.value for cause in Cause)
+_OVER = (Phase.COMPLETED, Phase.FAILED)
+
+
+class NamedJobMetrics(Collector):
+    """Figures of at most `most` jobs, read from their statuses at each scrape."""
+
+    def __init__(
+        self,
+        prefix: str,
+        most: int,
+        jobs: Callable[[], Iterable[tuple[JobView, TrainingJobStatus]]],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`jobs()`: every job with its newest status."""
+        self._prefix = prefix
+        self._most = most
+        self._jobs = jobs
+        self._wall_clock = wall_clock
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is promised: without jobs there are no series."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures now."""
+        jobs = sorted(self._jobs(), key=_order)
+        left_out = GaugeMetricFamily(self._prefix + "jobs_left_out", "Jobs without figures of their own")
+        left_out.add_metric([], max(0, len(jobs) - self._most))
+        yield left_out
+        families = _Families(self._prefix)
+        for job, status in jobs[: self._most]:
+            families.add(job, status, self._wall_clock())
+        yield from families.all
+
+
+class _Families:
+    """The metrics, filled job by job."""
+
+    def __init__(self, prefix: str) -> None:
+        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"{prefix}job_{name}", text, labels=("job_namespace", "job_name", *labels))
+
+        def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"{prefix}job_{name}", text, labels=("job_namespace", "job_name", *labels))
+
+        self.phase = gauge("phase", "1 for the phase that the job is in", "phase")
+        self.stalled = gauge("stalled", "1 while nothing changes until a person acts")
+        self.storage = gauge("checkpoint_healthy", "0 while checkpoints do not come or storage does not work")
+        self.age = gauge("checkpoint_durable_age_seconds", "Since the newest durable checkpoint, or the start")
+        self.step = gauge("step", "Newest finished step")
+        self.loss = gauge("loss", "Loss of that step")
+        self.tokens = gauge("tokens_per_second", "Throughput of the whole job")
+        self.goodput = gauge("goodput_ratio", "Goodput since the job began", "measure")
+        self.lost = gauge("lost_seconds", "Time that was lost", "cause")
+        self.workers = gauge("workers", "Workers", "state")
+        self.interruptions = counter("interruptions", "Interruptions by faults", "cause")
+        self.all = tuple(vars(self).values())
+
+    def add(self, job: JobView, status: TrainingJobStatus, now: float) -> None:
+        """One job's figures."""
+        name = (job.namespace, job.name)
+        holds = {each.type: each.status for each in status.conditions}
+        self.phase.add_metric([*name, status.phase.value], 1)
+        self.stalled.add_metric(name, holds.get(ConditionType.STALLED) is ConditionStatus.TRUE)
+        self.storage.add_metric(name, holds.get(ConditionType.CHECKPOINT_HEALTHY) is not ConditionStatus.FALSE)
+        since = status.checkpoint.durable_time or status.start_time
+        if since and status.phase not in _OVER:
+            self.age.add_metric(name, max(0.0, now - datetime.fromisoformat(since).timestamp()))
+        progress = status.progress
+        self.step.add_metric(name, progress.step)
+        if progress.loss is not None:
+            self.loss.add_metric(name, progress.loss)
+        if progress.tokens_per_second is not None and status.phase is Phase.RUNNING:
+            self.tokens.add_metric(name, progress.tokens_per_second)
+        if status.goodput.wall_seconds > 0:
+            for measure, field in _MEASURES.items():
+                self.goodput.add_metric([*name, measure], getattr(status.goodput, field))
+        for cause, seconds in status.goodput.lost_seconds.items():
+            self.lost.add_metric([*name, cause], seconds)
+        for state, count in workers_of(job, status):
+            self.workers.add_metric([*name, state], count)
+        for cause, count in status.restarts.by_cause.items():
+            if cause in _CAUSES:
+                self.interruptions.add_metric([*name, cause], count)
+
+
+def workers_of(job: JobView, status: TrainingJobStatus) -> tuple[tuple[str, float], ...]:
+    """How many workers a job has, by state."""
+    return (
+        ("desired", status.desired),
+        ("member", status.replicas),
+        ("training", status.ready_replicas),
+        ("spare_wanted", 0 if status.completion_time else job.spec.workers.spares),
+        ("spare_ready", status.spares),
+    )
+
+
+def _order(item: tuple[JobView, TrainingJobStatus]) -> tuple[bool, str, str]:
+    job, status = item
+    return status.phase in _OVER, job.namespace, job.name

@@ -1,0 +1,149 @@
+"""A real Prometheus beside a job with faults: every panel shows something, and alerts fire on their faults alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainium_operator.monitoring import dashboards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs import Job
+    from sites import Site
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus on PATH"),
+]
+ALERTS = Path(__file__).parents[3] / "helm/trainium-operator/files/alerts.yaml"
+QUIET = {"What nodes say of themselves"}
+"""Panels that are empty while no node has a problem."""
+
+YOUNG = {"TrainiumGoodputLow", "TrainiumNamedJobGoodputLow"}
+"""What fires without patience while the start is most of a job's time."""
+
+
+@dataclass
+class Prometheus:
+    """One that scrapes the operator each second."""
+
+    url: str
+
+    def query(self, promql: str) -> list[dict[str, Any]]:
+        asked = urllib.parse.urlencode({"query": promql})
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=10) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return found
+
+    def firing(self) -> set[str]:
+        return {each["metric"]["alertname"] for each in self.query('ALERTS{alertstate="firing"}')}
+
+    def until(self, promql: str, seconds: float = 60) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + seconds
+        while not (found := self.query(promql)):
+            assert time.monotonic() < deadline, f"no answer to {promql}; firing: {self.firing()}"
+            time.sleep(0.5)
+        return found
+
+
+def impatient(rules: str) -> str:
+    """The chart's alerts, which here wait for nothing."""
+    loaded = yaml.safe_load(rules)
+    for group in loaded["groups"]:
+        for rule in group["rules"]:
+            rule.pop("for", None)
+    return yaml.safe_dump(loaded)
+
+
+@pytest.fixture
+def prometheus(operator: Site, tmp_path: Path) -> Iterator[Prometheus]:
+    if operator.cluster is None:
+        pytest.skip("the addresses of pods are reached on the development cluster only")
+    pods = operator.get("pods", "-n", "trainium-system", "-l", "app.kubernetes.io/component=operator")["items"]
+    targets = [f"{pod['status']['podIP']}:8080" for pod in pods]
+    (tmp_path / "alerts.yaml").write_text(impatient(ALERTS.read_text()))
+    configuration = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["alerts.yaml"],
+        "scrape_configs": [{"job_name": "operator", "static_configs": [{"targets": targets}]}],
+    }
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
+    port = free_port()
+    command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yaml'}"]
+    command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _until_ready(url, tmp_path / "log")
+            yield Prometheus(url)
+        finally:
+            process.terminate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _until_ready(url: str, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/-/ready", timeout=2).close()
+        except OSError:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        else:
+            return
+
+
+def test_panels_and_alerts_show_what_happens_to_jobs(
+    prometheus: Prometheus, new_job: Callable[..., Job], namespace: str
+) -> None:
+    job = new_job("tended", "trainer: {steps: 5000}\nworkers: {replicas: 2, spares: 1}")
+    job.until_step(3)
+    own = f'job_namespace="{namespace}", job_name="tended"'
+    prometheus.until(f'trainingjob_operator_job_phase{{{own}, phase="Running"}}')
+    prometheus.until(f"trainingjob_operator_job_step{{{own}}} > 3")
+    prometheus.until('sum(trainingjob_operator_workers{state="spare_ready"}) == 1')
+    calm = prometheus.firing()
+    job.kill_rank(0)
+    job.until_recovered()
+    prometheus.until(f'trainingjob_operator_job_interruptions_total{{{own}, cause="Crash"}} == 1')
+    # A rate takes two scrapes.
+    prometheus.until("sum(trainingjob_operator_recovery_seconds_count offset 2s) >= 1")
+    empty = [place for place, query in panels(namespace, "tended") if not prometheus.query(query)]
+
+    hopeless = new_job("hopeless", "trainer: {data: {source: /nowhere/corpus.txt}}")
+    hopeless.until_phase("Failed")
+    failed = prometheus.until('ALERTS{alertstate="firing", alertname="TrainiumNamedJobStalled"}')
+    prometheus.until('ALERTS{alertstate="firing", alertname="TrainiumJobFailed"}')
+
+    assert set(empty) <= QUIET
+    assert calm <= YOUNG
+    assert [each["metric"]["job_name"] for each in failed] == ["hopeless"]
+
+
+def panels(namespace: str, name: str) -> Iterator[tuple[str, str]]:
+    """Title and query of every panel, as Grafana would ask for this job."""
+    for text in dashboards.texts().values():
+        for panel in json.loads(text)["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$__rate_interval", "10s")
+                yield panel["title"], query.replace("$namespace", namespace).replace("$name", name)

@@ -1,0 +1,88 @@
+"""Jobs for the operator's metrics, and the samples of what it exposes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import Cause
+from trainium_contract.job import (
+    CheckpointStatus,
+    Interruption,
+    Phase,
+    ProgressStatus,
+    RestartsStatus,
+    Rung,
+    TrainingJobSpec,
+    TrainingJobStatus,
+)
+from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_operator.monitoring.metrics import Metrics
+from trainium_operator.plan.fleet.memory import Machine, MachineState
+from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
+from trainium_operator.plan.model.times import rfc3339
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOW = 1_800_000_000.0
+
+
+def view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
+    spec = TrainingJobSpec.model_validate({"workers": {"replicas": 4, "spares": 2, "accelerator": {"device": "cpu"}}})
+    return JobView(
+        namespace="team",
+        name=f"job-{uid}",
+        uid=uid,
+        generation=1,
+        deleting=False,
+        spec=spec,
+        status=status or TrainingJobStatus(),
+        created=NOW,
+    )
+
+
+def figures(metrics: Metrics) -> dict[str, float]:
+    """Every sample of the exposition, by its name and labels."""
+    lines = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
+    found = dict(line.rsplit(" ", 1) for line in lines)
+    return {key.removeprefix("trainingjob_operator_"): float(value) for key, value in found.items()}
+
+
+def busy() -> Metrics:
+    """Metrics of an operator to which everything has happened, with a job of its own in each phase."""
+    metrics = Metrics(lambda: NOW, named_jobs=20)
+    for phase in Phase:
+        for status in _statuses(phase):
+            metrics.planned(view(phase.value), status)
+    for code in (200, 401, 403):
+        metrics.message("heartbeat", code)
+    metrics.request("GET", 200, 0.01)
+    metrics.reconciled(0.1, "ConflictError")
+    metrics.fleet([Machine(machine=state.value, node="a", state=state) for state in MachineState], frozen=True)
+    metrics.nodes([NodeView(name="a", conditions=(NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE),))])
+    return metrics
+
+
+def _statuses(phase: Phase) -> Iterator[TrainingJobStatus]:
+    seconds = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
+    ledger = GoodputStatus(wall_seconds=1.0, lost_seconds=seconds, lost_by_stage={STARTUP: 1.0})
+    for rung in Rung:
+        entry = Interruption(
+            generation=1,
+            time=rfc3339(NOW),
+            cause=Cause.CRASH,
+            rung=rung,
+            failed_at=NOW - 5,
+            detected_seconds=1.0,
+            recovered_seconds=2.0,
+            steps_lost=1,
+            stages=StageSeconds(),
+        )
+        yield TrainingJobStatus(
+            phase=phase,
+            goodput=ledger,
+            history=(entry,),
+            progress=ProgressStatus(step=7, loss=4.0, tokens_per_second=9.0),
+            restarts=RestartsStatus(total=1, by_cause={"Crash": 1}),
+            checkpoint=CheckpointStatus(durable_step=5, durable_time=rfc3339(NOW)),
+        )
