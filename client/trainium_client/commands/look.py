@@ -1,4 +1,4 @@
-"""Commands that look at a job: status, watch, why, history, goodput."""
+"""Commands that look at a job: status, why, history, goodput, sizes."""
 
 from __future__ import annotations
 
@@ -74,6 +74,19 @@ def goodput(
     emit(output, goodput_view(mapping(job, "status"), time.time()), _goodput_page)
 
 
+def sizes(
+    name: JobName,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
+    """What each number of nodes is worth: how many of them train, passes of a step, share of full speed."""
+    from trainium_client.views.sizes import size_rows  # noqa: PLC0415 - the others need no model of the whole job
+
+    emit(output, size_rows(open_api(namespace, context, kubeconfig).job(name)), _sizes_page)
+
+
 # The pages are imported late, so that JSON does not pay for rich.
 
 
@@ -99,3 +112,9 @@ def _goodput_page(view: Any, _now: float, width: int) -> Any:
     from trainium_client.render.tables import goodput_page  # noqa: PLC0415
 
     return goodput_page(view, width)
+
+
+def _sizes_page(rows: Any, _now: float, width: int) -> Any:
+    from trainium_client.render.tables import sizes_page  # noqa: PLC0415
+
+    return sizes_page(rows, width)

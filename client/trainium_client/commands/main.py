@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 for _command in (
     look.status, watch.watch, look.why, logs.logs, inspect.ranks, inspect.stacks, inspect.checkpoints, look.goodput,
-    look.history, inspect.nodes, inspect.release, act.suspend, act.resume, act.scale, act.retry,
+    look.history, look.sizes, inspect.nodes, inspect.release, act.suspend, act.resume, act.scale, act.retry,
 ):  # fmt: skip
     app.command()(_command)
 app.command()(report.report)

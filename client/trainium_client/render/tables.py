@@ -1,4 +1,4 @@
-"""Pages that are tables: history, goodput, ranks, checkpoints, machines."""
+"""Pages that are tables: history, goodput, sizes, ranks, checkpoints, machines."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainium_client.views.interruptions import InterruptionView
     from trainium_client.views.job import JobView
     from trainium_client.views.machines import MachineView
+    from trainium_client.views.sizes import SizeRow
     from trainium_client.views.workers import RankRow
 
 _BAR = 20
@@ -70,6 +71,24 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
     if sizes:
         ledger += [heading("Steps by size"), table(by_size, sizes, width)]
     return stacked(*ledger)
+
+
+def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
+    """What each number of nodes is worth, the largest first."""
+    if not rows:
+        return Text("no number of nodes between workers.minReplicas and maxReplicas is whole model-parallel groups")
+    columns = (
+        Column("NODES", 9, right=True), Column("TRAIN", 8, right=True), Column("PASSES", 6, right=True),
+        Column("SPEED", 7, right=True), Column("ROWS FILLED", 3, right=True), Column("STEP TIME", 4, right=True),
+        Column("", 5),
+    )  # fmt: skip
+    cells = [
+        (str(each.fewest) if each.fewest == each.most else f"{each.fewest}-{each.most}", str(each.trains),
+         str(each.passes), share(each.speed), share(each.filled), duration(each.step_seconds),
+         "now" if each.current else "")
+        for each in rows
+    ]  # fmt: skip
+    return table(columns, cells, width)
 
 
 def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> RenderableType:

@@ -51,13 +51,40 @@ def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServ
     )
 
 
-@pytest.mark.parametrize("command", ["status", "why", "history", "goodput", "ranks --no-steps", "checkpoints"])
+@pytest.mark.parametrize("command", ["status", "why", "history", "goodput", "sizes", "ranks --no-steps", "checkpoints"])
 def test_every_command_has_json(trn: Callable[..., Run], command: str) -> None:
     words = command.split()
     code, out, _ = trn(words[0], "llama", *words[1:], "-o", "json")
 
     assert code == 0
     assert json.loads(out)
+
+
+def test_the_worth_of_each_number_of_nodes_is_shown_and_which_one_is_in_force(trn: Callable[..., Run]) -> None:
+    code, out, _ = trn("sizes", "llama", "-o", "json")
+    rows = json.loads(out)
+
+    assert code == 0
+    assert [(row["fewest"], row["most"], row["trains"], row["passes"], row["speed"]) for row in rows] == [
+        (2, 2, 2, 6, 1.0),
+        (1, 1, 1, 12, 0.5),
+    ]
+    assert [row["current"] for row in rows] == [True, False]
+    assert rows[0]["stepSeconds"] > 0
+    assert rows[1]["stepSeconds"] is None
+    assert "100.0 %" in trn("sizes", "llama")[1]
+
+
+def test_sizes_of_a_job_that_a_newer_version_made_are_refused_with_the_field(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    job = recorded("job")
+    job["spec"]["elasticity"] = {"newer": True}
+    server.answers[f"{JOBS}/llama"] = job
+    code, out, err = trn("sizes", "llama")
+
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "spec.elasticity.newer is not known to this command" in err
 
 
 def test_an_unknown_job_is_answered_with_names_that_are_near(trn: Callable[..., Run]) -> None:

@@ -16,13 +16,14 @@ from trainium_client.render.machine import as_json
 from trainium_client.render.page import show
 from trainium_client.render.status import status_line, status_page
 from trainium_client.render.story import story_page
-from trainium_client.render.tables import goodput_page, history_page, machines_page, ranks_page
+from trainium_client.render.tables import goodput_page, history_page, machines_page, ranks_page, sizes_page
 from trainium_client.render.words import duration
 from trainium_client.views.events import event_views
 from trainium_client.views.interruptions import interruptions
 from trainium_client.views.job import JobView, job_view
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.raw import plain
+from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
 from trainium_client.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
 from trainium_contract.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
@@ -185,6 +186,24 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     assert "Device 11-23 02:00 by team/llama" in show(machines_page(machines, NOW, 160), width=160, colour=False)
 
 
+def test_nodes_that_save_no_pass_are_one_row() -> None:
+    job = {
+        "spec": {
+            "workers": {"replicas": 128, "minReplicas": 64, "accelerator": {"instanceType": "trn1.32xlarge"}},
+            "trainer": {"batch": {"globalSize": 1024}},
+            "parallelism": {"tensor": 8},
+        }
+    }
+    rows = size_rows(job)
+    assert [(row.fewest, row.most, row.trains, row.passes) for row in rows] == [
+        (128, 128, 128, 2),
+        (86, 127, 86, 3),
+        (64, 85, 64, 4),
+    ]
+    assert rows[1].speed == pytest.approx(2 / 3)
+    assert rows[1].filled == pytest.approx(1024 / (3 * 344))
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: int) -> None:
     view, entries = screen(), interruptions(recorded("job")["status"])
@@ -193,6 +212,7 @@ def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: i
         status_page(view, now=NOW, width=width),
         history_page(entries, width),
         goodput_page(view.goodput, width),
+        sizes_page(size_rows(recorded("job")), width),
         ranks_page(rows, width, None),
         story_page(tell(recorded("job"), log=recorded_log())),
     ]

@@ -1,0 +1,74 @@
+"""What each number of nodes is worth to a job (docs/job.md, Sizes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from trainium_client.errors import ClientError
+from trainium_client.views.raw import mapping, number, objects, whole
+from trainium_contract.job import TrainingJobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRow:
+    """Some numbers of nodes at which the same number of them trains."""
+
+    fewest: int
+    most: int
+    """Nodes that are there, from `fewest` to `most`."""
+    trains: int
+    """How many of them train; the others wait in reserve."""
+    passes: int
+    """Micro-batches of a step on each data-parallel rank."""
+    speed: float
+    """Share of the speed at the size asked for, by the passes."""
+    filled: float
+    """Share of a step's rows that hold a sample."""
+    step_seconds: float | None
+    """As it was measured at this size; None where the job has not been."""
+    current: bool
+
+
+def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
+    """The sizes of a job between its least and its largest, the largest first.
+
+    Raises ClientError when the job's specification is not one that this version knows.
+    """
+    status = mapping(job, "status")
+    try:
+        spec = TrainingJobSpec.model_validate(mapping(job, "spec"))
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ClientError(
+            f"the job's spec.{where} is not known to this command: use the kubectl trn of the operator's version"
+        ) from error
+    workers, shape = spec.workers, spec.batch_shape()
+    most = max(workers.replicas, workers.max_replicas or 0)
+    least = workers.min_replicas or 1
+    useful = shape.useful_sizes(least, most)
+    full = shape.best(workers.replicas, least)
+    now = whole(mapping(status, "membership"), "size")
+    measured = {
+        whole(each, "size"): number(each, "stepSeconds") for each in objects(mapping(status, "goodput"), "sizes")
+    }
+    rows = [
+        SizeRow(
+            fewest=size,
+            most=max(size, following - 1),
+            trains=size,
+            passes=shape.passes(size),
+            speed=shape.speed(size, full) if full else 0.0,
+            filled=shape.filled(size),
+            step_seconds=measured.get(size),
+            current=size == now,
+        )
+        for size, following in pairwise((*useful, most + 1))
+    ]
+    return tuple(reversed(rows))
