@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -52,15 +53,36 @@ def decode(data: Mapping[str, Any]) -> Memory:
         if key == ABOUT:
             continue
         try:
-            found = yaml.safe_load(text)
+            found = yaml.load(str(text), Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
             if key == ACCOUNTED:
-                accounted = {str(uid): float(at) for uid, at in found.items()}
+                accounted = {str(uid): _finite(at) for uid, at in found.items()}
             else:
                 entry = _machine(key, found)
                 machines[entry.machine] = entry
-        except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except _UNREADABLE as error:
             logger.warning("entry %s of the fleet's memory cannot be read (%.200s); it is left out", key, error)
     return Memory(machines=machines, accounted=accounted)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them unfold to gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read")
+        return super().compose_node(parent, index)
+
+
+_UNREADABLE = (
+    yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is not a time")
+    return number
 
 
 def _key(machine: str) -> str:
