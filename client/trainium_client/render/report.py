@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_client.render.svg import loss_chart, share_bar, timeline
-from trainium_client.render.words import clock, count, duration, figure, share, size
+from trainium_client.render.svg import COLOURS, loss_chart, share_bar, timeline
+from trainium_client.render.words import clock, count, duration, figure, plural, share, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,13 +27,15 @@ h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2.2rem 0 .6rem}p.soft,td
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1.2rem}dl{background:var(--card);padding:1rem}
 dt{font-weight:600}dd{margin:0;overflow-wrap:anywhere}.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.88rem}th,td{text-align:left;padding:.3rem .6rem;vertical-align:top}
-th,td{border-bottom:1px solid var(--line)}td{overflow-wrap:anywhere}
+th,td{border-bottom:1px solid var(--line)}td{overflow-wrap:anywhere}th,td.short{white-space:nowrap}
 .bad{border-left:4px solid #c2453d;padding:.6rem 1rem;background:var(--card);overflow-wrap:anywhere}
 svg{width:100%;height:auto;display:block}svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}
 .curve{fill:none;stroke:#3f77c4;stroke-width:1.6}.spread{fill:#3f77c4;opacity:.18}.validation{fill:#d08a1d}
 .mark{stroke:#c2453d;stroke-width:1.5;stroke-dasharray:4 3}
 .key{display:inline-block;margin-right:1.2rem}.key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 """
+_SHORT = 20
+"""Characters of a cell that is not broken: a time, a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,10 @@ def _facts(view: JobView) -> str:
         ("Progress", steps + (f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else "")),
         ("Loss", figure(view.loss, 5)),
         ("Speed", f"{count(view.tokens_per_second)} tokens/s" if view.tokens_per_second else ""),
-        ("Size", f"{view.size} of {view.desired or view.requested} nodes, {view.spares} spares"),
+        ("Size", f"{view.size} of {view.desired or view.requested} nodes, {plural(view.spares, 'spare')}"),
         ("Checkpoint", "none on storage" if checkpoint is None else f"step {checkpoint} on storage"),
         ("Goodput", f"{share(view.goodput.ratio)} of {duration(view.goodput.wall_seconds)}"),
-        ("Interrupted", f"{view.restarts} times"),
+        ("Interrupted", plural(view.restarts, "time")),
         *((each.kind, f"step {each.step}: {each.message}") for each in view.alerts),
     ]
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts if v)}</dl>"
@@ -114,7 +116,7 @@ def _time(report: Report) -> str:
         return ""
     parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
     stages = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
-    lost = f"<h2>What was lost, by stage</h2>{share_bar(stages)}" if goodput.lost else ""
+    lost = f"<h2>What was lost, by stage</h2>{share_bar(stages, COLOURS[1:])}" if goodput.lost else ""
     return f"<h2>Where the time went</h2>{share_bar(parts)}{lost}"
 
 
@@ -184,5 +186,9 @@ def _notes(report: Report) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     titles = "".join(f"<th>{escape(each)}</th>" for each in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _cell(text: str) -> str:
+    return f"<td{' class=short' if len(text) <= _SHORT else ''}>{escape(text)}</td>"

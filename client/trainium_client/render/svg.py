@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import TYPE_CHECKING
+
+from trainium_client.render.words import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,14 +15,22 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 960, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 30
+_LONGEST_NAME = 20
+_ROUNDING = 1e-9
+_MOST = 1e100
+"""Of a value on an axis; beyond it differences are not finite."""
 COLOURS = ("#2f9e63", "#c2453d", "#d08a1d", "#3f77c4", "#8a5bc0", "#5f6b76", "#b0497f", "#2a9aa5")
+"""The first stands for what is good."""
 
 
 class Axis:
     """Values of a range as places on a line."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
-        self.low, self.high = (low, high) if high > low else (low - 0.5, low + 0.5)
+        low, high = (min(max(each, -_MOST), _MOST) for each in (low, high))
+        size = max(abs(low), abs(high))
+        around = max(0.5, size / 1000) if high - low <= _ROUNDING * size else 0.0
+        self.low, self.high = low - around, high + around
         self._begin, self._end = begin, end
 
     def at(self, value: float) -> float:
@@ -28,8 +39,12 @@ class Axis:
         return round(self._begin + share * (self._end - self._begin), 1)
 
     def marks(self, count: int) -> list[float]:
-        """Evenly spread values."""
-        return [self.low + (self.high - self.low) * at / count for at in range(count + 1)]
+        """About so many round values, evenly spread."""
+        raw = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = power * min((each for each in (1, 2, 5, 10) if each * power >= raw * 0.7), default=10)
+        first = math.ceil(self.low / step - _ROUNDING)
+        return [at * step for at in range(first, math.floor(self.high / step + _ROUNDING) + 1)]
 
 
 def loss_chart(curve: Sequence[CurvePoint], marks: Sequence[tuple[int, str]]) -> str:
@@ -62,14 +77,14 @@ def loss_chart(curve: Sequence[CurvePoint], marks: Sequence[tuple[int, str]]) ->
     return _svg(HEIGHT, parts, "Loss by step")
 
 
-def share_bar(parts: Sequence[tuple[str, float]]) -> str:
+def share_bar(parts: Sequence[tuple[str, float]], colours: Sequence[str] = COLOURS) -> str:
     """Shares of a whole as one bar with a legend."""
     total = sum(value for _, value in parts)
     if total <= 0:
         return ""
     x, drawn, legend = 0.0, [], []
     for at, (name, value) in enumerate(parts):
-        colour, width = COLOURS[at % len(COLOURS)], WIDTH * value / total
+        colour, width = colours[at % len(colours)], WIDTH * value / total
         title = f"{name}: {value:.1f} s, {100 * value / total:.1f} %"
         drawn.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="28" fill="{colour}">{_title(title)}</rect>')
         legend.append(f'<span class="key"><i style="background:{colour}"></i>{escape(title)}</span>')
@@ -86,7 +101,10 @@ def timeline(begin: float, end: float, spans: Sequence[tuple[str, float, float, 
     parts = []
     for at, row in enumerate(rows):
         y = 24 * at + 4
-        parts += [_text(144, y + 14, row, "end"), _line(150, y + 10, WIDTH - _RIGHT, y + 10, "grid")]
+        parts += [
+            _text(144, y + 14, shortened(row, _LONGEST_NAME), "end"),
+            _line(150, y + 10, WIDTH - _RIGHT, y + 10, "grid"),
+        ]
         for _, since, until, title in (span for span in spans if span[0] == row):
             x = across.at(since)
             width = max(3.0, across.at(until) - x)

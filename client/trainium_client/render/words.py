@@ -54,6 +54,11 @@ def clock(at: float | None) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
+def plural(number: int, thing: str) -> str:
+    """1 spare, 2 spares."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def shortened(text: str, most: int) -> str:
     """The beginning, on one line."""
     words = " ".join(text.split())

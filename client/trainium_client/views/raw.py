@@ -28,9 +28,13 @@ def text(of: Any, key: str) -> str:
 def number(of: Any, key: str) -> float | None:
     """A finite number; None when there is none."""
     value = of.get(key) if isinstance(of, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # JSON's whole numbers have no end
+        return None
+    return found if math.isfinite(found) else None
 
 
 def whole(of: Any, key: str, default: int = 0) -> int:

@@ -8,10 +8,13 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 
 from trainium_client.commands.main import main
 from trainium_client.render.report import Report, report_html
+from trainium_client.render.svg import Axis
 from trainium_client.views.checkpoints import CheckpointRow, metrics_path
 from trainium_client.views.curve import MOST_POINTS, read_curve
 from trainium_client.views.events import event_views
@@ -102,6 +105,29 @@ def test_a_job_that_has_only_begun_has_a_page_too() -> None:
 
     assert page.open == []
     assert "not answered yet" in page.said
+
+
+@given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(2, 8))
+def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high: float, count: int) -> None:
+    axis = Axis(min(low, high), max(low, high), 0.0, 100.0)
+
+    marks = axis.marks(count)
+
+    assert 1 <= len(marks) <= 2 * count + 2
+    assert all(0 <= axis.at(value) <= 100 for value in (low, high, *marks))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [(0, 299, [0, 50, 100, 150, 200, 250]), (5, 6, [5, 5.2, 5.4, 5.6, 5.8, 6]), (4, 4, [3.6, 3.8, 4, 4.2, 4.4])],
+)
+def test_marks_are_round_numbers(low: float, high: float, marks: list[float]) -> None:
+    assert Axis(low, high, 0, 1).marks(6 if high > 9 else 4) == pytest.approx(marks)
+
+
+def test_a_number_without_an_end_is_none() -> None:
+    huge = json.dumps({"step": 1, "loss": 10**400})
+    assert read_curve([huge, json.dumps({"step": 2, "loss": 3.0})])[0].step == 2
 
 
 def test_a_long_curve_is_thinned_and_a_spike_stays() -> None:
