@@ -321,6 +321,29 @@ def _loader(report: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _client(report: Json) -> str:
+    goal = report["goalSeconds"]
+    about = (
+        "A command beside `kubectl trn --help`, on a job that an API server on loopback serves (`client`). Goal: "
+        f"`status` on 1,000 workers within {goal:g} s. {report['machine']}."
+    )
+    lines = [
+        "## kubectl trn",
+        "",
+        about,
+        "",
+        "| workers | command | processor s | to the floor | wall s, lowest to highest |",
+        "|---" * 5 + "|",
+    ]
+    for row in report["rows"]:
+        low, high = row["wallSecondsRange"]
+        missed = ", **missed**" if row["command"].startswith("status") and row["wallSeconds"] > goal else ""
+        wall = f"{row['wallSeconds']:.2f} ({low:.2f} to {high:.2f}){missed}"
+        ratio = f"{row['ratioToFloor']:.2f} x"
+        lines.append(f"| {row['workers']} | `{row['command']}` | {row['cpuSeconds']:.2f} | {ratio} | {wall} |")
+    return "\n".join(lines) + "\n"
+
+
 PARTS: dict[str, tuple[str, Callable[[Json], str]]] = {
     "Real training processes": ("recovery", _recovery),
     "The start of a job": ("first_step", _first_step),
@@ -331,6 +354,7 @@ PARTS: dict[str, tuple[str, Callable[[Json], str]]] = {
     "Training speed": ("training_speed", _training_speed),
     "Fine-tuning": ("finetuning", _finetuning),
     "Data": ("loader", _loader),
+    "kubectl trn": ("client", _client),
 }
 """Heading of a part -> the benchmark and what writes it, in the order of the page."""
 

@@ -26,6 +26,7 @@ NAMES = (
     "finetuning",
     "loader",
     "scale",
+    "client",
 )
 SCALABLE = ("fleet", "coordinator", "training_speed", "finetuning")
 """Those that know `--quick`."""
