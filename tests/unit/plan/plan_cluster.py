@@ -12,7 +12,7 @@ from plan_builders import CA, NOW, SETTINGS
 from plan_faults import FaultyWorld
 from plan_world import STEPS_PER_SECOND, Pod
 
-from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
 from trainium_operator.plan.faults.causes import budget_of
 from trainium_operator.plan.model import names
@@ -145,7 +145,10 @@ class FakeCluster(FaultyWorld):
             pod = self.pods.get(record.pod)
             asked = pod is not None and pod.view.deleting and pod.view.exit_code in (None, 75)
             answers = pod is not None and pod.agent is not None and pod.agent.verdict is None
-            if asked and (answers or (pod is not None and pod.agent is None)):
+            # A process that crashed before its pod heard that it has to go did crash.
+            news = [entry for entry in status.history if entry not in self.status.history]
+            crashed = any(entry.rung is Rung.IN_PLACE and entry.pod == record.pod for entry in news)
+            if asked and not crashed and (answers or (pod is not None and pod.agent is None)):
                 told = f"{record.pod} was asked to go, and counts as {record.cause}"
                 assert budget_of(record.cause) is None or self._node_bad(pod), told
 
