@@ -6,8 +6,7 @@ Invariant: what `faults.rule_verdict` would pass over is refused here, so that n
 from __future__ import annotations
 
 from trainium_contract.crd_rules import Rule
-from trainium_contract.exit_codes import Cause
-from trainium_contract.faults import NO_FAULT_CAUSES, USER_CAUSES
+from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 
 
 def _listed(causes: frozenset[Cause]) -> str:

@@ -10,26 +10,29 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, ExitCode, verdict_of
-from trainium_contract.faults import KERNEL_ROWS, NO_FAULT_CAUSES, STATUSES, USER_CAUSES, meaning_of, rule_verdict
-from trainium_contract.job import FailureRecord
-from trainium_contract.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
-from trainium_contract.recovery import RecoveryRule, RecoverySpec, RuleAction
-from trainium_operator.plan.diagnose import failure_policy, silence
-from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.causes import (
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
+from trainium_contract.faults.read import (
     budget_of,
     cause_of_condition,
     cause_of_label,
     cause_of_taint,
-    died_by_itself,
-    meaning_of_failure,
-    meaning_of_pod,
+    meaning_of,
     row_of,
+    rule_verdict,
+    rung_of,
     severity,
     suspects_node,
+    verdict_of,
 )
-from trainium_operator.plan.faults.fault_table import CAUSES, CONDITIONS, LABELS, POD_REASONS, TAINTS
+from trainium_contract.faults.rules import RecoveryRule, RuleAction
+from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
+from trainium_contract.job import FailureRecord
+from trainium_contract.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
+from trainium_contract.recovery import RecoverySpec
+from trainium_operator.plan.diagnose import failure_policy, silence
+from trainium_operator.plan.faults import failure_budgets
+from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
 from trainium_operator.plan.faults.node_rules import kernel_problem
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
@@ -40,9 +43,9 @@ from trainium_trainer.agent.processes import RankProcess
 from trainium_trainer.agent.signs import Signs, describe_exit, weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.faults.read import Verdict
 
 TABLE = Path(__file__).with_name("every_sign.txt")
 AT = 1000.0
@@ -62,7 +65,7 @@ LINES = {
     "network link": "ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
     "out of memory": "Out of memory: Killed process 4242 (python) total-vm:1kB",
 }
-"""An example of each kernel line."""
+"""An example of each kernel line whose name is none."""
 
 
 # --- where the rows are found, and nothing else
@@ -70,36 +73,36 @@ LINES = {
 
 def statuses() -> Iterator[tuple[int, str]]:
     """Number and name of each status of the runtime, the most telling first."""
-    return ((row.status, row.name) for row in STATUSES)
+    return ((sign.number, sign.key) for sign in RUNTIME_STATUSES)
 
 
 def kernel_lines() -> Iterator[tuple[str, bool]]:
     """Name of each kind of kernel line, and whether it is a fault by itself."""
-    return ((row.name, row.decisive) for row in KERNEL_ROWS)
+    return ((sign.key, sign.decisive) for sign in KERNEL_LINES)
 
 
-def pod_reasons() -> Iterable[str]:
-    return POD_REASONS
+def pod_reasons() -> Iterator[str]:
+    return (sign.key for sign in POD_REASONS)
 
 
-def conditions() -> Iterable[tuple[str, str]]:
-    return CONDITIONS
+def conditions() -> Iterator[tuple[str, str]]:
+    return ((sign.key, sign.value) for sign in CONDITIONS)
 
 
-def taints() -> Iterable[str]:
-    return TAINTS
+def taints() -> Iterator[str]:
+    return (sign.key for sign in TAINTS)
 
 
-def labels() -> Iterable[tuple[str, str]]:
-    return LABELS
+def labels() -> Iterator[tuple[str, str]]:
+    return ((sign.key, sign.value) for sign in LABELS)
 
 
-def causes() -> Iterable[Cause]:
+def causes() -> Iterator[Cause]:
     return (row.cause for row in CAUSES)
 
 
 def responses_of(cause: Cause) -> tuple[str, str]:
-    return row_of(cause).first.value, row_of(cause).again.value
+    return rung_of(cause).first.value, rung_of(cause).again.value
 
 
 # --- what is made of them
@@ -216,7 +219,7 @@ def status_rows() -> Iterator[str]:
 
 def kernel_rows() -> Iterator[str]:
     for name, decisive in kernel_lines():
-        line = LINES[name]
+        line = LINES.get(name, name)
         heard = [code for code in CODES if meaning_of(code, kernel=(line,)) != verdict_of(code)]
         code = 137 if 1 not in heard else 1
         problem = kernel_problem(beat(line=line), ())
