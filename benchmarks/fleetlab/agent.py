@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from fleetlab.wire import Endpoint, Wire
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import (
     HEARTBEAT_PATH,
     MEMBERSHIP_PATH,

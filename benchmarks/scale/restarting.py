@@ -25,7 +25,7 @@ from benchmarks.scale.wire import Counter, free_port
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import (
     HeartbeatRequest,
     HeartbeatResponse,

@@ -1,13 +1,12 @@
 """What the API server checks of `spec.recovery`, in the Common Expression Language; see `crd_rules`.
 
-Invariant: what `faults.rule_verdict` would pass over is refused here, so that no rule is silently without effect.
+Invariant: what `faults.read.rule_verdict` would pass over is refused here, so that no rule is silently without effect.
 """
 
 from __future__ import annotations
 
 from trainium_contract.crd_rules import Rule
-from trainium_contract.exit_codes import Cause
-from trainium_contract.faults import NO_FAULT_CAUSES, USER_CAUSES
+from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 
 
 def _listed(causes: frozenset[Cause]) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from trainium_contract.base import ContractModel, MessageModel, Text
 from trainium_contract.elasticity import ElasticitySpec
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.health import HealthSpec
 from trainium_contract.job_storage import JobCheckpointSpec
 from trainium_contract.job_workers import WorkersSpec

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from trainium_contract.base import MessageModel, Name, Text
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.health import PreflightCheck
 from trainium_contract.results import (
     MAX_ARTIFACTS,

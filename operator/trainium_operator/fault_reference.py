@@ -7,14 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import ExitCode, Response, verdict_of
-from trainium_contract.faults import KERNEL_ROWS, STATUSES
-from trainium_operator.plan.faults.fault_table import CAUSES, CONDITIONS, LABELS, POD_REASONS, SILENCE, TAINTS
+from trainium_contract.faults.causes import CAUSES
+from trainium_contract.faults.read import rung_of, verdict_of_sign
+from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.signs import (
+    CONDITIONS,
+    EXIT_CODES,
+    KERNEL_LINES,
+    LABELS,
+    POD_REASONS,
+    RUNTIME_STATUSES,
+    SILENCE,
+    TAINTS,
+    Kind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.faults.rungs import Rung
+    from trainium_contract.faults.signs import Sign
 
 _ANSWERS = {
     Response.COMPLETE: "complete when all have",
@@ -25,6 +37,8 @@ _ANSWERS = {
     Response.REPLACE_NODE: "replace the worker, avoid the node",
     Response.RETRY_WITH_BACKOFF: "restart in place with pauses",
 }
+
+_WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 _BEGINNING = """# Causes
 
@@ -46,8 +60,7 @@ def reference_text(header: str) -> str:
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    _ANSWERS[row.first],
-                    _again(row.first, row.again),
+                    *_answers(rung_of(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )
@@ -55,51 +68,49 @@ def reference_text(header: str) -> str:
             ),
         ),
         "## Exit codes of a training process\n\n"
-        + _signs((f"{code.value}", verdict_of(code)) for code in ExitCode)
+        + _meanings(EXIT_CODES)
         + "\n\nAny other code is a crash (128 + signal for a killed process), unless one of the next two tables "
         "explains it.",
         "## Status of the Neuron runtime\n\nRead from the last output of a process. When several are named, the first "
         "of these counts. A status explains a crash; to a lost peer (76) only one of a device or the network adds "
-        "anything.\n\n" + _signs((f"{row.status} `{row.name}`", row.verdict) for row in STATUSES),
-        "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The four marked ‡ are "
-        "a fault by themselves; the others explain the end of a process within two minutes, that of memory only a "
-        "SIGKILL.\n\n" + _signs((f"`{row.name}`" + (" ‡" if row.decisive else ""), row.verdict) for row in KERNEL_ROWS),
+        "anything.\n\n" + _meanings(RUNTIME_STATUSES),
+        "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The "
+        f"{_WORDS[sum(sign.decisive for sign in KERNEL_LINES)]} marked ‡ are a fault by themselves; the others explain "
+        "the end of a process within two minutes, that of memory only a SIGKILL.\n\n" + _meanings(KERNEL_LINES),
         "## Pods, nodes, silence\n\n"
         + _table(
             ("sign", "cause"),
-            [
-                *((f"pod reason `{reason}`", f"`{cause}`") for reason, cause in POD_REASONS.items()),
-                *(
-                    (f"node condition `{kind}`" + (f", reason `{reason}`" if reason != "*" else ""), f"`{cause}`")
-                    for (kind, reason), cause in CONDITIONS.items()
-                ),
-                *((f"taint `{key}`", f"`{cause}`") for key, cause in TAINTS.items()),
-                *((f"node label `{key}={value}`", f"`{cause}`") for (key, value), cause in LABELS.items()),
-                ("no heartbeats, and something else says that the worker is lost", f"`{SILENCE}`"),
-            ],
+            ((_name(sign), f"`{sign.cause}`") for sign in (*POD_REASONS, *CONDITIONS, *TAINTS, *LABELS, SILENCE)),
         ),
     ]
     return f"<!-- {header} -->\n" + "\n\n".join(parts) + "\n"
 
 
-def _signs(rows: Iterable[tuple[str, Verdict]]) -> str:
+def _meanings(signs: Iterable[Sign]) -> str:
+    found = ((sign, verdict_of_sign(sign)) for sign in signs)
     return _table(
         ("sign", "meaning", "cause", "answer", "again"),
-        (
-            (
-                sign + (" †" if verdict.hearsay else ""),
-                verdict.sentence,
-                f"`{verdict.cause}`",
-                _ANSWERS[verdict.response],
-                _again(verdict.response, verdict.again),
-            )
-            for sign, verdict in rows
-        ),
+        ((_name(sign), verdict.sentence, f"`{verdict.cause}`", *_answers(verdict.rung)) for sign, verdict in found),
     )
 
 
-def _again(first: Response, again: Response) -> str:
-    return "" if again is first else _ANSWERS[again]
+def _name(sign: Sign) -> str:
+    """A sign as people see it."""
+    marks = (" ‡" if sign.decisive else "") + (" †" if sign.hearsay else "")
+    if sign.kind in (Kind.EXIT_CODE, Kind.SILENCE):
+        return f"{sign.key}{marks}"
+    if sign.kind is Kind.RUNTIME_STATUS:
+        return f"{sign.number} `{sign.key}`{marks}"
+    if sign.kind is Kind.KERNEL_LINE:
+        return f"`{sign.key}`{marks}"
+    if sign.kind is Kind.LABEL:
+        return f"{sign.kind} `{sign.key}={sign.value}`"
+    return f"{sign.kind} `{sign.key}`" + (f", reason `{sign.value}`" if sign.value != "*" else "")
+
+
+def _answers(rung: Rung) -> tuple[str, str]:
+    """First, and again where that differs."""
+    return _ANSWERS[rung.first], "" if rung.again is rung.first else _ANSWERS[rung.again]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

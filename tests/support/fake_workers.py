@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from operator_process import wall_clock
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import (
     HeartbeatRequest,
     Membership,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import (
     CheckpointStatus,
     Interruption,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from trials import trials
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.messages import HeartbeatRequest, Member, Membership, Transition
 from trainium_contract.results import MAX_ARTIFACTS, MAX_FIGURES

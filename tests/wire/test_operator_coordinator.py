@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_contract.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator, ReviewUnavailableError

@@ -9,7 +9,7 @@ from fake_kubernetes import FakeCluster, refuse
 from operator_process import training_job
 from virtual_time import run_virtual, settle
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_operator.cluster.api import Api

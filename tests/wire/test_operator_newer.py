@@ -12,7 +12,7 @@ from operator_process import OperatorProcess, training_job, until, wall_clock
 from pydantic import ValidationError
 from virtual_time import run_virtual
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.lenient import readable_spec
 from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS

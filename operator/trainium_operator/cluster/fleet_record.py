@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.fleet.memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
 from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 

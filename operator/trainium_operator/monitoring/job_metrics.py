@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
 from trainium_operator.monitoring.named_job_metrics import NamedJobMetrics, workers_of
 

@@ -21,12 +21,13 @@ from prometheus_client import (
 
 from trainium_operator.monitoring.agent_metrics import AgentMetrics
 from trainium_operator.monitoring.job_metrics import JobMetrics
-from trainium_operator.plan.faults.node_signals import Severity, problems_of
+from trainium_operator.plan.faults.node_signals import problems_of
 from trainium_operator.plan.fleet.memory import MachineState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from trainium_contract.faults.node_polarity import Severity
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.messages import HeartbeatRequest
     from trainium_operator.plan.fleet.memory import Machine

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import TrainerPhase
 from trainium_contract.recovery import HangSpec
 from trainium_contract.results import RunStage

@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.exit_codes import Cause, Verdict
-from trainium_contract.faults import STATUSES, meaning_of
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import Verdict, meaning_of, verdict_of_sign
+from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 from trainium_trainer.agent.policy import Decision, GenerationState, after_yield, judge
 
 codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
@@ -159,9 +160,9 @@ def test_a_broken_device_withdraws_at_once_and_the_others_go_on() -> None:
     assert judgement.state.stopped is None
 
 
-@given(states, st.sampled_from(STATUSES), st.booleans())
-def test_a_victim_never_withdraws_whatever_came_before(state: GenerationState, row: object, seen: bool) -> None:
-    verdict = row.verdict
+@given(states, st.sampled_from(RUNTIME_STATUSES), st.booleans())
+def test_a_victim_never_withdraws_whatever_came_before(state: GenerationState, sign: Sign, seen: bool) -> None:
+    verdict = verdict_of_sign(sign)
     judgement = judge(1, state.attempt, 5, state, 3, verdict=verdict, seen_before=False)
     if verdict.hearsay:
         assert judgement.decision is not Decision.WITHDRAW

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import WorkerPhase
 from trainium_contract.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.agent.output import Tail

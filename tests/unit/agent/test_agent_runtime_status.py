@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.faults import STATUSES
+from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 from trainium_trainer.agent.output import Tail
 from trainium_trainer.agent.runtime_status import RuntimeWords, status_in
 
@@ -53,10 +52,10 @@ def test_what_is_no_status_of_the_runtime_is_left_alone(line: str) -> None:
     assert status_in(line) is None
 
 
-@given(st.sampled_from(STATUSES))
-def test_every_status_of_the_table_is_found_by_name_and_by_number(row: Any) -> None:
-    assert status_in(f"RuntimeError: {row.name}") == row.status
-    assert status_in(f"nrt_execute failed with status {row.status}") == row.status
+@given(st.sampled_from(RUNTIME_STATUSES))
+def test_every_status_of_the_table_is_found_by_name_and_by_number(sign: Sign) -> None:
+    assert status_in(f"RuntimeError: {sign.key}") == sign.number
+    assert status_in(f"nrt_execute failed with status {sign.number}") == sign.number
 
 
 @given(st.binary(max_size=6000))
@@ -66,7 +65,7 @@ def test_no_bytes_whatsoever_break_the_reader_or_keep_it_busy(data: bytes) -> No
     words.read(b"nrt " + data, NOW)
     assert time.perf_counter() - began < 0.5
     word = words.last(NOW)
-    assert word is None or word.status in {row.status for row in STATUSES}
+    assert word is None or word.status in {sign.number for sign in RUNTIME_STATUSES}
 
 
 def test_of_several_statuses_the_most_telling_counts() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_store
 from trainium_trainer.agent.policy import GenerationState

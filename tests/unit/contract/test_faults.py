@@ -7,18 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.exit_codes import Blame, Cause, ExitCode, Response, verdict_of
-from trainium_contract.faults import (
-    KERNEL_ROWS,
-    STATUSES,
-    kernel_row,
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Blame, Cause
+from trainium_contract.faults.read import (
+    kernel_sign,
     lines_near,
     meaning_of,
     rule_verdict,
-    status_row,
+    status_sign,
+    verdict_of,
+    verdict_of_sign,
 )
+from trainium_contract.faults.rules import RecoveryRule
+from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.signs import KERNEL_LINES, RUNTIME_STATUSES
 from trainium_contract.messages import KernelEvent
-from trainium_contract.recovery import RecoveryRule
 from trainium_contract.redaction import without_secrets
 
 HW = "NEURON_HW_ERR={} instance-id=i-0592464924bd45322 nd-id=0 nc-id=0 serial-num=19fc action=TERMINATE_INSTANCE"
@@ -52,15 +55,13 @@ def test_each_status_of_the_runtime_has_its_cause_and_answers(
 
 
 def test_no_text_alone_ends_a_job_at_its_first_appearance() -> None:
-    for row in (*STATUSES, *KERNEL_ROWS):
-        assert row.verdict.response is not Response.STOP
+    for sign in (*RUNTIME_STATUSES, *KERNEL_LINES):
+        assert verdict_of_sign(sign).response is not Response.STOP
 
 
-def test_each_status_and_each_kernel_row_is_there_once() -> None:
-    assert len({row.status for row in STATUSES}) == len({row.name for row in STATUSES}) == len(STATUSES)
-    assert len({row.name for row in KERNEL_ROWS}) == len(KERNEL_ROWS)
-    assert status_row(0) is None
-    assert status_row(4711) is None
+def test_a_status_that_is_not_in_the_table_means_nothing() -> None:
+    assert status_sign(0) is None
+    assert status_sign(4711) is None
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,9 @@ def test_each_status_and_each_kernel_row_is_there_once() -> None:
     ],
 )
 def test_kernel_lines_that_tell_of_a_fault_are_known(line: str, cause: Cause, decisive: bool) -> None:
-    row = kernel_row(line)
-    assert row is not None
-    assert (row.verdict.cause, row.decisive) == (cause, decisive)
+    sign = kernel_sign(line)
+    assert sign is not None
+    assert (sign.cause, sign.decisive) == (cause, decisive)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_kernel_lines_that_tell_of_a_fault_are_known(line: str, cause: Cause, de
     ],
 )
 def test_other_kernel_lines_mean_nothing(line: str) -> None:
-    assert kernel_row(line) is None
+    assert kernel_sign(line) is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_rule_never_makes_a_node_suspect_of_a_users_error() -> None:
 
 
 codes = st.one_of(st.sampled_from([int(code) for code in ExitCode]), st.integers(0, 255))
-statuses = st.one_of(st.none(), st.sampled_from([row.status for row in STATUSES]), st.integers(-5, 2000))
+statuses = st.one_of(st.none(), st.sampled_from([sign.number for sign in RUNTIME_STATUSES]), st.integers(-5, 2000))
 lines = st.lists(st.one_of(st.text(max_size=80), st.sampled_from([HW.format("DMA_ERROR"), OOM, EFA, DISK])), max_size=4)
 
 

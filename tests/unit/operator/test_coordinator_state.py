@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from virtual_time import run_virtual, settle
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import (
     HeartbeatRequest,
     Member,

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.fleet_record import decode, encode
 from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
 

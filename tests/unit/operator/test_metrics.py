@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from metric_builders import NOW, figures, view
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.health import PreflightCheck
 from trainium_contract.job import (
     CheckpointStatus,

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from virtual_time import run_virtual
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import HeartbeatRequest, Member, Membership, RegisterRequest, Transition, WorkerPhase
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.state import CoordinatorState

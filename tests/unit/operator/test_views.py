@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_contract.worker_env import LABEL_JOB
 from trainium_operator.cluster.membership_record import LARGEST_TEXT, membership_of

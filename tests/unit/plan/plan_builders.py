@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.messages import (
     HeartbeatRequest,

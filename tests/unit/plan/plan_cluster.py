@@ -12,9 +12,9 @@ from plan_builders import CA, NOW, SETTINGS
 from plan_faults import FaultyWorld
 from plan_world import STEPS_PER_SECOND, Pod
 
+from trainium_contract.faults.read import budget_of
 from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
-from trainium_operator.plan.faults.causes import budget_of
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, Plan, PublishMembership
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, FleetView, JobView, Observed, PodPhase, PodView

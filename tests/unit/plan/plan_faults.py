@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from plan_world import FakeWorld, Node, Pod
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import ProcessFailure, RestartRecord, WorkerPhase
 from trainium_operator.plan.model.observed import NodeCondition, NodeView, PodPhase, Taint
 

@@ -12,7 +12,8 @@ from plan_builders import NOW, spec
 from plan_cluster import FakeCluster
 from trials import trials
 
-from trainium_contract.exit_codes import Cause, verdict_of
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import verdict_of
 from trainium_contract.job import Phase
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint

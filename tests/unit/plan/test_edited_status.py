@@ -10,7 +10,7 @@ from explorer.models import trains
 from explorer.oracles import at_rest, describe
 from plan_builders import NOW, planned, published, running
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import FailureRecord, Interruption, MembershipStatus, Phase, Rung, TrainingJobStatus
 
 if TYPE_CHECKING:

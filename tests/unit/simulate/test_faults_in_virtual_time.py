@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulate_builders import DAY, HOUR, FaultClass, fault, live, only, spec, world
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Rung
 
 

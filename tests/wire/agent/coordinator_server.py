@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from trainium_contract import messages as m
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 
 if TYPE_CHECKING:
     from pathlib import Path

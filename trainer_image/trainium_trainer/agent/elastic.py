@@ -28,7 +28,8 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
 from trainium_contract.health import PreflightCheck
 from trainium_contract.messages import Membership, WorkerPhase
 from trainium_trainer.agent.generation_store import GenerationStore, StateWatcher, StoreLostError

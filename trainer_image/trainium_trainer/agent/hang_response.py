@@ -15,7 +15,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import StuckRank
 from trainium_trainer.agent import hang, stacks
 from trainium_trainer.agent.hang import Finding, Kind, Standstill

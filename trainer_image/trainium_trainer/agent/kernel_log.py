@@ -18,7 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults import KERNEL_ROWS, kernel_row
+from trainium_contract.faults.read import kernel_sign, verdict_of_sign
+from trainium_contract.faults.signs import KERNEL_LINES
 from trainium_contract.messages import KernelEvent
 from trainium_contract.redaction import without_secrets
 
@@ -38,7 +39,7 @@ _LOOK_SECONDS = 0.25
 _ABSENT_SECONDS = 1.0
 _LINES_PER_LOOK = 2000
 _PREFIX = re.compile(rb"^\d+,\d+,\d+,[^;]{0,64};")
-_IMPORTANCE = {row.name: index for index, row in enumerate(KERNEL_ROWS)}
+_IMPORTANCE = {sign.key: index for index, sign in enumerate(KERNEL_LINES)}
 
 
 class KernelEvents:
@@ -53,21 +54,21 @@ class KernelEvents:
 
     def take(self, line: str, at: float) -> bool:
         """Take down a line if it tells of a fault and is no repetition; `at` in Unix seconds. Whether it did."""
-        row = kernel_row(line)
-        if row is None:
+        sign = kernel_sign(line)
+        if sign is None:
             return False
         with self._lock:
-            if abs(at - self._last.get(row.name, float("-inf"))) < _SAME_SECONDS:
+            if abs(at - self._last.get(sign.key, float("-inf"))) < _SAME_SECONDS:
                 return False
-            self._last[row.name] = at
+            self._last[sign.key] = at
             event = KernelEvent(sequence=self._next, line=without_secrets(line)[:_LINE_CHARACTERS], at=at)
             self._next += 1
-            kept = [known for known in self._events if known[0] != row.name]
-            kept.append((row.name, event))
+            kept = [known for known in self._events if known[0] != sign.key]
+            kept.append((sign.key, event))
             if len(kept) > _KEPT:
                 kept.remove(max(kept, key=lambda known: _IMPORTANCE[known[0]]))
             self._events = kept
-        _log.error("the kernel says (%s): %s", row.verdict.sentence, event.line)
+        _log.error("the kernel says (%s): %s", verdict_of_sign(sign).sentence, event.line)
         self._on_event()
         return True
 

@@ -11,7 +11,9 @@ import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
-from trainium_contract.exit_codes import Blame, Cause, Response, Verdict, verdict_of
+from trainium_contract.faults.causes import Blame, Cause
+from trainium_contract.faults.read import Verdict, verdict_of
+from trainium_contract.faults.rungs import Response
 
 _FIRST_BACKOFF_SECONDS = 1.0
 _LONGEST_BACKOFF_SECONDS = 30.0

@@ -32,7 +32,7 @@ from trainium_trainer.agent.signs import MESSAGE_CHARACTERS, Signs, describe_exi
 from trainium_trainer.monitor.progress import read_alerts, read_notice, read_results
 
 if TYPE_CHECKING:
-    from trainium_contract.exit_codes import Cause
+    from trainium_contract.faults.causes import Cause
     from trainium_contract.health import PreflightCheck
     from trainium_trainer.agent.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings

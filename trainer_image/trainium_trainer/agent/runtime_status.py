@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainium_contract.faults import STATUSES, status_row
+from trainium_contract.faults.read import status_sign
+from trainium_contract.faults.signs import RUNTIME_STATUSES
 
 _SHORTLY_SECONDS = 180.0
 _LONGEST_LINE = 4096
-_NAMES = {row.name: row.status for row in STATUSES}
-_ORDER = {row.status: index for index, row in enumerate(STATUSES)}
+_NAMES = {sign.key: sign.number for sign in RUNTIME_STATUSES}
+_ORDER = {sign.number: index for index, sign in enumerate(RUNTIME_STATUSES)}
 _SENTENCES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"Uncorrectable HBM memory error.*reload the neuron driver", re.IGNORECASE), 1205),
     (re.compile(r"Uncorrectable HBM memory error", re.IGNORECASE), 1201),
@@ -80,6 +81,6 @@ class RuntimeWords:
 
 def named(word: RuntimeWord) -> str:
     """`NRT_TIMEOUT (5): <the line>`, for people."""
-    row = status_row(word.status)
-    assert row is not None
-    return f"{row.name} ({row.status}): {word.line}"
+    sign = status_sign(word.status)
+    assert sign is not None
+    return f"{sign.key} ({sign.number}): {word.line}"

@@ -1,8 +1,8 @@
 """What the end of a training process stands for, all signs of this pod together: the agent's side of the fault table.
 
-Code, runtime status, kernel lines and the job's rules are read as the operator reads them (`trainium_contract.faults`).
-Invariants: rules are read anew for each failure, so a change reaches pods that run; rules that cannot be read are as
-good as none, because training must heal without them; nothing here waits longer than a moment.
+Code, runtime status, kernel lines and the job's rules are read as the operator reads them (`faults.read`). Invariants:
+rules are read anew for each failure, so a change reaches pods that run; rules that cannot be read are as good as none,
+because training must heal without them; nothing here waits longer than a moment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainium_contract.exit_codes import Blame, Cause, Response, verdict_of
-from trainium_contract.faults import lines_near, meaning_of
-from trainium_contract.recovery import RecoveryRule
+from trainium_contract.faults.causes import Blame, Cause
+from trainium_contract.faults.read import lines_near, meaning_of, verdict_of
+from trainium_contract.faults.rules import RecoveryRule
+from trainium_contract.faults.rungs import Response
 from trainium_contract.redaction import without_secrets
 from trainium_trainer.agent.kernel_log import KernelEvents
 from trainium_trainer.agent.runtime_status import named
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.faults.read import Verdict
     from trainium_trainer.agent.processes import RankProcess
     from trainium_trainer.agent.runtime_status import RuntimeWord
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, Verdict
-from trainium_contract.faults import kernel_row, lines_near
-from trainium_operator.plan.faults.causes import meaning_of_failure
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import Verdict, kernel_sign, lines_near, verdict_of_sign
+from trainium_operator.plan.faults.ends import meaning_of_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,10 +128,11 @@ def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str,
         if at is None or not beat.kernel:
             continue
         for line in lines_near(beat.kernel, at):
-            row = kernel_row(line)
-            if row is not None and row.verdict.cause is not Cause.MEMORY:
-                why = f"was interrupted while its node's kernel said: {line} ({row.verdict.sentence})"
-                return Culprit(member=member, cause=row.verdict.cause, why=why, record=record)
+            sign = kernel_sign(line)
+            if sign is not None and sign.cause is not Cause.MEMORY:
+                sentence = verdict_of_sign(sign).sentence
+                why = f"was interrupted while its node's kernel said: {line} ({sentence})"
+                return Culprit(member=member, cause=sign.cause, why=why, record=record)
     return None
 
 

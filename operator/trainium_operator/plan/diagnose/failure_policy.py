@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainium_contract.exit_codes import Cause, Response, verdict_of
-from trainium_contract.faults import kernel_row, lines_near, rule_verdict
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import kernel_sign, lines_near, row_of, rule_verdict, verdict_of
+from trainium_contract.faults.rungs import Response
 from trainium_contract.origin import origin_in
 from trainium_operator.plan.diagnose.culprits import signs_of
-from trainium_operator.plan.faults.causes import died_by_itself, meaning_of_failure, row_of
+from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure
 from trainium_operator.plan.faults.failure_budgets import exhausted_budget
 from trainium_operator.plan.faults.node_rules import stopping_sign
 from trainium_operator.plan.model.observed import PodPhase
@@ -24,7 +25,7 @@ from trainium_operator.plan.view.progress import has_progress
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.faults.read import Verdict
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.messages import HeartbeatRequest, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
@@ -163,7 +164,7 @@ def _stopping(facts: Facts, beat: HeartbeatRequest) -> Iterator[tuple[ProcessFai
 
 def _of_failure(meaning: Verdict, beat: HeartbeatRequest, failure: ProcessFailure, pod: str, node: str) -> StopVerdict:
     after = f" after step {failure.step}" if failure.step > 0 else ""
-    lines = [line for line in lines_near(beat.kernel, failure.at) if kernel_row(line) is not None]
+    lines = [line for line in lines_near(beat.kernel, failure.at) if kernel_sign(line) is not None]
     kernel = f"; the node's kernel said: {lines[0]}" if lines else ""
     message = (
         f"{meaning.sentence}: rank {failure.rank} of pod {pod} on node {node}{after}, {signs_of(failure)}: "

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.diagnose.node_health import members_to_move
 from trainium_operator.plan.model.actions import event

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.faults.causes import suspects_node
+from trainium_contract.faults.read import suspects_node
 
 if TYPE_CHECKING:
-    from trainium_contract.exit_codes import Cause
+    from trainium_contract.faults.causes import Cause
     from trainium_contract.messages import Member
     from trainium_operator.plan.view.workers import Worker
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, Response
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import severity
+from trainium_contract.faults.rungs import Response
 from trainium_contract.job import Phase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.diagnose.node_health import hand_overs, unhealthy
@@ -16,7 +18,7 @@ from trainium_operator.plan.diagnose.not_joining import join_deadlines, not_join
 from trainium_operator.plan.diagnose.process_failures import accused, given_up_with, reported
 from trainium_operator.plan.diagnose.silence import evidence_of_loss, failed_since, take_testimony
 from trainium_operator.plan.diagnose.stragglers import evicted
-from trainium_operator.plan.faults.causes import meaning_of_pod, severity
+from trainium_operator.plan.faults.ends import meaning_of_pod
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.faults.node_signals import Severity
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:

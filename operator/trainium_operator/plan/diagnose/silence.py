@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults import status_row
+from trainium_contract.faults.read import status_sign
 from trainium_contract.messages import WorkerPhase
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def _lost_a_peer(beat: HeartbeatRequest) -> bool:
 
 def _stood_in_a_collective(failure: ProcessFailure) -> bool:
     """By its code, or by the runtime's word: it waited for others that did not come."""
-    status = status_row(failure.runtime_status)
-    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.verdict.hearsay)
+    status = status_sign(failure.runtime_status)
+    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.hearsay)
 
 
 def _stalls_at(facts: Facts) -> float | None:

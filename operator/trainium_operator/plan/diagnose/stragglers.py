@@ -12,7 +12,7 @@ from __future__ import annotations
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Rung, StragglerStatus
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.model.actions import event

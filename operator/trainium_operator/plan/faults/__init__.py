@@ -1,1 +1,1 @@
-"""What a sign stands for: its cause, who is to blame, which budget it uses; one table, and the look-ups in it."""
+"""What is wrong with a process, a pod or a node, by the contract's table of faults; and the budgets that faults use."""

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Response
-from trainium_contract.faults import kernel_row, rule_verdict
-from trainium_operator.plan.faults.node_signals import NodeProblem, Severity, bad_status
+from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.faults.read import kernel_sign, rule_verdict, verdict_of_sign
+from trainium_contract.faults.rungs import Response
+from trainium_operator.plan.faults.node_signals import NodeProblem, bad_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.exit_codes import Verdict
+    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.messages import HeartbeatRequest
-    from trainium_contract.recovery import RecoveryRule
     from trainium_operator.plan.model.observed import NodeView
 
 KERNEL_LOG = "kernel log"
@@ -46,15 +47,14 @@ def with_rules(
 def kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
     """What the newest kernel line that is a fault by itself says about the node that an agent runs on."""
     for event in reversed(beat.kernel if beat is not None else ()):
-        row = kernel_row(event.line)
+        sign = kernel_sign(event.line)
         ruled = rule_verdict(rules, texts=(event.line,))
         if ruled is not None:
             if ruled.response is not Response.RESTART_IN_PLACE:
                 return NodeProblem(Severity.DRAIN, ruled.cause, KERNEL_LOG, ruled.sentence, event.at, event.line)
-        elif row is not None and row.decisive:
-            return NodeProblem(
-                Severity.FATAL, row.verdict.cause, KERNEL_LOG, row.verdict.sentence, event.at, event.line
-            )
+        elif sign is not None and sign.decisive:
+            sentence = verdict_of_sign(sign).sentence
+            return NodeProblem(Severity.FATAL, sign.cause, KERNEL_LOG, sentence, event.at, event.line)
     return None
 
 

@@ -1,19 +1,19 @@
 """What a node's own signals say about it, in one language: conditions, capacity, taints, labels, deletion.
 
-The producers disagree in polarity (`NeuronHealth` True is bad, `AcceleratedHardwareReady` False is bad), so each is
-normalised here. Invariants: a missing or Unknown signal is neither healthy nor bad; nothing here depends on the time
-(see `view.node_problems` for debouncing) or on a job beyond what it asks of a node; nothing here raises.
+What each stands for, and which status is bad, is in the contract's table of faults (`signs`, `node_polarity`).
+Invariants: a missing or Unknown signal is neither healthy nor bad; nothing here depends on the time (see
+`view.node_problems` for debouncing) or on a job beyond what it asks of a node; nothing here raises.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.node_polarity import POLARITIES, Severity, bad_when
+from trainium_contract.faults.read import cause_of_condition, cause_of_label, cause_of_taint
 from trainium_contract.sizes import INSTANCES
-from trainium_operator.plan.faults.causes import cause_of_condition, cause_of_label, cause_of_taint
 from trainium_operator.plan.model.node_labels import (
     EFA,
     LABEL_HYPERPOD_DEEP_CHECK,
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from trainium_operator.plan.model.observed import NodeCondition, NodeView, Taint
-
-
-class Severity(IntEnum):
-    """What a problem asks for; a higher one includes the lower ones."""
-
-    SUSPECT = 1
-    """New workers prefer other nodes."""
-    DRAIN = 2
-    """New workers keep away; members hand their rank over as soon as somebody can take it."""
-    FATAL = 3
-    """As DRAIN, but at once: what is computed there cannot be trusted, and no time is given to pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,39 +58,15 @@ class Demand:
     """Of its pods, as in a manifest."""
 
 
-_CONDITIONS: dict[str, tuple[NodeReadiness, Severity]] = {
-    # Neuron's problem detector: the kernel told of an uncorrectable error.
-    "NeuronHealth": (NodeReadiness.TRUE, Severity.FATAL),
-    # The EKS node monitoring agent.
-    "AcceleratedHardwareReady": (NodeReadiness.FALSE, Severity.FATAL),
-    "NetworkingReady": (NodeReadiness.FALSE, Severity.DRAIN),
-    "KernelReady": (NodeReadiness.FALSE, Severity.DRAIN),
-    "StorageReady": (NodeReadiness.FALSE, Severity.DRAIN),
-    "ContainerRuntimeReady": (NodeReadiness.FALSE, Severity.DRAIN),
-    # The common node problem detector.
-    "KernelDeadlock": (NodeReadiness.TRUE, Severity.DRAIN),
-    "ReadonlyFilesystem": (NodeReadiness.TRUE, Severity.DRAIN),
-    "FrequentKubeletRestart": (NodeReadiness.TRUE, Severity.SUSPECT),
-    "FrequentContainerdRestart": (NodeReadiness.TRUE, Severity.SUSPECT),
-    # The kubelet: it evicts pods by itself when it must, and most pressure passes.
-    "MemoryPressure": (NodeReadiness.TRUE, Severity.SUSPECT),
-    "DiskPressure": (NodeReadiness.TRUE, Severity.SUSPECT),
-    "PIDPressure": (NodeReadiness.TRUE, Severity.SUSPECT),
-    "NetworkUnavailable": (NodeReadiness.TRUE, Severity.SUSPECT),
-}
-"""Type -> the status that is bad, and what that asks for; what it is stands in `fault_table`."""
-
 _TOLD_OTHERWISE = ("node.kubernetes.io/", TAINT_QUARANTINED)
 """Beginnings of taints that only repeat what is read elsewhere (Ready, pressure, cordon, our own memory)."""
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+_STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
 
 
 def bad_status(kind: str) -> NodeReadiness:
-    """The status of a condition of this type that means trouble; types that are not known follow the convention."""
-    known = _CONDITIONS.get(kind)
-    if known is not None:
-        return known[0]
-    return NodeReadiness.FALSE if kind.endswith(("Ready", "Healthy", "Available")) else NodeReadiness.TRUE
+    """The status of a condition of this type that means trouble."""
+    return _STATUS[bad_when(kind)]
 
 
 def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProblem, ...]:
@@ -126,12 +91,14 @@ def _readiness(node: NodeView) -> Iterator[NodeProblem]:
 
 
 def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
-    known = _CONDITIONS.get(condition.type)
+    known = POLARITIES.get(condition.type)
+    if known is None or condition.status is not _STATUS[known.bad_when]:
+        return
     cause = cause_of_condition(condition.type, condition.reason)
-    if known is None or cause is None or condition.status is not known[0]:
+    if cause is None:
         return
     source, reason = f"condition {condition.type}", condition.reason or condition.status.value
-    yield NodeProblem(known[1], cause, source, reason, condition.since, condition.message)
+    yield NodeProblem(known.severity, cause, source, reason, condition.since, condition.message)
 
 
 def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:

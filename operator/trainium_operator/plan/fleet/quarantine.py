@@ -16,9 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.sizes import INSTANCES
-from trainium_operator.plan.faults.node_signals import Severity, problems_of
+from trainium_operator.plan.faults.node_signals import problems_of
 from trainium_operator.plan.fleet.memory import (
     LEMON_STRIKES,
     Machine,

@@ -15,7 +15,7 @@ from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
-    from trainium_contract.exit_codes import Cause
+    from trainium_contract.faults.causes import Cause
     from trainium_operator.plan.view.facts import Facts
 
 HISTORY_LENGTH = 10

@@ -19,7 +19,7 @@ from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from trainium_contract.exit_codes import Cause
+    from trainium_contract.faults.causes import Cause
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.messages import Member
     from trainium_operator.plan.model.actions import EventIntent

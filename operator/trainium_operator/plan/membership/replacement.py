@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Rung
 from trainium_contract.messages import Transition, WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import cause_of_standstill

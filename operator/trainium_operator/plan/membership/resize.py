@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Rung
 from trainium_contract.messages import Transition
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry

@@ -10,17 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import Cause, Response
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import budget_of, suspects_node
+from trainium_contract.faults.rungs import Response
 from trainium_contract.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
 from trainium_operator.plan.diagnose.node_health import members_to_move
-from trainium_operator.plan.faults.causes import (
-    budget_of,
-    died_by_itself,
-    meaning_of_failure,
-    meaning_of_pod,
-    suspects_node,
-)
+from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes, backoff_until, has_record_of, record_failure
 from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
 from trainium_operator.plan.model import names

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.job import ConditionType
-from trainium_operator.plan.faults.node_signals import NodeProblem, Severity
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.view.facts import Facts
 
 _SHOWN = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.faults.node_signals import Severity
+from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
 from trainium_operator.plan.view.node_problems import troubles_of
 from trainium_operator.plan.view.workers import Worker, contact_of, with_contact, workers_of

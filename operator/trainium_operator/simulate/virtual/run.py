@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import (
     ProcessFailure,
     Progress,

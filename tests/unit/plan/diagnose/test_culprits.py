@@ -21,12 +21,10 @@ from plan_builders import (
     training,
 )
 
-from trainium_contract.exit_codes import Cause
-from trainium_contract.faults import USER_CAUSES
+from trainium_contract.faults.causes import USER_CAUSES, Budget, Cause
+from trainium_contract.faults.read import budget_of
 from trainium_contract.job import Phase, Rung
 from trainium_contract.messages import KernelEvent, WorkerPhase
-from trainium_operator.plan.faults.causes import budget_of
-from trainium_operator.plan.faults.fault_table import Budget
 
 SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR nd-id=0 nc-id=0 action=TERMINATE_INSTANCE"
 EFA = "efa 0000:00:1d.0: Failed to process command: -110"

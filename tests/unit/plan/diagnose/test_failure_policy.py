@@ -18,7 +18,7 @@ from plan_builders import (
     with_pod,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Phase, Rung, TrainingJobStatus
 from trainium_contract.messages import WorkerPhase
 from trainium_contract.origin import told_origin

@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, deleted, newest, planned, pod, published, ranks, running, spec, with_pod
 from plan_cluster import FakeCluster
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase, Rung
 from trainium_contract.messages import Transition
 from trainium_operator.plan.model.observed import FleetView, NodeView, Taint

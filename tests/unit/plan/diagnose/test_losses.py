@@ -20,7 +20,7 @@ from plan_builders import (
     without,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase, Rung
 from trainium_contract.messages import Progress, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView, NodeReadiness, PodPhase

@@ -24,7 +24,7 @@ from plan_builders import (
     with_pod,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.health import PreflightCheck
 from trainium_contract.job import ConditionStatus, ConditionType
 from trainium_contract.messages import CheckResult, Transition, WorkerPhase

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_builders import NOW, agent, deleted, newest, planned, published, ranks, running, spec, training
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, Rung, StragglerStatus
 from trainium_contract.messages import StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView

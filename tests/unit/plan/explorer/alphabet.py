@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
 
 if TYPE_CHECKING:

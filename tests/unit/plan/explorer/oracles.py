@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.causes import Budget
+from trainium_contract.faults.read import budget_of
 from trainium_contract.job import Phase
-from trainium_operator.plan.faults.causes import budget_of
-from trainium_operator.plan.faults.fault_table import Budget
 from trainium_operator.plan.model.conditions import is_terminal
 
 if TYPE_CHECKING:

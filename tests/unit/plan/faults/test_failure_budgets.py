@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_builders import NOW, failure, planned, restart, running, spec, training
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Budget, Cause
+from trainium_contract.faults.read import budget_of
 from trainium_contract.job import FailureRecord, Phase
 from trainium_contract.recovery import RecoverySpec
-from trainium_operator.plan.faults.causes import budget_of
 from trainium_operator.plan.faults.failure_budgets import (
     MAX_RECORDS,
     backoff_until,
@@ -17,7 +17,6 @@ from trainium_operator.plan.faults.failure_budgets import (
     is_recorded,
     record_failure,
 )
-from trainium_operator.plan.faults.fault_table import Budget
 
 
 def recovery(**budgets: Any) -> RecoverySpec:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainium_contract.exit_codes import Cause, ExitCode
-from trainium_contract.faults import KERNEL_ROWS, STATUSES
-from trainium_operator.plan.faults.fault_table import CONDITIONS, LABELS, POD_REASONS, TAINTS
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
 from trainium_operator.plan.model.reasons import Reason
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -18,12 +18,10 @@ def test_every_cause_and_every_sign_is_in_the_table_for_people() -> None:
     signs = [
         *(f"`{cause}`" for cause in Cause),
         *(f"| {code.value}" for code in ExitCode),
-        *(f"{row.status} `{row.name}`" for row in STATUSES),
-        *(f"`{row.name}`" for row in KERNEL_ROWS),
-        *(f"`{reason}`" for reason in POD_REASONS),
-        *(f"`{kind}`" for kind, _ in CONDITIONS),
-        *(f"`{key}`" for key in TAINTS),
-        *(f"`{key}={value}`" for key, value in LABELS),
+        *(f"{sign.number} `{sign.key}`" for sign in RUNTIME_STATUSES),
+        *(f"`{sign.key}`" for sign in KERNEL_LINES),
+        *(f"`{sign.key}`" for sign in (*POD_REASONS, *CONDITIONS, *TAINTS)),
+        *(f"`{sign.key}={sign.value}`" for sign in LABELS),
     ]
     assert [sign for sign in signs if sign not in CAUSES] == []
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from plan_builders import NOW
 
-from trainium_contract.exit_codes import Cause
-from trainium_operator.plan.faults.node_signals import Demand, Severity, problems_of, tolerates
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.node_polarity import Severity
+from trainium_operator.plan.faults.node_signals import Demand, problems_of, tolerates
 from trainium_operator.plan.model.node_labels import (
     EFA,
     LABEL_HYPERPOD_DEEP_CHECK,

@@ -26,7 +26,7 @@ from plan_builders import (
     with_pod,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Phase
 from trainium_contract.messages import WorkerPhase
 from trainium_contract.worker_env import RULES_NAME

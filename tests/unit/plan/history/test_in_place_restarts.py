@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from plan_builders import NOW, agent, failure, newest, planned, published, ranks, restart, running, training, without
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import MembershipStatus, Phase, Rung
 from trainium_contract.messages import Transition, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import record_failure

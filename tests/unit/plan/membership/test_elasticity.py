@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, created, planned, running, spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Interruption, Phase, Rung
 from trainium_contract.ledger import SizeAccount
 from trainium_contract.messages import Transition

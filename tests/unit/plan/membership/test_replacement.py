@@ -19,7 +19,7 @@ from plan_builders import (
     without,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.messages import Transition
 from trainium_operator.plan.model.actions import CreatePod

@@ -17,7 +17,7 @@ from plan_builders import (
     spec,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, MembershipStatus, Phase, Rung
 from trainium_contract.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true

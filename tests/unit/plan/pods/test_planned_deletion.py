@@ -6,7 +6,7 @@ import pytest
 from plan_builders import spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.model.observed import PodPhase
 
 

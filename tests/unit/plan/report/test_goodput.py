@@ -13,7 +13,7 @@ from plan_builders import NOW, planned, running, spec, training
 from plan_cluster import FakeCluster
 from trials import trials
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobStatus
 from trainium_contract.ledger import MAX_SIZES, OVERHEAD, STARTUP, WINDOW, GoodputStatus, SizeAccount, StepWindow
 from trainium_contract.messages import Progress, WorkerPhase

@@ -12,7 +12,7 @@ from plan_builders import NOW, planned, running, spec, training
 from plan_cluster import FakeCluster
 from trials import trials
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Condition, ConditionStatus, ConditionType, Interruption, Phase, Rung
 from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus
 from trainium_contract.messages import Progress, WorkerPhase

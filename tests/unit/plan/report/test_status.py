@@ -18,7 +18,7 @@ from plan_builders import (
     without,
 )
 
-from trainium_contract.exit_codes import Cause
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.ledger import GoodputStatus
 from trainium_contract.messages import Alert, AlertKind, Progress, WorkerPhase

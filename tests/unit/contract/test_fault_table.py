@@ -1,37 +1,33 @@
+"""The rows of the one table of faults agree with each other."""
+
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from plan_builders import pod
 
-from trainium_contract.exit_codes import Blame, Cause, Response
-from trainium_contract.faults import KERNEL_ROWS, NO_FAULT_CAUSES, STATUSES, USER_CAUSES
-from trainium_contract.recovery import RecoveryRule
-from trainium_operator.plan.faults.causes import (
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause
+from trainium_contract.faults.node_polarity import POLARITIES
+from trainium_contract.faults.read import (
     budget_of,
     cause_of_condition,
-    cause_of_failed_pod,
     cause_of_label,
     cause_of_taint,
-    died_by_itself,
-    meaning_of_pod,
     row_of,
+    rung_of,
     severity,
     suspects_node,
+    verdict_of_sign,
 )
-from trainium_operator.plan.faults.fault_table import CAUSES, CONDITIONS, LABELS, POD_REASONS, TAINTS, Budget
-from trainium_operator.plan.model.observed import PodPhase
-
-
-def failed(**changes: Any) -> Any:
-    return replace(pod(1, phase=PodPhase.FAILED), **changes)
+from trainium_contract.faults.rungs import RUNGS, Response
+from trainium_contract.faults.signs import CONDITIONS, EXIT_CODES, SIGNS, Sign
 
 
 def test_every_cause_has_one_row() -> None:
     assert [row.cause for row in CAUSES] == list(dict.fromkeys(row.cause for row in CAUSES))
     assert {row.cause for row in CAUSES} == set(Cause)
+    assert set(RUNGS) == set(Cause)
     assert sorted(severity(cause) for cause in Cause) == list(range(len(Cause)))
 
 
@@ -46,17 +42,37 @@ def test_users_errors_suspect_no_node_and_infrastructure_never_uses_the_process_
     if cause in NO_FAULT_CAUSES:
         assert budget_of(cause) is None
         assert not suspects_node(cause)
-    if row.again is Response.REPLACE_NODE:
+    if rung_of(cause).again is Response.REPLACE_NODE:
         assert suspects_node(cause)
 
 
-def test_the_rows_of_the_contract_agree_with_the_rows_of_their_causes() -> None:
-    for sign in (*STATUSES, *KERNEL_ROWS):
-        row, verdict = row_of(sign.verdict.cause), sign.verdict
-        if row.blame is Blame.USER:
-            assert verdict.blame is Blame.USER
-        if Response.REPLACE_NODE in (verdict.response, verdict.again):
-            assert row.suspects_node, sign.name
+@pytest.mark.parametrize("sign", SIGNS, ids=str)
+def test_what_a_sign_stands_for_follows_from_its_cause(sign: Sign) -> None:
+    row, verdict = row_of(sign.cause), verdict_of_sign(sign)
+    assert (verdict.blame, verdict.sentence) == (row.blame, sign.sentence or row.sentence)
+    if Response.REPLACE_NODE in (verdict.response, verdict.again):
+        assert row.suspects_node
+
+
+def test_a_rung_of_a_sign_says_more_than_that_of_its_cause() -> None:
+    same = [
+        sign.key
+        for sign in SIGNS
+        if sign.rung is not None and sign.rung == verdict_of_sign(replace(sign, rung=None)).rung
+    ]
+    assert same == [], "leave it out, it follows from the cause"
+
+
+def test_each_sign_is_there_once() -> None:
+    keys = [(sign.kind, sign.key, sign.value) for sign in SIGNS]
+    assert len(keys) == len(set(keys))
+    numbers = [(sign.kind, sign.number) for sign in SIGNS if sign.number >= 0]
+    assert len(numbers) == len(set(numbers))
+    assert {sign.number for sign in EXIT_CODES} == set(ExitCode)
+
+
+def test_every_condition_has_a_polarity() -> None:
+    assert {sign.key for sign in CONDITIONS} - {"Ready"} == set(POLARITIES)
 
 
 def test_a_lost_peer_is_the_least_telling_cause_and_a_users_error_the_most() -> None:
@@ -111,36 +127,6 @@ def test_labels_of_hyperpod_have_causes() -> None:
     assert cause_of_label(key, "Schedulable") is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"reason": "OutOfaws.amazon.com/neuron"}, Cause.CAPACITY),
-        ({"reason": "OutOfcpu"}, Cause.CAPACITY),
-        ({"reason": "Evicted"}, Cause.PREEMPTED),
-        ({"reason": "Shutdown"}, Cause.NODE_LOST),
-        ({"reason": "OOMKilled", "exit_code": 137}, Cause.MEMORY),
-        ({"reason": "StartError", "exit_code": 128}, Cause.USER_CODE),
-        ({"reason": "Error", "exit_code": 80}, Cause.DEVICE),
-        ({"reason": "Error", "exit_code": 137}, Cause.POD_LOST),
-        ({"reason": "Error", "exit_code": 64, "disrupted": True}, Cause.PREEMPTED),
-        ({}, Cause.POD_LOST),
-    ],
-)
-def test_failed_pods_have_causes(changes: dict[str, Any], cause: Cause) -> None:
-    assert cause_of_failed_pod(failed(**changes)) is cause
-    assert meaning_of_pod(failed(**changes), ()).cause is cause
-
-
-def test_a_container_that_cannot_start_ended_by_its_own_fault() -> None:
-    assert died_by_itself(failed(reason="StartError", exit_code=128))
-    assert not died_by_itself(failed(reason="OutOfcpu"))
-
-
-def test_a_rule_of_the_job_says_what_a_pods_end_means() -> None:
-    rule = RecoveryRule.model_validate({"reason": "OOMKilled", "cause": "UserCode", "action": "Stop"})
-    assert meaning_of_pod(failed(reason="OOMKilled", exit_code=137), (rule,)).response is Response.STOP
-
-
-def test_every_sign_of_the_table_leads_to_a_fault() -> None:
-    found = [*POD_REASONS.values(), *CONDITIONS.values(), *TAINTS.values(), *LABELS.values()]
-    assert not NO_FAULT_CAUSES & set(found)
+def test_every_sign_but_that_of_an_end_that_was_asked_for_leads_to_a_fault() -> None:
+    asked = {sign.number for sign in SIGNS if sign.cause in NO_FAULT_CAUSES}
+    assert asked == {ExitCode.FINISHED, ExitCode.YIELDING}

@@ -1,0 +1,220 @@
+"""Causes of an end, and what each asks for: blame, budget, suspicion, and the words for people.
+
+Invariants: every cause has exactly one row; a cause that the user is to blame for suspects no node; a cause with a
+node, the network or nobody's fault behind it never uses the process budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why a training process, a pod or a job stopped."""
+
+    FINISHED = "Finished"
+    USER_CODE = "UserCode"
+    NUMERICAL = "Numerical"
+    MEMORY = "Memory"
+    YIELDED = "Yielded"
+    PEER_LOST = "PeerLost"
+    DEVICE = "Device"
+    """A fault of a device that only another node cures."""
+    DEVICE_REPAIRABLE = "DeviceRepairable"
+    """A fault that a reset of the driver or a reboot cures."""
+    RUNTIME = "Runtime"
+    """The accelerator's runtime failed, the device did not."""
+    NETWORK = "Network"
+    HOST = "Host"
+    """The node itself: kernel, disk, kubelet, container runtime."""
+    HANG = "Hang"
+    """A process or a collective stood still."""
+    STRAGGLER = "Straggler"
+    """A node was much slower than the others."""
+    STORAGE = "Storage"
+    CRASH = "Crash"
+    NODE_LOST = "NodeLost"
+    POD_LOST = "PodLost"
+    PREEMPTED = "Preempted"
+    CAPACITY = "Capacity"
+    RESIZE = "Resize"
+
+
+class Blame(StrEnum):
+    """Whose budget a failure uses, and whether a node is suspected."""
+
+    NOBODY = "Nobody"
+    USER = "User"
+    NODE = "Node"
+    PEER = "Peer"
+    STORAGE = "Storage"
+
+
+class Budget(StrEnum):
+    """Which of `spec.recovery.budgets` a failure uses."""
+
+    PROCESS = "process"
+    INFRASTRUCTURE = "infrastructure"
+
+
+@dataclass(frozen=True, slots=True)
+class CauseRow:
+    """What one cause asks for; how it is answered stands in `rungs`."""
+
+    cause: Cause
+    blame: Blame
+    budget: Budget | None
+    """None: not counted."""
+    sentence: str
+    """What happened, as the beginning of a sentence."""
+    advice: str = ""
+    """What a person can do about it; empty when there is nothing to do."""
+    suspects_node: bool = False
+    """Whether a worker that was lost for it comes back on another node, and its node gets a strike."""
+
+
+_P, _I = Budget.PROCESS, Budget.INFRASTRUCTURE
+
+CAUSES: tuple[CauseRow, ...] = (
+    CauseRow(
+        Cause.USER_CODE,
+        Blame.USER,
+        None,
+        "the program, its configuration or its data is wrong",
+        "Correct the configuration, the data or the image and create the job again; it resumes from its newest "
+        "checkpoint.",
+    ),
+    CauseRow(
+        Cause.NUMERICAL,
+        Blame.USER,
+        None,
+        "the numbers went wrong (NaN or infinity), the devices did not",
+        "Lower the learning rate, look at the data of that step, or raise spec.trainer.nonFiniteTolerance; a new job "
+        "of the same name resumes from the newest checkpoint.",
+    ),
+    CauseRow(
+        Cause.DEVICE,
+        Blame.NODE,
+        _I,
+        "a device of the node is broken",
+        "Have the instance replaced (terminate it, or stop and start it).",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.DEVICE_REPAIRABLE,
+        Blame.NODE,
+        _I,
+        "a device of the node needs a reset",
+        "Reload the Neuron driver or reboot the node; replace the instance when it comes back within a week.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.MEMORY,
+        Blame.USER,
+        _P,
+        "a process ran out of memory",
+        "Lower spec.trainer.batch.microSize or the sequence length, raise tensor parallelism, shard the state "
+        "(spec.trainer.dataParallel: FullySharded) or raise the worker's memory limit.",
+    ),
+    CauseRow(
+        Cause.HOST,
+        Blame.NODE,
+        _I,
+        "the node itself is in trouble (kernel, disk, kubelet or container runtime)",
+        "Look at the node's conditions and kernel log; reboot or replace it.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.NETWORK,
+        Blame.NODE,
+        _I,
+        "the network of the node failed",
+        "Look at the EFA counters and security groups of the node; replace it when it happens again.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.RUNTIME,
+        Blame.NOBODY,
+        _I,
+        "the accelerator's runtime failed",
+        "Compare the versions of driver, runtime and compiler; the runtime's own lines are in the pod's log.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.HANG,
+        Blame.NOBODY,
+        _P,
+        "a process stood still",
+        "See the stacks in the pod's log; if it was only slow, raise the limit of its phase in spec.recovery.hang.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.CRASH,
+        Blame.NOBODY,
+        _P,
+        "a process was killed or crashed",
+        "See the last lines and the pod's log; correct the program and create the job again; it resumes from its "
+        "newest checkpoint.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.NODE_LOST,
+        Blame.NODE,
+        _I,
+        "the node no longer answers",
+        "Look at the instance; it has been fenced and is not waited for.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.STRAGGLER,
+        Blame.NODE,
+        _I,
+        "the node is slower than the others",
+        "Look at its clocks, temperature, EFA counters and neighbours.",
+        suspects_node=True,
+    ),
+    CauseRow(
+        Cause.POD_LOST,
+        Blame.NOBODY,
+        _I,
+        "a worker pod ended from outside",
+        "See the pod's events for who deleted it.",
+    ),
+    CauseRow(
+        Cause.STORAGE,
+        Blame.STORAGE,
+        None,
+        "the checkpoint storage is unavailable",
+        "Look at the volume: room, rights and reachability; training goes on by itself.",
+    ),
+    CauseRow(
+        Cause.PREEMPTED,
+        Blame.NOBODY,
+        None,
+        "a worker had to make room (eviction, preemption, interruption notice)",
+    ),
+    CauseRow(
+        Cause.CAPACITY,
+        Blame.NOBODY,
+        None,
+        "there is no room for a worker",
+        "Add nodes, or lower spec.workers.minReplicas so that the job can shrink.",
+    ),
+    CauseRow(Cause.RESIZE, Blame.NOBODY, None, "the size changed on request"),
+    CauseRow(Cause.YIELDED, Blame.NOBODY, None, "the processes saved and left on request"),
+    CauseRow(Cause.FINISHED, Blame.NOBODY, None, "the processes finished"),
+    CauseRow(
+        Cause.PEER_LOST,
+        Blame.PEER,
+        None,
+        "a process lost its connection to a peer, which is not its own fault",
+        "Look for the worker that was silent or lagged behind, or raise spec.recovery.maxInPlaceRestarts.",
+    ),
+)
+"""By severity: when several workers are lost at once, the first of these names the interruption."""
+
+USER_CAUSES = frozenset(row.cause for row in CAUSES if row.blame is Blame.USER)
+"""Causes that no node can be suspected for."""
+NO_FAULT_CAUSES = frozenset({Cause.FINISHED, Cause.YIELDED, Cause.RESIZE})
+"""Causes that are no faults, so no rule may name them."""

@@ -1,0 +1,285 @@
+"""Look-ups in the one table of faults: what signs stand for, alone and together.
+
+Invariants: a rule of the job comes before every other row; a user's error never suspects a node; the reporter of a lost
+peer is never the culprit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause, CauseRow
+from trainium_contract.faults.rules import RecoveryRule
+from trainium_contract.faults.rungs import NEW_WORKER, RULED, RUNGS, Response, Rung, of_pod, of_text
+from trainium_contract.faults.signs import (
+    ANY_OTHER_CODE,
+    CONDITIONS,
+    EXIT_CODES,
+    KERNEL_LINES,
+    LABELS,
+    POD_REASONS,
+    RUNTIME_STATUSES,
+    TAINTS,
+    Kind,
+    Sign,
+)
+
+_KILLED = 128 + 9
+_KERNEL_BEFORE_SECONDS = 120.0
+_KERNEL_AFTER_SECONDS = 10.0
+_LONGEST_LINE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found out about one end: the meaning of a sign, or of a rule of the job."""
+
+    cause: Cause
+    blame: Blame
+    rung: Rung
+    sentence: str
+    hearsay: bool = False
+    """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
+
+    @property
+    def response(self) -> Response:
+        """What to do about it."""
+        return self.rung.first
+
+    @property
+    def again(self) -> Response:
+        """What to do when that did not help: the same cause again, without a new step in between."""
+        return self.rung.again
+
+
+class LineAt(Protocol):
+    """A kernel line with its time."""
+
+    @property
+    def line(self) -> str:
+        """Its text."""
+
+    @property
+    def at(self) -> float:
+        """Unix seconds."""
+
+
+# --- causes
+
+_ROWS = {row.cause: row for row in CAUSES}
+_SEVERITY = {row.cause: index for index, row in enumerate(CAUSES)}
+
+
+def row_of(cause: Cause) -> CauseRow:
+    """Blame, budget and words of a cause."""
+    return _ROWS[cause]
+
+
+def rung_of(cause: Cause) -> Rung:
+    """How a cause is answered when nothing more is known."""
+    return RUNGS[cause]
+
+
+def budget_of(cause: Cause) -> Budget | None:
+    """The budget that a failure of this cause uses; None when it is not counted."""
+    return _ROWS[cause].budget
+
+
+def suspects_node(cause: Cause) -> bool:
+    """Whether a worker lost for this cause should come back on another node."""
+    return _ROWS[cause].suspects_node
+
+
+def severity(cause: Cause) -> int:
+    """Rank among causes of losses at the same time; 0 names the interruption first."""
+    return _SEVERITY[cause]
+
+
+# --- single signs
+
+_STATUSES = {sign.number: sign for sign in RUNTIME_STATUSES}
+_CONDITIONS = {(sign.key, sign.value): sign.cause for sign in CONDITIONS}
+_LABELS = {(sign.key, sign.value): sign.cause for sign in LABELS}
+_TAINTS = {sign.key: sign.cause for sign in TAINTS}
+_REASONS = {sign.key: sign.cause for sign in POD_REASONS}
+_TEXTS = (Kind.RUNTIME_STATUS, Kind.KERNEL_LINE)
+
+
+@cache
+def verdict_of_sign(sign: Sign) -> Verdict:
+    """What one sign stands for by itself."""
+    row = _ROWS[sign.cause]
+    rung = sign.rung or (of_text(sign.cause) if sign.kind in _TEXTS else RUNGS[sign.cause])
+    return Verdict(sign.cause, row.blame, rung, sign.sentence or row.sentence, sign.hearsay)
+
+
+_BY_CODE = {sign.number: verdict_of_sign(sign) for sign in EXIT_CODES}
+_CRASH = verdict_of_sign(ANY_OTHER_CODE)
+
+
+def verdict_of(code: int) -> Verdict:
+    """The verdict of an exit code; codes outside the contract (137, 139, 1, ...) are a crash."""
+    return _BY_CODE.get(code, _CRASH)
+
+
+def status_sign(status: int | None) -> Sign | None:
+    """The row of a runtime status; None for 0 and for what is not in the table."""
+    return None if status is None else _STATUSES.get(status)
+
+
+def kernel_sign(line: str) -> Sign | None:
+    """The row that a kernel line belongs to; None for lines that tell of no fault."""
+    text = line[:_LONGEST_LINE]
+    return next((sign for sign in KERNEL_LINES if sign.pattern is not None and sign.pattern.search(text)), None)
+
+
+def cause_of_condition(kind: str, reason: str) -> Cause | None:
+    """What a node condition of this type stands for while it is bad; None for types that are not in the table."""
+    return _CONDITIONS.get((kind, reason)) or _CONDITIONS.get((kind, "*"))
+
+
+def cause_of_taint(key: str) -> Cause | None:
+    """What a taint says about its node; None for keys that are not in the table."""
+    return _starred(_TAINTS, key)
+
+
+def cause_of_label(key: str, value: str) -> Cause | None:
+    """What a node label says about its node; None for those that are not in the table."""
+    return _LABELS.get((key, value))
+
+
+def cause_of_pod_reason(reason: str) -> Cause | None:
+    """What the reason of a failed pod says; None for those that are not in the table."""
+    return _starred(_REASONS, reason)
+
+
+def _starred(causes: Mapping[str, Cause], text: str) -> Cause | None:
+    """The row of this text, else of the longest beginning that is in the table with a star."""
+    if text in causes:
+        return causes[text]
+    found = [key for key in causes if key.endswith("*") and text.startswith(key[:-1])]
+    return causes[max(found, key=len)] if found else None
+
+
+# --- ends, all their signs together
+
+
+def cause_of_pod(*, reason: str, code: int | None, disrupted: bool) -> Cause:
+    """Why a pod in phase Failed ended; an exit code outside the contract means that the agent itself died."""
+    if disrupted:
+        return Cause.PREEMPTED
+    by_reason = cause_of_pod_reason(reason)
+    if by_reason is not None:
+        return by_reason
+    cause = Cause.POD_LOST if code is None else verdict_of(code).cause
+    return Cause.POD_LOST if cause is Cause.CRASH else cause
+
+
+def meaning_of_pod(
+    *, reason: str, code: int | None, disrupted: bool, message: str = "", rules: Sequence[RecoveryRule] = ()
+) -> Verdict:
+    """What a pod in phase Failed stands for: a rule of the job, else its reason, else the code of its container."""
+    ruled = rule_verdict(rules, code=code, reason=reason, texts=(message,))
+    if ruled is not None:
+        return ruled
+    row = _ROWS[cause_of_pod(reason=reason, code=code, disrupted=disrupted)]
+    by_code = None if code is None else verdict_of(code)
+    if by_code is not None and by_code.cause is row.cause:
+        return by_code
+    return Verdict(row.cause, row.blame, of_pod(suspects_node=row.suspects_node), row.sentence)
+
+
+def lines_near(events: Iterable[LineAt], at: float) -> tuple[str, ...]:
+    """Kernel lines that may explain a failure at `at` (Unix seconds of the same machine)."""
+    return tuple(
+        event.line for event in events if at - _KERNEL_BEFORE_SECONDS <= event.at <= at + _KERNEL_AFTER_SECONDS
+    )
+
+
+def meaning_of(
+    code: int,
+    *,
+    runtime_status: int | None = None,
+    message: str = "",
+    kernel: Sequence[str] = (),
+    rules: Sequence[RecoveryRule] = (),
+) -> Verdict:
+    """What the end of a training process stands for, all its signs together.
+
+    `kernel` are the kernel lines of its node from the time of the failure. A rule of the job comes first, then a device
+    error in the kernel's log, then a code that the process chose on purpose, then the runtime's status, then a kernel
+    line that explains it, then the code.
+    """
+    status = status_sign(runtime_status)
+    ruled = rule_verdict(rules, code=code, reason=status.key if status else "", texts=(message, *kernel))
+    if ruled is not None:
+        return ruled
+    by_code = verdict_of(code)
+    if code in (ExitCode.USER_ERROR, ExitCode.OUT_OF_MEMORY, ExitCode.YIELDING, ExitCode.FINISHED):
+        return by_code
+    lines = [sign for sign in map(kernel_sign, kernel) if sign is not None]
+    decisive = next((sign for sign in lines if sign.decisive), None)
+    if decisive is not None:
+        return verdict_of_sign(decisive)
+    if status is not None and _may_refine(code, status.cause):
+        return verdict_of_sign(status)
+    explained = [verdict_of_sign(sign) for sign in lines if _explains(code, sign.cause)]
+    return min(explained, key=lambda found: found.cause is not Cause.MEMORY, default=by_code)
+
+
+def _may_refine(code: int, found: Cause) -> bool:
+    """Whether a runtime status says more than the code."""
+    if verdict_of(code).cause is Cause.CRASH:
+        return True
+    on_device = found in (Cause.DEVICE, Cause.DEVICE_REPAIRABLE)
+    if code == ExitCode.DEVICE_FAULT:
+        return found is Cause.DEVICE_REPAIRABLE
+    return (code == ExitCode.PEER_LOST and (on_device or found is Cause.NETWORK)) or (
+        code == ExitCode.NUMERICAL and on_device
+    )
+
+
+def _explains(code: int, found: Cause) -> bool:
+    """Whether a kernel line that is no fault by itself explains an exit with this code."""
+    if found is Cause.MEMORY:
+        return code == _KILLED
+    if code == ExitCode.STORAGE_UNAVAILABLE:
+        return False
+    return verdict_of(code).cause in (Cause.CRASH, Cause.PEER_LOST, Cause.HANG)
+
+
+def rule_verdict(
+    rules: Sequence[RecoveryRule], *, code: int | None = None, reason: str = "", texts: Sequence[str] = ()
+) -> Verdict | None:
+    """What the first rule that matches makes of a failure; None when none does.
+
+    `reason` is the pod's, a node condition's or a taint's, for a process the name of its runtime status. A rule without
+    any condition matches nothing, and one that suspects a node for a user's error only replaces the worker.
+    """
+    for index, rule in enumerate(rules):
+        if not (rule.exit_codes or rule.reason or rule.message) or rule.cause in NO_FAULT_CAUSES:
+            continue
+        if rule.exit_codes and code not in rule.exit_codes:
+            continue
+        if rule.reason and rule.reason != reason:
+            continue
+        if rule.message and not any(rule.message in text for text in texts):
+            continue
+        return _ruled(rule, index)
+    return None
+
+
+def _ruled(rule: RecoveryRule, index: int) -> Verdict:
+    rung = RULED[rule.action]
+    leaves = rung.first is Response.REPLACE_NODE
+    if rule.cause in USER_CAUSES:
+        blame, rung = Blame.USER, NEW_WORKER if leaves else rung
+    elif rule.cause is Cause.PEER_LOST:
+        blame = Blame.PEER
+    else:
+        blame = Blame.NODE if leaves else Blame.NOBODY
+    return Verdict(rule.cause, blame, rung, f"put down to {rule.cause} by spec.recovery.rules[{index}]")

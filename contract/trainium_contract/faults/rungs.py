@@ -1,0 +1,90 @@
+"""How faults are answered: the rung of each cause. No response stands anywhere else.
+
+Invariants: every cause has one rung; text never ends a job at its first appearance, because it can mislead and a
+restart in place is cheap (`of_text`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.rules import RuleAction
+
+
+class Response(StrEnum):
+    """What a single exit of a training process asks for."""
+
+    COMPLETE = "Complete"
+    STOP = "Stop"
+    RESTART_IN_PLACE = "RestartInPlace"
+    RESTART_UNCOUNTED = "RestartUncounted"
+    REPLACE_WORKER = "ReplaceWorker"
+    """Another pod, on any node."""
+    REPLACE_NODE = "ReplaceNode"
+    """Another pod, and new ones keep away from this node."""
+    RETRY_WITH_BACKOFF = "RetryWithBackoff"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What is done about a fault at first, and what when that did not help."""
+
+    first: Response
+    again: Response
+    """The same cause again, without a new step in between."""
+
+
+COMPLETE = Rung(Response.COMPLETE, Response.COMPLETE)
+STOP = Rung(Response.STOP, Response.STOP)
+RESTART = Rung(Response.RESTART_IN_PLACE, Response.RESTART_IN_PLACE)
+RESTART_THEN_STOP = Rung(Response.RESTART_IN_PLACE, Response.STOP)
+RESTART_THEN_LEAVE_NODE = Rung(Response.RESTART_IN_PLACE, Response.REPLACE_NODE)
+RESTART_WITH_PAUSES = Rung(Response.RETRY_WITH_BACKOFF, Response.RETRY_WITH_BACKOFF)
+START_AGAIN = Rung(Response.RESTART_UNCOUNTED, Response.RESTART_UNCOUNTED)
+NEW_WORKER = Rung(Response.REPLACE_WORKER, Response.REPLACE_WORKER)
+LEAVE_NODE = Rung(Response.REPLACE_NODE, Response.REPLACE_NODE)
+
+RUNGS: dict[Cause, Rung] = {
+    Cause.USER_CODE: STOP,
+    Cause.NUMERICAL: STOP,
+    Cause.DEVICE: LEAVE_NODE,
+    Cause.DEVICE_REPAIRABLE: RESTART_THEN_LEAVE_NODE,
+    Cause.MEMORY: RESTART_THEN_STOP,
+    Cause.HOST: LEAVE_NODE,
+    Cause.NETWORK: RESTART_THEN_LEAVE_NODE,
+    Cause.RUNTIME: RESTART_THEN_LEAVE_NODE,
+    Cause.HANG: RESTART_THEN_LEAVE_NODE,
+    Cause.CRASH: RESTART_THEN_LEAVE_NODE,
+    Cause.NODE_LOST: LEAVE_NODE,
+    Cause.STRAGGLER: LEAVE_NODE,
+    Cause.POD_LOST: NEW_WORKER,
+    Cause.STORAGE: RESTART_WITH_PAUSES,
+    Cause.PREEMPTED: NEW_WORKER,
+    Cause.CAPACITY: NEW_WORKER,
+    Cause.RESIZE: START_AGAIN,
+    Cause.YIELDED: START_AGAIN,
+    Cause.FINISHED: COMPLETE,
+    Cause.PEER_LOST: RESTART,
+}
+"""Of a cause when nothing more is known; a sign that says more than its cause has a rung of its own (`signs`)."""
+
+RULED: dict[RuleAction, Rung] = {
+    RuleAction.STOP: STOP,
+    RuleAction.RESTART_IN_PLACE: RESTART,
+    RuleAction.REPLACE_WORKER: NEW_WORKER,
+    RuleAction.AVOID_NODE: LEAVE_NODE,
+}
+"""Of a rule of the job."""
+
+
+def of_text(cause: Cause) -> Rung:
+    """Of a sign that is only text: what its cause would stop the job for is first tried once more."""
+    rung = RUNGS[cause]
+    return RESTART_THEN_STOP if rung.first is Response.STOP else rung
+
+
+def of_pod(*, suspects_node: bool) -> Rung:
+    """Of a pod that ended: nothing in it can restart."""
+    return LEAVE_NODE if suspects_node else NEW_WORKER

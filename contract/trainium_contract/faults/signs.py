@@ -1,0 +1,318 @@
+"""Signs of a fault and the cause of each: one row a sign, one line where it fits.
+
+A row names its cause; blame, budget, words and answers follow from the cause (`causes`, `rungs`). It has a sentence
+where it knows more than its cause, and a rung where it is answered otherwise. The order counts: of several statuses,
+and of several patterns that fit a kernel line, the first row is taken, so the most telling come first.
+Statuses are those of the Neuron runtime (nrt_status.h); kernel lines are what /dev/kmsg shows.
+Invariant: what a healthy node may report because of another one is `hearsay` and blames nobody by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.rungs import (
+    LEAVE_NODE,
+    RESTART,
+    RESTART_THEN_LEAVE_NODE,
+    RESTART_THEN_STOP,
+    STOP,
+    Rung,
+)
+
+
+class Kind(StrEnum):
+    """What sort of sign it is."""
+
+    EXIT_CODE = "exit code"
+    """Of a training process, or of the container of a pod."""
+    RUNTIME_STATUS = "runtime status"
+    """In the last output of a process."""
+    KERNEL_LINE = "kernel line"
+    POD_REASON = "pod reason"
+    """Of a pod that failed."""
+    CONDITION = "node condition"
+    """Of a node; which of its statuses is bad stands in `node_polarity`."""
+    TAINT = "taint"
+    LABEL = "node label"
+    SILENCE = "silence"
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One row."""
+
+    kind: Kind
+    key: str
+    """`NRT_TIMEOUT`, `disk`, `Evicted`, `NeuronHealth`; a `*` at the end stands for any rest."""
+    cause: Cause
+    sentence: str = ""
+    """Empty: its cause's."""
+    rung: Rung | None = None
+    """None: its cause's."""
+    hearsay: bool = False
+    """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
+    number: int = -1
+    """The exit code, or the number of the status."""
+    pattern: re.Pattern[str] | None = None
+    """Of a kernel line."""
+    decisive: bool = False
+    """A kernel line that is a fault by itself; the others only explain the end of a process."""
+    value: str = "*"
+    """Reason of a condition, value of a label."""
+
+
+def _code(number: int, cause: Cause, sentence: str, rung: Rung | None = None, *, hearsay: bool = False) -> Sign:
+    return Sign(Kind.EXIT_CODE, str(int(number)), cause, sentence, rung, hearsay, number=number)
+
+
+def _status(
+    number: int, name: str, cause: Cause, sentence: str, rung: Rung | None = None, *, hearsay: bool = False
+) -> Sign:
+    return Sign(Kind.RUNTIME_STATUS, name, cause, sentence, rung, hearsay, number=number)
+
+
+def _line(
+    name: str, pattern: str, cause: Cause, sentence: str, rung: Rung | None = None, *, decisive: bool = False
+) -> Sign:
+    return Sign(Kind.KERNEL_LINE, name, cause, sentence, rung, pattern=re.compile(pattern), decisive=decisive)
+
+
+def _broken(error: str, sentence: str) -> Sign:
+    """An error of a device that the Neuron driver itself calls uncorrectable."""
+    name = f"NEURON_HW_ERR={error}"
+    return _line(name, name, Cause.DEVICE, sentence, decisive=True)
+
+
+def _pod(reason: str, cause: Cause) -> Sign:
+    return Sign(Kind.POD_REASON, reason, cause)
+
+
+def _condition(kind: str, cause: Cause, reason: str = "*") -> Sign:
+    return Sign(Kind.CONDITION, kind, cause, value=reason)
+
+
+def _taint(key: str, cause: Cause) -> Sign:
+    return Sign(Kind.TAINT, key, cause)
+
+
+def _label(key: str, value: str, cause: Cause) -> Sign:
+    return Sign(Kind.LABEL, key, cause, value=value)
+
+
+EXIT_CODES = (
+    _code(ExitCode.FINISHED, Cause.FINISHED, "finished"),
+    _code(
+        ExitCode.USER_ERROR,
+        Cause.USER_CODE,
+        "configuration or user error (bad config, missing data, import error, shape)",
+    ),
+    _code(ExitCode.NUMERICAL, Cause.NUMERICAL, "non-finite loss or gradient that persisted"),
+    _code(ExitCode.OUT_OF_MEMORY, Cause.MEMORY, "out of host or device memory", STOP),
+    _code(ExitCode.YIELDING, Cause.YIELDED, "saved and left on request"),
+    _code(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", hearsay=True),
+    _code(ExitCode.HUNG, Cause.HANG, "stood still and was ended", RESTART),
+    _code(ExitCode.DEVICE_FAULT, Cause.DEVICE, "device fault reported by the runtime"),
+    _code(ExitCode.STORAGE_UNAVAILABLE, Cause.STORAGE, "checkpoint storage unavailable"),
+    _code(ExitCode.NETWORK_FAULT, Cause.NETWORK, "cannot exchange data with its peers as it should", LEAVE_NODE),
+)
+ANY_OTHER_CODE = Sign(Kind.EXIT_CODE, "*", Cause.CRASH, "killed or crashed", RESTART)
+
+RUNTIME_STATUSES = (
+    _status(1201, "NRT_EXEC_HW_ERR_HBM_UE", Cause.DEVICE, "uncorrectable error of device memory (HBM)"),
+    _status(1202, "NRT_EXEC_HW_ERR_NC_UE", Cause.DEVICE, "uncorrectable error of a core's memory (SRAM)"),
+    _status(1203, "NRT_EXEC_HW_ERR_DMA_ABORT", Cause.DEVICE, "a DMA engine of the device aborted"),
+    _status(6, "NRT_HW_ERROR", Cause.DEVICE, "hardware failure of the device"),
+    _status(1004, "NRT_EXEC_COMPLETED_WITH_ERR", Cause.DEVICE, "the device finished with errors (memory parity)"),
+    _status(
+        1205,
+        "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
+        Cause.DEVICE_REPAIRABLE,
+        "repairable error of device memory (HBM)",
+    ),
+    _status(
+        101, "NRT_EXEC_UNIT_UNRECOVERABLE", Cause.DEVICE_REPAIRABLE, "an execution unit of the device needs a reset"
+    ),
+    _status(1206, "NRT_NETWORK_PROXY_FAILURE", Cause.NETWORK, "the EFA network proxy failed", hearsay=True),
+    _status(1003, "NRT_EXEC_COMPLETED_WITH_NUM_ERR", Cause.NUMERICAL, "the device computed NaN; its hardware is sound"),
+    _status(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_CODE, "invalid input to the compiled program"),
+    _status(1006, "NRT_EXEC_OOB", Cause.USER_CODE, "an access of the compiled program was out of bounds"),
+    _status(2, "NRT_INVALID", Cause.USER_CODE, "invalid compiled program (NEFF) or arguments"),
+    _status(10, "NRT_UNSUPPORTED_NEFF_VERSION", Cause.USER_CODE, "compiled for another version of the runtime"),
+    _status(9, "NRT_LOAD_NOT_ENOUGH_NC", Cause.USER_CODE, "the compiled program needs more cores than the worker has"),
+    _status(4, "NRT_RESOURCE", Cause.MEMORY, "out of memory or other resources of the device"),
+    _status(11, "NRT_FAIL_HOST_MEM_ALLOC", Cause.MEMORY, "the runtime is out of host memory"),
+    _status(1005, "NRT_EXEC_NC_BUSY", Cause.RUNTIME, "another process still held the core", RESTART),
+    _status(
+        1204,
+        "NRT_EXEC_SW_NQ_OVERFLOW",
+        Cause.RUNTIME,
+        "the runtime's notification queue overflowed (set NEURON_RT_ENABLE_DGE_NOTIFICATIONS=0)",
+        RESTART_THEN_STOP,
+    ),
+    _status(
+        1200,
+        "NRT_EXEC_HW_ERR_COLLECTIVES",
+        Cause.PEER_LOST,
+        "stuck in a collective because of another worker",
+        hearsay=True,
+    ),
+    _status(5, "NRT_TIMEOUT", Cause.RUNTIME, "an execution timed out on the device", hearsay=True),
+    _status(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", hearsay=True),
+    _status(3, "NRT_INVALID_HANDLE", Cause.USER_CODE, "invalid handle given to the runtime"),
+    _status(7, "NRT_QUEUE_FULL", Cause.USER_CODE, "the runtime's execution queue was full"),
+    _status(13, "NRT_UNINITIALIZED", Cause.USER_CODE, "the runtime was used before its start"),
+    _status(14, "NRT_CLOSED", Cause.USER_CODE, "the runtime was used after its end"),
+    _status(15, "NRT_QUEUE_EMPTY", Cause.USER_CODE, "the runtime's queue was empty"),
+    _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and does not say why", hearsay=True),
+)
+"""The most telling first: when the output names several, for instance 5 and 1201, the first of these counts."""
+
+KERNEL_LINES = (
+    _broken("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
+    _broken("NC_UNCORRECTABLE_ERROR", "uncorrectable error of a core"),
+    _broken("HBM_UNCORRECTABLE_ERROR", "uncorrectable error of device memory (HBM)"),
+    _broken("DMA_ERROR", "a DMA engine of the device failed"),
+    _line(
+        "NEURON_HW_ERR (other)",
+        r"NEURON_HW_ERR=\w+",
+        Cause.DEVICE_REPAIRABLE,
+        "the Neuron driver reports a hardware error",
+    ),
+    _line(
+        "machine check",
+        r"(?i)fatal machine check|\[Hardware Error\].*(uncorrected|uncorrectable|fatal)|EDAC .*\bUE\b",
+        Cause.HOST,
+        "the processor or its memory reports an uncorrected error",
+        RESTART_THEN_LEAVE_NODE,
+    ),
+    _line(
+        "kernel fault",
+        r"Kernel panic|BUG: unable to handle|BUG: kernel NULL pointer|general protection fault.*\bkernel\b|\bOops: ",
+        Cause.HOST,
+        "the kernel of the node failed",
+        RESTART_THEN_LEAVE_NODE,
+    ),
+    _line(
+        "lockup",
+        r"soft lockup|hard LOCKUP",
+        Cause.HOST,
+        "a processor of the node is stuck",
+        RESTART_THEN_LEAVE_NODE,
+    ),
+    _line(
+        "hung task",
+        r"task \S+ blocked for more than \d+ seconds",
+        Cause.HOST,
+        "a process was stuck in the kernel",
+        RESTART_THEN_LEAVE_NODE,
+    ),
+    _line(
+        "disk",
+        r"EXT4-fs error|XFS .*(corrupt|I/O error|shutting down)|Buffer I/O error|I/O error, dev \w+"
+        r"|nvme.*(controller is down|timeout, (reset|abort)|Removing after probe failure)",
+        Cause.HOST,
+        "the node's disk reports errors",
+        RESTART_THEN_LEAVE_NODE,
+    ),
+    _line(
+        "EFA",
+        r"(?i)\b(efa|rdmap\w*)[ :].*(timeout|timed out|fail|error|reset|unresponsive)",
+        Cause.NETWORK,
+        "the EFA driver reports errors",
+    ),
+    _line(
+        "network link",
+        r"(?i)\bena [^ ]*.*(keep alive watchdog timeout|link is down|reset)|NETDEV WATCHDOG",
+        Cause.NETWORK,
+        "a network interface of the node failed",
+    ),
+    _line(
+        "out of memory",
+        r"(?i)out of memory: killed process|oom-kill:|oom_reaper: reaped process",
+        Cause.MEMORY,
+        "killed by the kernel because memory ran out",
+    ),
+)
+"""The first that matches counts; the most telling first."""
+
+POD_REASONS = (
+    _pod("OOMKilled", Cause.MEMORY),
+    _pod("StartError", Cause.USER_CODE),
+    _pod("ContainerCannotRun", Cause.USER_CODE),
+    _pod("Evicted", Cause.PREEMPTED),
+    _pod("Preempting", Cause.PREEMPTED),
+    _pod("TerminationByKubelet", Cause.PREEMPTED),
+    _pod("DeletionByTaintManager", Cause.PREEMPTED),
+    _pod("EvictionByEvictionAPI", Cause.PREEMPTED),
+    _pod("PreemptionByScheduler", Cause.PREEMPTED),
+    _pod("NodeLost", Cause.NODE_LOST),
+    _pod("NodeShutdown", Cause.NODE_LOST),
+    _pod("Shutdown", Cause.NODE_LOST),
+    _pod("ContainerStatusUnknown", Cause.NODE_LOST),
+    _pod("Unknown", Cause.NODE_LOST),
+    _pod("DeletionByPodGC", Cause.NODE_LOST),
+    _pod("NodeAffinity", Cause.CAPACITY),
+    _pod("NodeName", Cause.CAPACITY),
+    _pod("OutOf*", Cause.CAPACITY),  # OutOfcpu, OutOfaws.amazon.com/neuron
+    _pod("UnexpectedAdmissionError", Cause.CAPACITY),
+    _pod("TopologyAffinityError", Cause.CAPACITY),
+)
+
+CONDITIONS = (
+    _condition("Ready", Cause.HOST, reason="KubeletNotReady"),
+    _condition("Ready", Cause.NODE_LOST),
+    _condition("NeuronHealth", Cause.DEVICE),
+    _condition("AcceleratedHardwareReady", Cause.DEVICE),
+    _condition("NetworkingReady", Cause.NETWORK),
+    _condition("NetworkUnavailable", Cause.NETWORK),
+    _condition("KernelReady", Cause.HOST),
+    _condition("StorageReady", Cause.HOST),
+    _condition("ContainerRuntimeReady", Cause.HOST),
+    _condition("KernelDeadlock", Cause.HOST),
+    _condition("ReadonlyFilesystem", Cause.HOST),
+    _condition("FrequentKubeletRestart", Cause.HOST),
+    _condition("FrequentContainerdRestart", Cause.HOST),
+    _condition("MemoryPressure", Cause.HOST),
+    _condition("DiskPressure", Cause.HOST),
+    _condition("PIDPressure", Cause.HOST),
+)
+
+TAINTS = (
+    _taint("node.kubernetes.io/not-ready", Cause.NODE_LOST),
+    _taint("node.kubernetes.io/unreachable", Cause.NODE_LOST),
+    _taint("node.kubernetes.io/out-of-service", Cause.NODE_LOST),
+    _taint("node.cloudprovider.kubernetes.io/shutdown", Cause.NODE_LOST),
+    _taint("node.kubernetes.io/network-unavailable", Cause.NETWORK),
+    _taint("node.kubernetes.io/memory-pressure", Cause.HOST),
+    _taint("node.kubernetes.io/disk-pressure", Cause.HOST),
+    _taint("node.kubernetes.io/pid-pressure", Cause.HOST),
+    _taint("sagemaker.amazonaws.com/node-health-status", Cause.HOST),
+    _taint("karpenter.sh/disrupted", Cause.PREEMPTED),
+    _taint("karpenter.sh/disruption", Cause.PREEMPTED),
+    _taint("aws-node-termination-handler/*", Cause.PREEMPTED),  # spot-itn, scheduled-maintenance, ...
+    _taint("ToBeDeletedByClusterAutoscaler", Cause.PREEMPTED),
+)
+
+LABELS = (
+    _label("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReboot", Cause.DEVICE_REPAIRABLE),
+    _label("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReplacement", Cause.DEVICE),
+)
+
+SILENCE = Sign(Kind.SILENCE, "no heartbeats, and something else says that the worker is lost", Cause.NODE_LOST)
+
+SIGNS = (
+    *EXIT_CODES,
+    ANY_OTHER_CODE,
+    *RUNTIME_STATUSES,
+    *KERNEL_LINES,
+    *POD_REASONS,
+    *CONDITIONS,
+    *TAINTS,
+    *LABELS,
+    SILENCE,
+)

@@ -1,0 +1,318 @@
+"""Every sign of a fault, and what agent and operator make of it: `every_sign.txt` is this table, one line a sign.
+
+`python tests/unit/contract/test_every_sign.py` writes it. A new sign adds its line and changes no other (a new code is
+named in those of what explains it); any other change is one of behaviour, for the review to see.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
+from trainium_contract.faults.read import (
+    budget_of,
+    cause_of_condition,
+    cause_of_label,
+    cause_of_taint,
+    meaning_of,
+    row_of,
+    rule_verdict,
+    rung_of,
+    severity,
+    suspects_node,
+    verdict_of,
+)
+from trainium_contract.faults.rules import RecoveryRule, RuleAction
+from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
+from trainium_contract.job import FailureRecord
+from trainium_contract.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
+from trainium_contract.recovery import RecoverySpec
+from trainium_operator.plan.diagnose import failure_policy, silence
+from trainium_operator.plan.faults import failure_budgets
+from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
+from trainium_operator.plan.faults.node_rules import kernel_problem
+from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
+from trainium_operator.plan.model.reasons import Reason
+from trainium_trainer.agent.output import Tail
+from trainium_trainer.agent.policy import GenerationState, judge
+from trainium_trainer.agent.processes import RankProcess
+from trainium_trainer.agent.signs import Signs, describe_exit, weight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.faults.read import Verdict
+
+TABLE = Path(__file__).with_name("every_sign.txt")
+AT = 1000.0
+CODES = (*(code.value for code in ExitCode), 1, 2, 127, 128, 134, 137, 139, 143, 255)
+LINES = {
+    "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR": "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR nd-id=0 nc-id=0",
+    "NEURON_HW_ERR=NC_UNCORRECTABLE_ERROR": "NEURON_HW_ERR=NC_UNCORRECTABLE_ERROR nd-id=0 nc-id=0",
+    "NEURON_HW_ERR=HBM_UNCORRECTABLE_ERROR": "NEURON_HW_ERR=HBM_UNCORRECTABLE_ERROR nd-id=0",
+    "NEURON_HW_ERR=DMA_ERROR": "NEURON_HW_ERR=DMA_ERROR nd-id=0",
+    "NEURON_HW_ERR (other)": "NEURON_HW_ERR=SOMETHING_NEW nd-id=0",
+    "machine check": "mce: [Hardware Error]: CPU 2: Uncorrected error, Fatal",
+    "kernel fault": "BUG: unable to handle page fault for address: 0",
+    "lockup": "watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python:4242]",
+    "hung task": "INFO: task python:4242 blocked for more than 120 seconds.",
+    "disk": "EXT4-fs error (device nvme0n1p1): ext4_find_entry: reading directory lblock 0",
+    "EFA": "efa 0000:00:1d.0: Failed to process command: -110",
+    "network link": "ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
+    "out of memory": "Out of memory: Killed process 4242 (python) total-vm:1kB",
+}
+"""An example of each kernel line whose name is none."""
+
+
+# --- where the rows are found, and nothing else
+
+
+def statuses() -> Iterator[tuple[int, str]]:
+    """Number and name of each status of the runtime, the most telling first."""
+    return ((sign.number, sign.key) for sign in RUNTIME_STATUSES)
+
+
+def kernel_lines() -> Iterator[tuple[str, bool]]:
+    """Name of each kind of kernel line, and whether it is a fault by itself."""
+    return ((sign.key, sign.decisive) for sign in KERNEL_LINES)
+
+
+def pod_reasons() -> Iterator[str]:
+    return (sign.key for sign in POD_REASONS)
+
+
+def conditions() -> Iterator[tuple[str, str]]:
+    return ((sign.key, sign.value) for sign in CONDITIONS)
+
+
+def taints() -> Iterator[str]:
+    return (sign.key for sign in TAINTS)
+
+
+def labels() -> Iterator[tuple[str, str]]:
+    return ((sign.key, sign.value) for sign in LABELS)
+
+
+def causes() -> Iterator[Cause]:
+    return (row.cause for row in CAUSES)
+
+
+def responses_of(cause: Cause) -> tuple[str, str]:
+    return rung_of(cause).first.value, rung_of(cause).again.value
+
+
+# --- what is made of them
+
+
+def told(verdict: Verdict) -> str:
+    """The whole of a verdict but its sentence."""
+    again = f", then {verdict.again}" if verdict.again is not verdict.response else ""
+    return f"{verdict.cause} {verdict.blame} {verdict.response}{again}{' hearsay' if verdict.hearsay else ''}"
+
+
+def agent_says(process: RankProcess, line: str = "") -> str:
+    """What the agent makes of it at first, again without a step in between, on a node that had it, before any step."""
+    signs = Signs(None, lambda: None)
+    if line:
+        signs.kernel.take(line, process.ended_at)
+    verdict = signs.diagnose(process).verdict
+    seen = signs.diagnose(process).seen_before
+    code = process.exit_code or 0
+    if verdict.cause in NO_FAULT_CAUSES:
+        return told(verdict)
+    first = judge(code, 0, 7, GenerationState(), 3, verdict=verdict)
+    again = judge(code, 1, 7, first.state, 3, verdict=verdict)
+    elsewhere = judge(code, 0, 7, GenerationState(), 3, verdict=verdict, seen_before=True)
+    early = judge(code, 0, -1, GenerationState(), 3, verdict=verdict)
+    early_again = judge(code, 1, -1, early.state, 3, verdict=verdict)
+    outcomes = (first, again, elsewhere, early, early_again)
+    decisions = ">".join(
+        f"{each.decision}{f'+{each.backoff_seconds:g}' * bool(each.backoff_seconds)}" for each in outcomes
+    )
+    return f"{told(verdict)} | {decisions} {''.join(map(str, map(int, weight(verdict))))}{' seen' if seen else ''}"
+
+
+def ended(code: int, output: str = "") -> RankProcess:
+    process = RankProcess(0, 3, 0, 12345, Tail("[rank 3] "))
+    process.output.feed(output.encode())
+    process.output.close()
+    process.ended(code)
+    return process
+
+
+def beat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequest:
+    kernel = (KernelEvent(sequence=0, line=line, at=AT),) if line else ()
+    return HeartbeatRequest(
+        namespace="default", job="demo", pod_name="demo-w-0", pod_uid="uid-0", phase=WorkerPhase.JOINING, ready=True,
+        generation=1, failures=() if failure is None else (failure,), kernel=kernel,
+    )  # fmt: skip
+
+
+def operator_says(code: int, status: int | None = None, line: str = "") -> str:
+    """What the operator makes of a process's end: meaning, and whether it waited for others."""
+    failure = ProcessFailure(
+        sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, at=AT, message="m"
+    )
+    verdict = meaning_of_failure(beat(failure, line), failure, ())
+    waited = " waited" if silence._stood_in_a_collective(failure) else ""
+    return f"{told(verdict)}{waited} | {verdict.sentence}"
+
+
+def pod_says(reason: str, code: int | None, *, disrupted: bool = False) -> str:
+    pod = PodView(
+        name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
+        disrupted=disrupted,
+    )  # fmt: skip
+    verdict = meaning_of_pod(pod, ())
+    return f"{told(verdict)}{' by itself' if died_by_itself(pod) else ''}, {verdict.sentence}"
+
+
+def problem_text(node: NodeView, demand: Demand | None = None) -> str:
+    return (
+        "; ".join(f"{each.severity.name} {each.cause} {each} {each.since}" for each in problems_of(node, demand)) or "-"
+    )
+
+
+def cause_rows() -> Iterator[str]:
+    recovery = RecoverySpec()
+    for cause in causes():
+        row = row_of(cause)
+        first, again = responses_of(cause)
+        lost = FailureRecord(at=AT, cause=cause, pod="p", node="")
+        marks = [
+            f"{severity(cause)} {cause}",
+            f"{row.blame} {first}, then {again}",
+            f"budget {getattr(budget_of(cause), 'value', 'none')}",
+            "suspects its node" * suspects_node(cause),
+            "recorded" * failure_budgets.is_recorded(cause, recovery),
+            "takes a worker" * failure_budgets._took_a_worker(lost),
+            "the user's" * (cause in USER_CAUSES) + "no fault" * (cause in NO_FAULT_CAUSES),
+            f"stops as {failure_policy._REASONS.get(cause, Reason.STOPPED_BY_RULE)}",
+            row.sentence,
+            row.advice,
+        ]
+        yield " | ".join(marks)
+
+
+def code_rows() -> Iterator[str]:
+    for code in CODES:
+        pod = pod_says("Error", code)
+        plain = verdict_of(code)
+        assert told(plain) in operator_says(code)
+        yield f"{code} | agent: {agent_says(ended(code))} | operator: {operator_says(code)} | its pod: {pod}"
+        if code and code <= 128:
+            assert describe_exit(ended(code)) == plain.sentence
+
+
+def status_rows() -> Iterator[str]:
+    for status, name in statuses():
+        output = f"nrt_execute: status={status}"
+        by_name = agent_says(ended(1, f"Failure: {name} in nrt_load()"))
+        assert agent_says(ended(1, output)) == by_name
+        heard = [code for code in CODES if meaning_of(code, runtime_status=status) != verdict_of(code)]
+        yield f"{status} {name} | agent: {by_name} | operator: {operator_says(1, status)} | explains {codes(heard)}"
+
+
+def kernel_rows() -> Iterator[str]:
+    for name, decisive in kernel_lines():
+        line = LINES.get(name, name)
+        heard = [code for code in CODES if meaning_of(code, kernel=(line,)) != verdict_of(code)]
+        code = 137 if 1 not in heard else 1
+        problem = kernel_problem(beat(line=line), ())
+        bad = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem}"
+        beside = meaning_of(code, runtime_status=5, kernel=(line,)).cause
+        yield (
+            f"{name}{' (decisive)' * decisive} | agent: {agent_says(ended(code), line)} | operator: "
+            f"{operator_says(code, line=line)} | explains {codes(heard)}, with status 5 {beside} | node: {bad}"
+        )
+
+
+def codes(heard: list[int]) -> str:
+    return ",".join(map(str, heard)) or "nothing"
+
+
+def pod_rows() -> Iterator[str]:
+    for reason in ("", "Error", "SomethingNew", *pod_reasons()):
+        given = f"{reason[:-1]}cpu" if reason.endswith("*") else reason
+        found: dict[str, list[str]] = {}
+        for code in (None, *CODES):
+            found.setdefault(pod_says(given, code), []).append(str(code))
+        everything = [f"{'any code' if len(found) == 1 else ','.join(some)}: {text}" for text, some in found.items()]
+        yield f"{reason or '(none)'} | {' | '.join(everything)}"
+    yield f"(disrupted) | {pod_says('Error', 64, disrupted=True)}"
+
+
+def condition_rows() -> Iterator[str]:
+    others = (("MoonPhaseReady", ""), ("SomethingHealthy", ""), ("SomethingAvailable", ""), ("MoonPhase", ""))
+    for kind, reason in (*conditions(), *others):
+        given = "Why" if reason == "*" else reason
+        seen = [
+            problem_text(NodeView(name="n", conditions=(NodeCondition(kind, status, given, "text", AT),)))
+            for status in NodeReadiness
+        ]
+        yield f"{kind} {reason} | {cause_of_condition(kind, given)} | bad when {bad_status(kind)} | {' | '.join(seen)}"
+    for ready in NodeReadiness:
+        yield f"Ready is {ready} | {problem_text(NodeView(name='n', ready=ready, unready_since=AT))}"
+
+
+def taint_rows() -> Iterator[str]:
+    for key in (*taints(), "maintenance", "aws.amazon.com/neuron"):
+        given = f"{key[:-1]}spot-itn" if key.endswith("*") else key
+        seen = [
+            problem_text(NodeView(name="n", taints=(Taint(given, value, effect),)), demand)
+            for effect in ("NoSchedule", "NoExecute")
+            for value in ("", "UnschedulablePendingReboot")
+            for demand in (None, Demand({}), Demand({}, ({"operator": "Exists"},)))
+        ]
+        yield f"{key} | {cause_of_taint(given)} | {' | '.join(dict.fromkeys(seen))}"
+
+
+def label_rows() -> Iterator[str]:
+    health, check = "sagemaker.amazonaws.com/node-health-status", "sagemaker.amazonaws.com/deep-health-check-status"
+    others = ((health, "Schedulable"), (health, "Unschedulable"), (check, "Failed"), (check, "InProgress"), ("a", "b"))
+    for key, value in (*labels(), *others):
+        yield f"{key}={value} | {cause_of_label(key, value)} | {problem_text(NodeView(name='n', labels={key: value}))}"
+
+
+def rule_rows() -> Iterator[str]:
+    for cause in Cause:
+        made = [
+            rule_verdict((RecoveryRule(exit_codes=(3,), cause=cause, action=action),), code=3) for action in RuleAction
+        ]
+        yield f"{cause} | " + " | ".join("-" if each is None else f"{told(each)}, {each.sentence}" for each in made)
+
+
+def table() -> str:
+    """All of it."""
+    parts = {
+        "causes": cause_rows(),
+        "exit codes": code_rows(),
+        "runtime statuses": status_rows(),
+        "kernel lines": kernel_rows(),
+        "pod reasons": pod_rows(),
+        "conditions": condition_rows(),
+        "taints": taint_rows(),
+        "labels": label_rows(),
+        "rules of the job: Stop, RestartInPlace, ReplaceWorker, AvoidNode": rule_rows(),
+    }
+    return "\n".join(line for title, rows in parts.items() for line in (f"# {title}", *rows)) + "\n"
+
+
+def test_every_sign_means_what_the_table_says() -> None:
+    written, found = TABLE.read_text(encoding="utf-8").splitlines(), table().splitlines()
+    assert [line for line in found if line not in written] == [], "signs that mean something else, or are new"
+    assert [line for line in written if line not in found] == [], "signs that are gone"
+    assert found == written, "the order says which of several counts"
+
+
+def test_a_code_outside_the_contract_is_a_crash() -> None:
+    assert {verdict_of(code) for code in range(256) if code not in set(ExitCode)} == {verdict_of(1)}
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(), encoding="utf-8")
+    sys.stdout.write(f"{TABLE} is written\n")
