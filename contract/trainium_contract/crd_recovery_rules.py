@@ -1,6 +1,6 @@
 """What the API server checks of `spec.recovery`, in the Common Expression Language; see `crd_rules`.
 
-Invariant: what `faults.rule_verdict` would pass over is refused here, so that no rule is silently without effect.
+Invariant: what `faults.read.rule_verdict` would pass over is refused here, so that no rule is silently without effect.
 """
 
 from __future__ import annotations

@@ -101,7 +101,6 @@ def severity(cause: Cause) -> int:
 
 # --- single signs
 
-_CODES = {sign.number: sign for sign in EXIT_CODES}
 _STATUSES = {sign.number: sign for sign in RUNTIME_STATUSES}
 _CONDITIONS = {(sign.key, sign.value): sign.cause for sign in CONDITIONS}
 _LABELS = {(sign.key, sign.value): sign.cause for sign in LABELS}
@@ -118,9 +117,13 @@ def verdict_of_sign(sign: Sign) -> Verdict:
     return Verdict(sign.cause, row.blame, rung, sign.sentence or row.sentence, sign.hearsay)
 
 
+_BY_CODE = {sign.number: verdict_of_sign(sign) for sign in EXIT_CODES}
+_CRASH = verdict_of_sign(ANY_OTHER_CODE)
+
+
 def verdict_of(code: int) -> Verdict:
     """The verdict of an exit code; codes outside the contract (137, 139, 1, ...) are a crash."""
-    return verdict_of_sign(_CODES.get(code, ANY_OTHER_CODE))
+    return _BY_CODE.get(code, _CRASH)
 
 
 def status_sign(status: int | None) -> Sign | None:

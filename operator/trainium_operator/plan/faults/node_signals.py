@@ -1,8 +1,8 @@
 """What a node's own signals say about it, in one language: conditions, capacity, taints, labels, deletion.
 
 What each stands for, and which status is bad, is in the contract's table of faults (`signs`, `node_polarity`).
-Invariants: a missing or Unknown signal is neither healthy nor bad; nothing here depends on the time
-(see `view.node_problems` for debouncing) or on a job beyond what it asks of a node; nothing here raises.
+Invariants: a missing or Unknown signal is neither healthy nor bad; nothing here depends on the time (see
+`view.node_problems` for debouncing) or on a job beyond what it asks of a node; nothing here raises.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ class Demand:
 _TOLD_OTHERWISE = ("node.kubernetes.io/", TAINT_QUARANTINED)
 """Beginnings of taints that only repeat what is read elsewhere (Ready, pressure, cordon, our own memory)."""
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+_STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
 
 
 def bad_status(kind: str) -> NodeReadiness:
     """The status of a condition of this type that means trouble."""
-    return NodeReadiness.TRUE if bad_when(kind) else NodeReadiness.FALSE
+    return _STATUS[bad_when(kind)]
 
 
 def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProblem, ...]:
@@ -91,8 +92,10 @@ def _readiness(node: NodeView) -> Iterator[NodeProblem]:
 
 def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
     known = POLARITIES.get(condition.type)
+    if known is None or condition.status is not _STATUS[known.bad_when]:
+        return
     cause = cause_of_condition(condition.type, condition.reason)
-    if known is None or cause is None or condition.status is not bad_status(condition.type):
+    if cause is None:
         return
     source, reason = f"condition {condition.type}", condition.reason or condition.status.value
     yield NodeProblem(known.severity, cause, source, reason, condition.since, condition.message)
