@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import CAUSES
-from trainium_contract.faults.read import rung_of, verdict_of_sign
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.read import responses_of, verdict_of_sign
+from trainium_contract.faults.responses import Response
 from trainium_contract.faults.signs import (
     CONDITIONS,
     EXIT_CODES,
@@ -25,7 +25,7 @@ from trainium_contract.faults.signs import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_contract.faults.rungs import Rung
+    from trainium_contract.faults.responses import Responses
     from trainium_contract.faults.signs import Sign
 
 _ANSWERS = {
@@ -60,7 +60,7 @@ def reference_text(header: str) -> str:
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    *_answers(rung_of(row.cause)),
+                    *_answers(responses_of(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )
@@ -90,7 +90,10 @@ def _meanings(signs: Iterable[Sign]) -> str:
     found = ((sign, verdict_of_sign(sign)) for sign in signs)
     return _table(
         ("sign", "meaning", "cause", "answer", "again"),
-        ((_name(sign), verdict.sentence, f"`{verdict.cause}`", *_answers(verdict.rung)) for sign, verdict in found),
+        (
+            (_name(sign), verdict.sentence, f"`{verdict.cause}`", *_answers(verdict.responses))
+            for sign, verdict in found
+        ),
     )
 
 
@@ -108,9 +111,9 @@ def _name(sign: Sign) -> str:
     return f"{sign.kind} `{sign.key}`" + (f", reason `{sign.value}`" if sign.value != "*" else "")
 
 
-def _answers(rung: Rung) -> tuple[str, str]:
+def _answers(responses: Responses) -> tuple[str, str]:
     """First, and again where that differs."""
-    return _ANSWERS[rung.first], "" if rung.again is rung.first else _ANSWERS[rung.again]
+    return _ANSWERS[responses.first], "" if responses.again is responses.first else _ANSWERS[responses.again]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""The one table of faults: a sign stands for a cause, a cause has a rung of answers, a budget and words for people.
+"""The one table of faults: a sign stands for a cause, a cause has responses, a budget and words for people.
 
 Agent, operator and `docs/causes.md` read the same rows, so that training heals alike with and without an operator.
 
@@ -6,7 +6,7 @@ Agent, operator and `docs/causes.md` read the same rows, so that training heals 
 |---|---|
 | `causes.py` | cause -> blame, budget, whether its node is suspected, sentence, advice; in order of severity |
 | `rules.py` | the rows of a job (`spec.recovery.rules`), which come before all others |
-| `rungs.py` | cause -> first response, response when it comes again; the only place of a response |
+| `responses.py` | cause -> first response, response when it comes again; the only place of a response |
 | `signs.py` | exit code, runtime status, kernel line, pod reason, condition, taint, label -> cause |
 | `node_polarity.py` | condition -> which status is bad, and how bad |
 | `read.py` | the look-ups: rules of the job, then signs, then the rows of their causes |

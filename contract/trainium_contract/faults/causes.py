@@ -60,7 +60,7 @@ class Budget(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseRow:
-    """What one cause asks for; how it is answered stands in `rungs`."""
+    """What one cause asks for; how it is answered stands in `responses`."""
 
     cause: Cause
     blame: Blame

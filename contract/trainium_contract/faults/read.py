@@ -13,8 +13,8 @@ from typing import Protocol
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause, CauseRow
+from trainium_contract.faults.responses import NEW_WORKER, RESPONSES, RULED, Response, Responses, of_pod, of_text
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.faults.rungs import NEW_WORKER, RULED, RUNGS, Response, Rung, of_pod, of_text
 from trainium_contract.faults.signs import (
     ANY_OTHER_CODE,
     CONDITIONS,
@@ -40,7 +40,7 @@ class Verdict:
 
     cause: Cause
     blame: Blame
-    rung: Rung
+    responses: Responses
     sentence: str
     hearsay: bool = False
     """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
@@ -48,12 +48,12 @@ class Verdict:
     @property
     def response(self) -> Response:
         """What to do about it."""
-        return self.rung.first
+        return self.responses.first
 
     @property
     def again(self) -> Response:
         """What to do when that did not help: the same cause again, without a new step in between."""
-        return self.rung.again
+        return self.responses.again
 
 
 class LineAt(Protocol):
@@ -79,9 +79,9 @@ def row_of(cause: Cause) -> CauseRow:
     return _ROWS[cause]
 
 
-def rung_of(cause: Cause) -> Rung:
+def responses_of(cause: Cause) -> Responses:
     """How a cause is answered when nothing more is known."""
-    return RUNGS[cause]
+    return RESPONSES[cause]
 
 
 def budget_of(cause: Cause) -> Budget | None:
@@ -113,8 +113,8 @@ _TEXTS = (Kind.RUNTIME_STATUS, Kind.KERNEL_LINE)
 def verdict_of_sign(sign: Sign) -> Verdict:
     """What one sign stands for by itself."""
     row = _ROWS[sign.cause]
-    rung = sign.rung or (of_text(sign.cause) if sign.kind in _TEXTS else RUNGS[sign.cause])
-    return Verdict(sign.cause, row.blame, rung, sign.sentence or row.sentence, sign.hearsay)
+    responses = sign.responses or (of_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
+    return Verdict(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.hearsay)
 
 
 _BY_CODE = {sign.number: verdict_of_sign(sign) for sign in EXIT_CODES}
@@ -274,12 +274,12 @@ def rule_verdict(
 
 
 def _ruled(rule: RecoveryRule, index: int) -> Verdict:
-    rung = RULED[rule.action]
-    leaves = rung.first is Response.REPLACE_NODE
+    responses = RULED[rule.action]
+    leaves = responses.first is Response.REPLACE_NODE
     if rule.cause in USER_CAUSES:
-        blame, rung = Blame.USER, NEW_WORKER if leaves else rung
+        blame, responses = Blame.USER, NEW_WORKER if leaves else responses
     elif rule.cause is Cause.PEER_LOST:
         blame = Blame.PEER
     else:
         blame = Blame.NODE if leaves else Blame.NOBODY
-    return Verdict(rule.cause, blame, rung, f"put down to {rule.cause} by spec.recovery.rules[{index}]")
+    return Verdict(rule.cause, blame, responses, f"put down to {rule.cause} by spec.recovery.rules[{index}]")

@@ -1,7 +1,7 @@
 """Signs of a fault and the cause of each: one row a sign, one line where it fits.
 
-A row names its cause; blame, budget, words and answers follow from the cause (`causes`, `rungs`). It has a sentence
-where it knows more than its cause, and a rung where it is answered otherwise. The order counts: of several statuses,
+A row names its cause; blame, budget, words and answers follow from the cause (`causes`, `responses`). It has a sentence
+where it knows more than its cause, and responses where it is answered otherwise. The order counts: of several statuses,
 and of several patterns that fit a kernel line, the first row is taken, so the most telling come first.
 Statuses are those of the Neuron runtime (nrt_status.h); kernel lines are what /dev/kmsg shows.
 Invariant: what a healthy node may report because of another one is `hearsay` and blames nobody by itself.
@@ -15,13 +15,13 @@ from enum import StrEnum
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.rungs import (
+from trainium_contract.faults.responses import (
     LEAVE_NODE,
     RESTART,
     RESTART_THEN_LEAVE_NODE,
     RESTART_THEN_STOP,
     STOP,
-    Rung,
+    Responses,
 )
 
 
@@ -52,7 +52,7 @@ class Sign:
     cause: Cause
     sentence: str = ""
     """Empty: its cause's."""
-    rung: Rung | None = None
+    responses: Responses | None = None
     """None: its cause's."""
     hearsay: bool = False
     """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
@@ -66,20 +66,22 @@ class Sign:
     """Reason of a condition, value of a label."""
 
 
-def _code(number: int, cause: Cause, sentence: str, rung: Rung | None = None, *, hearsay: bool = False) -> Sign:
-    return Sign(Kind.EXIT_CODE, str(int(number)), cause, sentence, rung, hearsay, number=number)
+def _code(
+    number: int, cause: Cause, sentence: str, responses: Responses | None = None, *, hearsay: bool = False
+) -> Sign:
+    return Sign(Kind.EXIT_CODE, str(int(number)), cause, sentence, responses, hearsay, number=number)
 
 
 def _status(
-    number: int, name: str, cause: Cause, sentence: str, rung: Rung | None = None, *, hearsay: bool = False
+    number: int, name: str, cause: Cause, sentence: str, responses: Responses | None = None, *, hearsay: bool = False
 ) -> Sign:
-    return Sign(Kind.RUNTIME_STATUS, name, cause, sentence, rung, hearsay, number=number)
+    return Sign(Kind.RUNTIME_STATUS, name, cause, sentence, responses, hearsay, number=number)
 
 
 def _line(
-    name: str, pattern: str, cause: Cause, sentence: str, rung: Rung | None = None, *, decisive: bool = False
+    name: str, pattern: str, cause: Cause, sentence: str, responses: Responses | None = None, *, decisive: bool = False
 ) -> Sign:
-    return Sign(Kind.KERNEL_LINE, name, cause, sentence, rung, pattern=re.compile(pattern), decisive=decisive)
+    return Sign(Kind.KERNEL_LINE, name, cause, sentence, responses, pattern=re.compile(pattern), decisive=decisive)
 
 
 def _broken(error: str, sentence: str) -> Sign:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.responses import Response
 from trainium_trainer.agent.output import Tail
 from trainium_trainer.agent.processes import RankProcess
 from trainium_trainer.agent.signs import Signs, describe_exit

@@ -18,9 +18,9 @@ from trainium_contract.faults.read import (
     cause_of_label,
     cause_of_taint,
     meaning_of,
+    responses_of,
     row_of,
     rule_verdict,
-    rung_of,
     severity,
     suspects_node,
     verdict_of,
@@ -101,8 +101,8 @@ def causes() -> Iterator[Cause]:
     return (row.cause for row in CAUSES)
 
 
-def responses_of(cause: Cause) -> tuple[str, str]:
-    return rung_of(cause).first.value, rung_of(cause).again.value
+def values_of(cause: Cause) -> tuple[str, str]:
+    return responses_of(cause).first.value, responses_of(cause).again.value
 
 
 # --- what is made of them
@@ -181,7 +181,7 @@ def cause_rows() -> Iterator[str]:
     recovery = RecoverySpec()
     for cause in causes():
         row = row_of(cause)
-        first, again = responses_of(cause)
+        first, again = values_of(cause)
         lost = FailureRecord(at=AT, cause=cause, pod="p", node="")
         marks = [
             f"{severity(cause)} {cause}",

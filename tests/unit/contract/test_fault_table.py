@@ -14,20 +14,20 @@ from trainium_contract.faults.read import (
     cause_of_condition,
     cause_of_label,
     cause_of_taint,
+    responses_of,
     row_of,
-    rung_of,
     severity,
     suspects_node,
     verdict_of_sign,
 )
-from trainium_contract.faults.rungs import RUNGS, Response
+from trainium_contract.faults.responses import RESPONSES, Response
 from trainium_contract.faults.signs import CONDITIONS, EXIT_CODES, SIGNS, Sign
 
 
 def test_every_cause_has_one_row() -> None:
     assert [row.cause for row in CAUSES] == list(dict.fromkeys(row.cause for row in CAUSES))
     assert {row.cause for row in CAUSES} == set(Cause)
-    assert set(RUNGS) == set(Cause)
+    assert set(RESPONSES) == set(Cause)
     assert sorted(severity(cause) for cause in Cause) == list(range(len(Cause)))
 
 
@@ -42,7 +42,7 @@ def test_users_errors_suspect_no_node_and_infrastructure_never_uses_the_process_
     if cause in NO_FAULT_CAUSES:
         assert budget_of(cause) is None
         assert not suspects_node(cause)
-    if rung_of(cause).again is Response.REPLACE_NODE:
+    if responses_of(cause).again is Response.REPLACE_NODE:
         assert suspects_node(cause)
 
 
@@ -54,11 +54,11 @@ def test_what_a_sign_stands_for_follows_from_its_cause(sign: Sign) -> None:
         assert row.suspects_node
 
 
-def test_a_rung_of_a_sign_says_more_than_that_of_its_cause() -> None:
+def test_responses_of_a_sign_say_more_than_those_of_its_cause() -> None:
     same = [
         sign.key
         for sign in SIGNS
-        if sign.rung is not None and sign.rung == verdict_of_sign(replace(sign, rung=None)).rung
+        if sign.responses is not None and sign.responses == verdict_of_sign(replace(sign, responses=None)).responses
     ]
     assert same == [], "leave it out, it follows from the cause"
 

@@ -18,8 +18,8 @@ from trainium_contract.faults.read import (
     verdict_of,
     verdict_of_sign,
 )
+from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.faults.rungs import Response
 from trainium_contract.faults.signs import KERNEL_LINES, RUNTIME_STATUSES
 from trainium_contract.messages import KernelEvent
 from trainium_contract.redaction import without_secrets

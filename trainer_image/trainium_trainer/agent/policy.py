@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.read import Verdict, verdict_of
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.responses import Response
 
 _FIRST_BACKOFF_SECONDS = 1.0
 _LONGEST_BACKOFF_SECONDS = 30.0

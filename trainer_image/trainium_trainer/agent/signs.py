@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.read import lines_near, meaning_of, verdict_of
+from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.faults.rungs import Response
 from trainium_contract.redaction import without_secrets
 from trainium_trainer.agent.kernel_log import KernelEvents
 from trainium_trainer.agent.runtime_status import named

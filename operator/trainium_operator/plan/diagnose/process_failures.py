@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import rung_of
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.read import responses_of
+from trainium_contract.faults.responses import Response
 from trainium_operator.plan.diagnose.culprits import find_culprit, reported_alone, signs_of
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.faults.ends import meaning_of_failure
@@ -53,7 +53,7 @@ def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
             continue
         culprit = find_culprit(facts, failure.attempt, all_spoke=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
-        if culprit is None or worker is None or rung_of(culprit.cause).again is not Response.REPLACE_NODE:
+        if culprit is None or worker is None or responses_of(culprit.cause).again is not Response.REPLACE_NODE:
             return found
         message = f"pod {culprit.member.pod_name} on node {culprit.member.node_name}: {culprit.why}"
         return [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults import read
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.responses import Response
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

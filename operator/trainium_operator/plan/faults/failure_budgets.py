@@ -10,8 +10,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget, Cause
-from trainium_contract.faults.read import budget_of, rung_of
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.read import budget_of, responses_of
+from trainium_contract.faults.responses import Response
 from trainium_contract.job import FailureRecord
 from trainium_operator.plan.model.sentences import listed
 
@@ -82,7 +82,7 @@ def _incidents(records: Sequence[FailureRecord]) -> int:
 
 
 def _took_a_worker(record: FailureRecord) -> bool:
-    return bool(record.node) or rung_of(record.cause).first is not Response.RESTART_IN_PLACE
+    return bool(record.node) or responses_of(record.cause).first is not Response.RESTART_IN_PLACE
 
 
 def _summary(records: Sequence[FailureRecord]) -> str:

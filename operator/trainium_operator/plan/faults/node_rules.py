@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.read import kernel_sign, rule_verdict, verdict_of_sign
-from trainium_contract.faults.rungs import Response
+from trainium_contract.faults.responses import Response
 from trainium_operator.plan.faults.node_signals import NodeProblem, bad_status
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 from plan_builders import pod
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.faults.rungs import Response
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_pod
 from trainium_operator.plan.model.observed import PodPhase
 

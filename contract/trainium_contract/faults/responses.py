@@ -1,6 +1,6 @@
-"""How faults are answered: the rung of each cause. No response stands anywhere else.
+"""How faults are answered: the responses of each cause. No response stands anywhere else.
 
-Invariants: every cause has one rung; text never ends a job at its first appearance, because it can mislead and a
+Invariants: every cause has its responses; text never ends a job at its first appearance, because it can mislead and a
 restart in place is cheap (`of_text`).
 """
 
@@ -28,7 +28,7 @@ class Response(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Responses:
     """What is done about a fault at first, and what when that did not help."""
 
     first: Response
@@ -36,17 +36,17 @@ class Rung:
     """The same cause again, without a new step in between."""
 
 
-COMPLETE = Rung(Response.COMPLETE, Response.COMPLETE)
-STOP = Rung(Response.STOP, Response.STOP)
-RESTART = Rung(Response.RESTART_IN_PLACE, Response.RESTART_IN_PLACE)
-RESTART_THEN_STOP = Rung(Response.RESTART_IN_PLACE, Response.STOP)
-RESTART_THEN_LEAVE_NODE = Rung(Response.RESTART_IN_PLACE, Response.REPLACE_NODE)
-RESTART_WITH_PAUSES = Rung(Response.RETRY_WITH_BACKOFF, Response.RETRY_WITH_BACKOFF)
-START_AGAIN = Rung(Response.RESTART_UNCOUNTED, Response.RESTART_UNCOUNTED)
-NEW_WORKER = Rung(Response.REPLACE_WORKER, Response.REPLACE_WORKER)
-LEAVE_NODE = Rung(Response.REPLACE_NODE, Response.REPLACE_NODE)
+COMPLETE = Responses(Response.COMPLETE, Response.COMPLETE)
+STOP = Responses(Response.STOP, Response.STOP)
+RESTART = Responses(Response.RESTART_IN_PLACE, Response.RESTART_IN_PLACE)
+RESTART_THEN_STOP = Responses(Response.RESTART_IN_PLACE, Response.STOP)
+RESTART_THEN_LEAVE_NODE = Responses(Response.RESTART_IN_PLACE, Response.REPLACE_NODE)
+RESTART_WITH_PAUSES = Responses(Response.RETRY_WITH_BACKOFF, Response.RETRY_WITH_BACKOFF)
+START_AGAIN = Responses(Response.RESTART_UNCOUNTED, Response.RESTART_UNCOUNTED)
+NEW_WORKER = Responses(Response.REPLACE_WORKER, Response.REPLACE_WORKER)
+LEAVE_NODE = Responses(Response.REPLACE_NODE, Response.REPLACE_NODE)
 
-RUNGS: dict[Cause, Rung] = {
+RESPONSES: dict[Cause, Responses] = {
     Cause.USER_CODE: STOP,
     Cause.NUMERICAL: STOP,
     Cause.DEVICE: LEAVE_NODE,
@@ -68,9 +68,9 @@ RUNGS: dict[Cause, Rung] = {
     Cause.FINISHED: COMPLETE,
     Cause.PEER_LOST: RESTART,
 }
-"""Of a cause when nothing more is known; a sign that says more than its cause has a rung of its own (`signs`)."""
+"""Of a cause when nothing more is known; a sign that says more than its cause has responses of its own (`signs`)."""
 
-RULED: dict[RuleAction, Rung] = {
+RULED: dict[RuleAction, Responses] = {
     RuleAction.STOP: STOP,
     RuleAction.RESTART_IN_PLACE: RESTART,
     RuleAction.REPLACE_WORKER: NEW_WORKER,
@@ -79,12 +79,12 @@ RULED: dict[RuleAction, Rung] = {
 """Of a rule of the job."""
 
 
-def of_text(cause: Cause) -> Rung:
+def of_text(cause: Cause) -> Responses:
     """Of a sign that is only text: what its cause would stop the job for is first tried once more."""
-    rung = RUNGS[cause]
-    return RESTART_THEN_STOP if rung.first is Response.STOP else rung
+    responses = RESPONSES[cause]
+    return RESTART_THEN_STOP if responses.first is Response.STOP else responses
 
 
-def of_pod(*, suspects_node: bool) -> Rung:
+def of_pod(*, suspects_node: bool) -> Responses:
     """Of a pod that ended: nothing in it can restart."""
     return LEAVE_NODE if suspects_node else NEW_WORKER
