@@ -434,3 +434,34 @@ def test_only_nodes_with_devices_or_workers_count_as_the_fleet() -> None:
         await replica.stop()
 
     in_virtual_time(scenario)
+
+
+def test_what_is_seen_of_the_nodes_while_the_memory_is_written_is_not_forgotten_when_it_is() -> None:
+    async def scenario() -> None:
+        cluster = a_cluster()
+        replica = Replica(cluster)
+        await replica.start()
+        await asyncio.sleep(1)
+        api, seen = replica.fleet._api, list[str]()
+
+        class Slow:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(api, name)
+
+            async def replace(self, *given: Any) -> Any:
+                written = await api.replace(*given)
+                for at in range(4, 8):
+                    cluster.change(NODES, "", f"node-{at}", condition("Ready", "False"))
+                await until(lambda: replica.fleet.current().frozen, 1, "so many bad nodes that none is acted on")
+                seen.append("frozen")
+                return written
+
+        replica.fleet._api = Slow()
+        fail(cluster, "node-3")
+        await until(lambda: seen, 2, "the write of the memory")
+        for _ in range(50):
+            assert replica.fleet.current().frozen
+            await asyncio.sleep(0.005)
+        await replica.stop()
+
+    in_virtual_time(scenario)

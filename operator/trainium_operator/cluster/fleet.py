@@ -1,8 +1,8 @@
 """The fleet reconcile: what all jobs and nodes say, into the memory of bad machines, and from it what each job heeds.
 
 Invariants: only the leader writes; level-triggered, so that a crash between any two writes only delays; the memory is
-written (compare and swap) before anybody acts on it; what a person changed in it is read before each decision. While
-the API server is away jobs go by what was known last.
+written (compare and swap) before anybody acts on it; what a person changed in it is read before each decision; a view
+never gives way to an older one. While the API server is away jobs go by what was known last.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Fleet:
         self._on_change = on_change
         self._woken = asyncio.Event()
         self._nodes_changed = False
-        """Since `view` was decided."""
+        """Since the newest look at them."""
+        self._looks = 0
         self._gone: dict[str, str] = {}
         """Provider IDs of nodes that no longer exist, oldest first."""
         self._memory: Memory | None = None
@@ -135,6 +136,7 @@ class Fleet:
                 raise
             # Before there is any, what was seen as the leader began counts; one that is gone later was deleted.
             plan = self._plan(memory if memory is not None or self._written else self._memory)
+            look = self._looks
             try:
                 if plan.memory != memory:
                     await self._write(plan.memory, raw)
@@ -143,7 +145,11 @@ class Fleet:
             for sentence in plan.news:
                 logger.warning("%s", sentence)
             self._memory, self._written = plan.memory, True
+            if self._nodes_changed or self._looks != look:  # while it was written: others may know more by now
+                plan = self._plan(self._memory)
             self._adopt(plan)
+            if plan.memory != self._memory:
+                return SETTLE_SECONDS  # it is written before anything else follows from it
             for write in plan.taints:
                 await self._taint(write)
             return LOOK_SECONDS if plan.look_again is None else min(LOOK_SECONDS, max(SETTLE_SECONDS, plan.look_again))
@@ -151,6 +157,7 @@ class Fleet:
 
     def _plan(self, memory: Memory | None) -> FleetPlan:
         self._nodes_changed = False
+        self._looks += 1
         carrying = frozenset(entry.view.node for entry in self._caches.pods.store.snapshot().values()) - {""}
         if self._caches.nodes is None:
             nodes = {name: NodeView(name=name) for name in carrying}

@@ -1,7 +1,8 @@
 """In-memory copies of objects, kept by a reflector, read by everybody.
 
 Invariants: an older version of an object never replaces a newer one; `replace` removes what a list no longer has,
-except objects that were written through after that list was made; every change that somebody else made is told once,
+except objects that were written through after that list was made, and brings back nothing that was seen to go while
+that list was on its way; every change that somebody else made is told once,
 synchronously, to the listeners (a write of our own is known to its writer). Kubernetes compares resource
 versions as integers, and so do we. Not for use from other threads.
 """
@@ -40,6 +41,8 @@ class Store(Generic[V]):
         self._owned: dict[JobId, dict[Key, Entry[V]]] = {}
         self._listeners: list[Callable[[Key, Entry[V] | None, Entry[V] | None], None]] = []
         self._seen = 0
+        self._gone: dict[Key, int] = {}
+        """Versions up to which objects are known to be gone, until a younger list says so too."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,6 +88,7 @@ class Store(Generic[V]):
     def remove(self, key: Key, version: int) -> None:
         """The watch said that the object was deleted, at `version`."""
         self._seen = max(self._seen, version)
+        self._gone[key] = max(version, self._gone.get(key, 0))
         old = self._entries.get(key)
         if old is not None and old.version <= version:
             self._drop(key, old)
@@ -93,16 +97,21 @@ class Store(Generic[V]):
         """The API server said that this incarnation no longer exists (404)."""
         old = self._entries.get(key)
         if old is not None and old.uid == uid:
+            self._gone[key] = max(old.version, self._gone.get(key, 0))
             self._drop(key, old)
 
     def replace(self, entries: Mapping[Key, Entry[V]], version: int) -> None:
         """Make the store equal to a list made at `version`: also tells what vanished unseen."""
         self._seen = max(self._seen, version)
+        gone = self._gone
+        self._gone = {key: at for key, at in gone.items() if at >= version}
         for key, old in list(self._entries.items()):
             if key not in entries and old.version <= version:
+                self._gone[key] = version
                 self._drop(key, old)
         for key, entry in entries.items():
-            self._put(key, entry)
+            if entry.version > gone.get(key, -1):
+                self._put(key, entry)
 
     def _put(self, key: Key, entry: Entry[V], *, tell: bool = True) -> bool:
         old = self._entries.get(key)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +17,9 @@ from trainium_trainer.agent.report import Report
 from trainium_trainer.agent.signs import describe_exit
 from trainium_trainer.monitor.progress import ProgressWriter
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid", rules_path=None)
 
 
@@ -23,9 +28,21 @@ class Ranks:
 
     def __init__(self) -> None:
         self.now: SimpleNamespace | None = None
+        self.meanwhile: Callable[[], None] | None = None
+        """What another thread does once, while the record is read; whether it has to wait is the report's business."""
+        self.other: threading.Thread | None = None
 
     def read(self, path: Path) -> SimpleNamespace | None:
-        return self.now
+        found, meanwhile, self.meanwhile = self.now, self.meanwhile, None
+        if meanwhile is not None:
+            self.other = threading.Thread(target=meanwhile)
+            self.other.start()
+            self.other.join(0.2)
+        return found
+
+    def done(self) -> None:
+        assert self.other is not None
+        self.other.join(10)
 
     def at(
         self,
@@ -269,3 +286,70 @@ def test_alerts_of_the_first_rank_are_passed_on_one_of_each_kind(ranks: Ranks, t
         ("LossAlarm", 3, 12),
     ]
     writer.close()
+
+
+def test_a_restart_of_a_generation_that_is_over_says_nothing_of_the_one_that_has_come(report: Report) -> None:
+    report.enter_generation(2, WorkerPhase.JOINING)
+    report.restarting(1, 3, Cause.PEER_LOST, 900.0)
+    report.enter(WorkerPhase.LOADING, generation=1, attempt=3)
+    told = report.heartbeat()
+    assert (told.generation, told.attempt, told.phase) == (2, 0, WorkerPhase.JOINING)
+    assert [(each.generation, each.attempt) for each in told.restarts] == [(1, 3)], "the ledger has it all the same"
+    report.enter(WorkerPhase.LOADING, generation=2, attempt=1)
+    assert (report.heartbeat().attempt, report.phase) == (1, WorkerPhase.LOADING)
+
+
+def test_a_verdict_of_a_generation_that_is_over_is_none_of_the_one_that_has_come(report: Report) -> None:
+    process = ended(64, output=b"config.yaml: no such file\n")
+    report.failed(1, process)
+    report.enter_generation(2, WorkerPhase.JOINING)
+    report.give_up(process)
+    told = report.heartbeat()
+    assert (told.phase, told.verdict) == (WorkerPhase.JOINING, None)
+    assert [each.exit_code for each in told.failures] == [64]
+
+
+def test_whom_an_old_generation_lacked_the_new_one_need_not_lack(report: Report) -> None:
+    report.enter(WorkerPhase.JOINING)
+    report.wait_for((0, 4))
+    report.enter_generation(2, WorkerPhase.JOINING)
+    assert report.heartbeat().waiting_for == ()
+
+
+class Gate:
+    """A lock before which another thread comes first, once."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._first: Callable[[], None] | None = first
+
+    def __enter__(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            other = threading.Thread(target=first)
+            other.start()
+            other.join(10)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_what_is_read_while_a_new_generation_comes_is_not_told_as_its_own(report: Report, ranks: Ranks) -> None:
+    ranks.at(6, resume=5)
+    report.observe()
+    ranks.at(7, resume=5)
+    report._lock = Gate(lambda: report.enter_generation(2, WorkerPhase.JOINING))
+    report.observe()
+    progress = report.heartbeat().progress
+    assert progress is not None
+    assert (progress.resume_step, progress.productive_seconds, progress.loaded) == (None, 0.0, 0.0)
+
+
+def test_a_pod_that_becomes_a_spare_while_its_record_is_read_goes_on(report: Report, ranks: Ranks) -> None:
+    ranks.at(7, resume=5)
+    ranks.meanwhile = lambda: report.follow(())
+    report.observe()
+    ranks.done()
+    report.observe()
+    assert report.best_step == 7

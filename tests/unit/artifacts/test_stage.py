@@ -242,6 +242,37 @@ def test_a_stage_that_is_killed_at_any_instant_goes_on_where_it_was(
         folder.rename(tmp_path / f"done-{last}")
 
 
+def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_up(
+    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node that was frozen: its ranks go on for a moment, with the next file, before their agent ends them."""
+    run = tuned(artifacts={"kinds": ["Model"]})
+    asleep, awake = threading.Event(), threading.Event()
+
+    class Slept(World):
+        def change(self, what: str) -> None:
+            if what.startswith("write unfinished/model-"):  # the receipt of its first file
+                asleep.set()
+                awake.wait(30)
+            elif awake.is_set():
+                raise Killed
+
+    Slept(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(write, run)
+        assert asleep.wait(30)
+        World(monkeypatch)
+        (report,) = write(run)
+        awake.set()
+        assert isinstance(late.exception(), Killed)
+    manifest = ArtifactManifest.model_validate_json((Path(report.path) / "artifact.json").read_bytes())
+    found = contents(Path(report.path))
+    assert len(manifest.files) > 3
+    assert {file.name: found.get(file.name) for file in manifest.files} == {
+        file.name: file.digest for file in manifest.files
+    }
+
+
 def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(
     tmp_path: Path, tuned: Callable[..., Any]
 ) -> None:

@@ -11,6 +11,8 @@ from s3_server import S3Server
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import cli
+from trainium_trainer.checkpoint import inspect
+from trainium_trainer.checkpoint.storage import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,6 +83,20 @@ def test_inspect_lists_verifies_and_sets_aside(root: str, capsys: pytest.Capture
     run.manager.close()
     kept = {"step-2": "set aside", "step-3": "verified", "step-4": "verified", "step-5": "verified"}
     assert rows(root, capsys, "--verify") == (ExitCode.FINISHED, kept | {"step-9": "set aside"})
+
+
+def test_a_save_that_ends_between_the_look_and_the_repair_counts(tmp_path: Path) -> None:
+    run = solo(str(tmp_path)).to(1, save_at=(1,)).settle()
+    receipt = tmp_path / "step-1" / "COMMITTED"
+    text = receipt.read_bytes()
+    receipt.unlink()
+    storage = open_storage(str(tmp_path))
+    seen = inspect.list_checkpoints(storage)
+    assert [row.state for row in seen] == ["uncommitted"]
+    receipt.write_bytes(text)
+    inspect.set_aside(storage, seen)
+    run.manager.close()
+    assert [row.state for row in inspect.list_checkpoints(storage, verify=True)] == ["verified"]
 
 
 def test_metrics_of_a_run_in_s3_are_beside_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,27 @@ def test_a_folder_is_removed_with_all_that_is_in_it_and_nothing_else(storage: St
     assert [entry.name for entry in storage.list("")] == ["step-10"]
 
 
+def test_a_long_file_appears_whole_and_one_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    seen: list[bytes | None] = []
+
+    def looking(whole: bytes, *, fails: bool = False) -> Iterator[memoryview]:
+        for at in range(len(whole)):
+            yield memoryview(whole)[at : at + 1]
+            seen.append(storage.read("a/shard") if (tmp_path / "a/shard").exists() else None)
+            assert [entry.name for entry in storage.list("a")] in ([], ["shard"])
+        if fails:
+            raise RuntimeError
+
+    storage.write_stream("a/shard", looking(b"first"), 5)
+    assert set(seen) == {None}
+    with pytest.raises(RuntimeError):
+        storage.write_stream("a/shard", looking(b"other", fails=True), 5)
+    assert set(seen[5:]) == {b"first"}
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["shard"]
+    assert storage.read("a/shard") == b"first"
+
+
 def test_drafts_of_killed_writers_are_removed_and_nothing_of_the_users(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path)
     draft = storage._draft("note", b"half of it")

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+from trainium_operator.cluster.reflector import Lister
+from trainium_operator.cluster.resources import PODS
 from trainium_operator.cluster.store import Entry, Store
 from trainium_operator.plan.model.job_id import JobId
 
@@ -67,3 +72,56 @@ def test_only_the_incarnation_that_is_named_is_forgotten() -> None:
     store.forget(KEY, "second")
     assert store.get(KEY) is None
     assert store.owned_by(OWNER) == {}
+
+
+def test_a_list_that_was_on_its_way_does_not_bring_back_what_the_watch_saw_deleted() -> None:
+    store: Store[str] = Store()
+    store.put(KEY, entry(5))
+    store.remove(KEY, 9)
+    store.replace({KEY: entry(5)}, 7)
+    assert store.get(KEY) is None
+    store.replace({KEY: entry(12, "another", uid="second")}, 13)
+    assert store.get(KEY) == "another"
+
+
+def test_a_list_that_was_on_its_way_does_not_bring_back_what_the_server_says_is_gone() -> None:
+    store: Store[str] = Store()
+    store.put(KEY, entry(5, uid="first"))
+    store.forget(KEY, "first")
+    store.replace({KEY: entry(5, uid="first")}, 7)
+    assert store.get(KEY) is None
+
+
+def test_of_two_lists_the_older_one_does_not_bring_back_what_the_newer_one_had_no_more() -> None:
+    store: Store[str] = Store()
+    store.put(KEY, entry(5))
+    store.replace({}, 9)
+    store.replace({KEY: entry(5)}, 7)
+    assert store.get(KEY) is None
+
+
+def test_what_is_gone_is_remembered_until_a_younger_list_has_come() -> None:
+    store: Store[str] = Store()
+    for number in range(100):
+        store.put(("ns", f"pod-{number}"), entry(2 * number + 1))
+        store.remove(("ns", f"pod-{number}"), 2 * number + 2)
+    store.replace({}, 1000)
+    assert store._gone == {}
+
+
+async def test_a_pod_that_goes_while_the_pods_are_listed_stays_gone() -> None:
+    def pod(version: int) -> dict[str, Any]:
+        return {"metadata": {"namespace": "ns", "name": "pod", "uid": "u", "resourceVersion": str(version)}}
+
+    async def list_page(*_: object, continue_token: str, **__: object) -> dict[str, Any]:
+        if not continue_token:
+            return {"items": [pod(5)], "metadata": {"continue": "more", "resourceVersion": "7"}}
+        lister.observe(pod(9), deleted=True)  # the watch, which goes on beside a take-over's list
+        return {"items": [], "metadata": {"resourceVersion": "7"}}
+
+    lister: Lister[str] = Lister(
+        SimpleNamespace(list_page=list_page), PODS, Store(), lambda raw: raw["metadata"]["uid"]
+    )
+    lister.observe(pod(5), deleted=False)
+    await lister.refresh()
+    assert lister.store.get(("ns", "pod")) is None

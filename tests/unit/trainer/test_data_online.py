@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -142,6 +143,33 @@ def test_notes_that_are_torn_or_changed_are_not_believed(tmp_path: Path) -> None
     assert [(blocks.tolist(), counts.tolist()) for blocks, counts in known] == [([3, 4], [300, 400]), ([2], [200])]
     assert BlockCounts(tmp_path, "other", None).known(1)[0][0].tolist() == []
     assert BlockCounts(None, "identity", 0).known(1)[0][0].tolist() == []
+
+
+def test_counts_that_come_while_the_run_ends_reach_no_file_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = BlockCounts(tmp_path, "identity", 0)
+    write, other = os.write, tmp_path / "other"
+
+    def end() -> None:
+        notes.close()
+        others.append(other.open("wb"))  # gets the number that has just come free
+
+    def late(descriptor: int, data: bytes) -> int:
+        ending.start()
+        ending.join(0.2)
+        return write(descriptor, data)
+
+    others: list[BinaryIO] = []
+    ending = threading.Thread(target=end)
+    monkeypatch.setattr(os, "write", late)
+    notes.add([(0, 4, 400)])
+    monkeypatch.undo()
+    ending.join(10)
+    others[0].close()
+    assert other.read_bytes() == b""
+    notes.add([(0, 5, 500)])
+    assert BlockCounts(tmp_path, "identity", None).known(1)[0][1].tolist() == [400]
 
 
 def documents(data: Data, steps: int) -> set[str]:

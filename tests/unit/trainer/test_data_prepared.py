@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +20,14 @@ from trainium_trainer import cli
 from trainium_trainer.data.build import Progress, Recipe, build
 from trainium_trainer.data.cache import vocabulary_of_data
 from trainium_trainer.data.encoding import SourceSpec, held_back
+from trainium_trainer.data.files import DataFile
 from trainium_trainer.data.prepared import Prepared, Selection, watching
 from trainium_trainer.data.tokenizer import load_tokenizer
 from trainium_trainer.data.workers import WorkerError, Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -273,6 +277,60 @@ def test_a_broken_token_is_found_before_it_is_used(tmp_path: Path, tokenizer: Pa
         stream.write(np.array([40_000], np.uint16).tobytes())
     with pytest.raises(UserError, match="holds token id 40000, but the vocabulary has 300 entries"):
         opened(config(tmp_path, folder, tokenizer={})).training.at(0, 2000)
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[object]:
+    """What an action gives twice, the second time begun and ended before the first one names what it has written."""
+    first, second, drafted, done = [], [], threading.Event(), threading.Event()
+    replace = pathlib.Path.replace
+
+    def late(draft: Path, target: Path) -> Path:
+        if threading.current_thread() is slower:
+            drafted.set()
+            done.wait(10)
+        return replace(draft, target)
+
+    def run(found: list[object]) -> None:
+        try:
+            found.append(action())
+        except OSError as error:
+            found.append(error)
+
+    monkeypatch.setattr(pathlib.Path, "replace", late)
+    slower = threading.Thread(target=run, args=(first,))
+    slower.start()
+    assert drafted.wait(10)
+    run(second)
+    done.set()
+    slower.join()
+    return [*first, *second]
+
+
+def test_two_ranks_that_count_what_is_held_back_at_once_both_remember_it(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path / "d.jsonl")
+    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    prepared = Prepared(tmp_path / "made")
+    # Ranks are forks of one process that do the same, so their objects lie at the same places.
+    monkeypatch.setattr("trainium_trainer.data.prepared.id", lambda _: 1, raising=False)
+    cache = tmp_path / "shared"
+    cache.mkdir()
+    found = at_once(monkeypatch, lambda: Selection(prepared, 0.2, validation=True, memo=cache).tokens)
+    assert found[0] == found[1] == Selection(prepared, 0.2, validation=True, memo=cache).tokens
+    assert [file.suffix for file in cache.iterdir()] == [".npy"], "no draft is left"
+
+
+def test_two_processes_of_one_number_in_two_pods_may_look_at_a_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path / "d.jsonl")
+    cache = tmp_path / "shared"
+    cache.mkdir()
+    file = DataFile(str(tmp_path / "d.jsonl"), (tmp_path / "d.jsonl").stat().st_size, "stamp", "d.jsonl")
+    found = at_once(monkeypatch, lambda: file.digest(cache))
+    assert found[0] == found[1] == file.digest(None)
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_documents_are_held_back_by_their_hash_whatever_else_is_in_the_data(tmp_path: Path, tokenizer: Path) -> None:

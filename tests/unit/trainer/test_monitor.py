@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +21,8 @@ from trainium_trainer.monitor.lines import LineWriter, forget_after
 from trainium_trainer.monitor.progress import (
     ProgressPhase,
     ProgressWriter,
+    read_alerts,
+    read_notice,
     read_progress,
     read_results,
     read_with_pulse,
@@ -168,6 +172,42 @@ def test_results_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     for text in ("", "{", '{"artifacts": 3}', '{"artifacts": [{"kind": ""}]}'):
         results_path(tmp_path / "r0").write_text(text)
         assert read_results(tmp_path / "r0").artifacts == ()
+
+
+def test_what_is_left_for_people_while_an_artifact_is_told_of_in_the_background_ends_in_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, written, told = tmp_path / "r0", threading.Event(), threading.Event()
+    replace = pathlib.Path.replace
+
+    def in_the_background(draft: Path, target: Path) -> Path:
+        if threading.current_thread() is background:
+            written.set()
+            told.wait(10)
+        return replace(draft, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", in_the_background)
+    writer = ProgressWriter(path)
+    failures: list[OSError] = []
+
+    def tell() -> None:
+        try:
+            writer.artifact(ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab"))
+        except OSError as error:
+            failures.append(error)
+
+    background = threading.Thread(target=tell)
+    background.start()
+    assert written.wait(10)
+    writer.alert("LossSpike", 7, "the loss rises")
+    writer.notice("room is short")
+    told.set()
+    background.join()
+    writer.close()
+    assert failures == []
+    assert [each.digest for each in read_results(path).artifacts] == ["ab"]
+    assert read_alerts(path) == {"LossSpike": {"step": 7, "message": "the loss rises"}}
+    assert read_notice(path) == "room is short"
 
 
 def test_the_progress_record_is_read_without_torch() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -141,6 +142,27 @@ async def test_a_finished_job_ends_every_agent_with_success(world: World) -> Non
     assert {agent.code for agent in world.agents.values()} == {0}
     assert all(world.jobs.last(name).phase == "Finished" for name in "abc")
     assert world.jobs.last("a").progress.step == 10
+
+
+async def test_a_pod_that_finished_twice_waits_until_the_second_time_is_known_too(world: World) -> None:
+    world.start("a", "b", "spare")
+    await world.ready("a", "b", "spare")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b")
+    world.command("exit-0", "0")
+    await world.until(lambda: world.jobs.last("a").phase == "Finished", "a finished, b did not come to it")
+    await world.jobs.publish(["a", "spare"])
+    await world.training("a", "spare", generation=2)
+    world.servers[0].leader = False
+    world.command("last-step", "10")
+    await world.until(lambda: not [row for row in world.starts() if alive(row["pid"])], "the ranks ended")
+    await asyncio.sleep(1.5)  # node 0 parts from the others, and would leave
+    world.factory.poll()
+    assert world.agents["a"].code is None
+    world.servers[0].leader = True
+    await world.ended("a", "spare")
+    told = world.jobs.last("a")
+    assert (told.generation, told.phase) == (2, "Finished")
 
 
 async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:

@@ -52,8 +52,9 @@ class BackgroundCompiler:
 
     def cancel(self) -> None:
         """The pod ends; from the thread that reaps, so nothing is waited for."""
-        if self._run is not None:
-            self._run.cancel()
+        run = self._run  # the other thread may be at `stop`
+        if run is not None:
+            run.cancel()
 
     def _compile(self, run: _Run) -> None:
         while not self._keeper.warm:  # a fork of the standby is small, and its imports must not be hurried for this

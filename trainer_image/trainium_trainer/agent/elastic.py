@@ -157,7 +157,7 @@ class GenerationAgent(SimpleElasticAgent):
     # The base class's seams, with its signatures.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._report.enter(WorkerPhase.LOADING, attempt=self._attempt)
+        self._enter(WorkerPhase.LOADING, attempt=self._attempt)
         self._ranks.start(worker_group, self._attempt)
         return {process.local_rank: process.pid for process in self._ranks}
 
@@ -182,7 +182,7 @@ class GenerationAgent(SimpleElasticAgent):
         return Event(f"trainium.worker.{state}", source=source, metadata={"generation": str(self._generation)})
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002
-        self._report.enter(WorkerPhase.JOINING, attempt=0)
+        self._enter(WorkerPhase.JOINING, attempt=0)
         self._watcher.start()
         self._hangs.start()
         self._until_interrupted(lambda: self._initialize_workers(self._worker_group))
@@ -285,7 +285,7 @@ class GenerationAgent(SimpleElasticAgent):
             self._report.give_up(process)
             return
         if judgement.backoff_seconds:
-            self._report.enter(WorkerPhase.JOINING)
+            self._enter(WorkerPhase.JOINING)
             self._pause(judgement.backoff_seconds)
         self._restart(after.attempt, diagnosis.verdict.cause, process.ended_at)
 
@@ -352,7 +352,7 @@ class GenerationAgent(SimpleElasticAgent):
         """Try once more to reach the store. Raises RendezvousInterruptedError when told to leave instead."""
         if self._report.phase is not WorkerPhase.JOINING:
             _log.warning("the store of generation %d is gone (%s); waiting for a newer one", self._generation, loss)
-            self._report.enter(WorkerPhase.JOINING)
+            self._enter(WorkerPhase.JOINING)
         self._report.wait_for((0,))
         self._leave_when_ordered()
         time.sleep(_RECONNECT_SECONDS)
@@ -370,15 +370,16 @@ class GenerationAgent(SimpleElasticAgent):
         self._ranks.kill()
         if self._report.phase is not WorkerPhase.FAILED:
             _log.error("generation %d was stopped by another member", self._generation)
-            self._report.enter(WorkerPhase.FAILED)
+            self._enter(WorkerPhase.FAILED)
 
     def _all_left(self) -> None:
         """Every local rank ended with 0 or 75."""
         finished = self._ranks.all_ended_with(ExitCode.FINISHED)
         self._report.observe()
-        self._report.enter(WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED)
+        phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
+        self._enter(phase)
         self._yield_reported_at = time.monotonic()
-        self._roll.sign(self._attempt, self._report.phase)
+        self._roll.sign(self._attempt, phase)
 
     def _restart_when_nobody_calls(self) -> None:
         """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
@@ -437,6 +438,9 @@ class GenerationAgent(SimpleElasticAgent):
         self._quietly(lambda: self._shared.change(announced))
 
     # Small things.
+
+    def _enter(self, phase: WorkerPhase, *, attempt: int | None = None) -> None:
+        self._report.enter(phase, generation=self._generation, attempt=attempt)
 
     def _stop_when_ordered(self) -> None:
         if self._order is not Order.NONE:

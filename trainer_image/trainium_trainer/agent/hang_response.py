@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from trainium_trainer.agent.hang_watch import HangWatch
 from trainium_trainer.agent.inquiry import Inquiry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from trainium_contract.messages import Membership
     from trainium_trainer.agent.generation_store import GenerationStore
@@ -42,7 +43,10 @@ _TOLD_SECONDS = 2.5
 
 
 class HangResponse:
-    """One generation's answer to standstills on this pod; used from the run loop's thread."""
+    """One generation's answer to standstills on this pod; used from the run loop's thread.
+
+    What was told and the stacks that go with it are shared with the watch's thread, which takes them back.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,9 @@ class HangResponse:
             on_none_overdue=self._none_overdue,
         )
         self._inquiry = Inquiry(store, node_rank, members, self._testify)
-        self._stacks: dict[int, Stacks] = {}
+        self._telling = threading.Lock()
+        self._stacks: Mapping[int, Stacks] = {}
+        """Replaced and never changed, so whoever has taken it keeps what was in it."""
         self._told_at = 0.0
         report.step_timing = lambda: self._watch.timing
 
@@ -113,12 +119,12 @@ class HangResponse:
 
     def end_attempt(self, finding: Finding, generation: int) -> tuple[Cause, float]:
         """Log and report what stood still here; the restart's cause and the time of the failure (Unix seconds)."""
-        standing = self._testify()
+        standing, asked = self._look()
         own = [still for still in standing if still.rank in finding.culprits]
-        self._write_log(finding, standing)
+        self._write_log(finding, standing, asked)
         for still in own:
             process = next(each for each in self._ranks if each.rank == still.rank)
-            known = self._stacks.get(still.rank)
+            known = asked.get(still.rank)
             sentence = hang.describe(still, self._settings.pod_name)
             if known is not None:
                 sentence += f"; {known.innermost}"
@@ -131,50 +137,41 @@ class HangResponse:
     def forget(self) -> None:
         """Another attempt begins."""
         self._inquiry.forget()
-        self._stacks = {}
+        with self._telling:
+            self._stacks = {}
 
     def _none_overdue(self) -> None:
         """From the watch's thread; what was told stays long enough for a heartbeat to carry it."""
-        self._stacks = {}
-        if self._told_at and time.monotonic() > self._told_at + _TOLD_SECONDS:
-            self._told_at = 0.0
-            self._report.stuck(())
+        with self._telling:
+            self._stacks = {}
+            if self._told_at and time.monotonic() > self._told_at + _TOLD_SECONDS:
+                self._told_at = 0.0
+                self._report.stuck(())
 
     def _testify(self) -> tuple[Standstill, ...]:
+        return self._look()[0]
+
+    def _look(self) -> tuple[tuple[Standstill, ...], Mapping[int, Stacks]]:
         """Look at the local ranks, with the stacks of those that are overdue, or soon are; the heartbeats tell too."""
         standing = self._watch.look()
         suspicious = any(still.overdue for still in standing)
         doubtful = {still.rank for still in standing if suspicious and still.seconds > still.limit / 2}
         processes = {each.rank: each for each in self._ranks if each.rank in doubtful and each.alive}
-        unasked = [rank for rank in processes if rank not in self._stacks]
-        self._stacks = self._stacks | stacks.ask(
+        known = self._stacks
+        unasked = [rank for rank in processes if rank not in known]
+        answers = stacks.ask(
             {rank: (processes[rank].pid, self._ranks.progress_file(processes[rank].local_rank)) for rank in unasked}
         )
-        self._told_at = time.monotonic()
-        told = tuple(self._told_by_stack(still) for still in standing)
-        self._report.stuck(
-            tuple(
-                StuckRank(
-                    rank=still.rank,
-                    phase=still.phase,
-                    step=max(still.step, -1),
-                    seconds=still.seconds,
-                    waiting=still.waits,
-                    stack=self._stacks[still.rank].innermost[:_STACK_CHARACTERS] if still.rank in self._stacks else "",
-                )
-                for still in told
-                if still.overdue
-            )[:_REPORTED]
-        )
-        return told
+        known = {**known, **answers}
+        told = tuple(_told_by_stack(still, known.get(still.rank)) for still in standing)
+        stuck = tuple(_stuck(still, known.get(still.rank)) for still in told if still.overdue)[:_REPORTED]
+        with self._telling:
+            self._stacks = known
+            self._told_at = time.monotonic()
+            self._report.stuck(stuck)
+        return told, known
 
-    def _told_by_stack(self, still: Standstill) -> Standstill:
-        known = self._stacks.get(still.rank)
-        if still.waiting is not None or known is None or known.in_collective is None:
-            return still
-        return replace(still, waiting=known.in_collective)
-
-    def _write_log(self, finding: Finding, standing: tuple[Standstill, ...]) -> None:
+    def _write_log(self, finding: Finding, standing: tuple[Standstill, ...], asked: Mapping[int, Stacks]) -> None:
         match finding.kind:
             case Kind.STUCK:
                 summary = f"ranks {', '.join(map(str, finding.culprits))} are to blame"
@@ -184,10 +181,27 @@ class HangResponse:
                 summary = "all ranks stand alike, nobody is to blame"
         _log.error("training stands still: %s; all ranks restart in place", summary)
         for still in standing:
-            known = self._stacks.get(still.rank)
+            known = asked.get(still.rank)
             _log.warning(
                 "%s; %s", hang.describe(still, self._settings.pod_name), known.innermost if known else "not asked"
             )
             if known is not None and known.text:
                 sys.stdout.write("".join(f"[rank {still.rank}] {line}\n" for line in known.text.splitlines()))
         sys.stdout.flush()
+
+
+def _told_by_stack(still: Standstill, known: Stacks | None) -> Standstill:
+    if still.waiting is not None or known is None or known.in_collective is None:
+        return still
+    return replace(still, waiting=known.in_collective)
+
+
+def _stuck(still: Standstill, known: Stacks | None) -> StuckRank:
+    return StuckRank(
+        rank=still.rank,
+        phase=still.phase,
+        step=max(still.step, -1),
+        seconds=still.seconds,
+        waiting=still.waits,
+        stack=known.innermost[:_STACK_CHARACTERS] if known is not None else "",
+    )

@@ -1,8 +1,9 @@
 """What the agent tells the coordinator: phase, progress, failures, restarts, as of now.
 
-Invariants: every method may be called from any thread; sequence numbers count up over the life of the agent and are
-never given twice; a restart is resumed when a step ends that had not been completed before the failure, or when the
-ranks are past their last step again.
+Invariants: every method may be called from any thread; what is read of a record is taken in before anything else
+changes, so nothing of an old generation is told as a new one's; nobody speaks for a generation that is over; sequence
+numbers count up over the life of the agent and are never given twice; a restart is resumed when a step ends that had
+not been completed before the failure, or when the ranks are past their last step again.
 """
 
 from __future__ import annotations
@@ -165,9 +166,14 @@ class Report:
         verdict = self._verdict
         return None if verdict is None else verdict.exit_code
 
-    def enter(self, phase: WorkerPhase, *, attempt: int | None = None) -> None:
-        """Change the phase, and the attempt with it."""
+    def enter(self, phase: WorkerPhase, *, generation: int | None = None, attempt: int | None = None) -> None:
+        """Change the phase, and the attempt with it; of a `generation` that is over nothing is heard any more.
+
+        Its attempt would make the coordinator pass over the first attempt of the generation that has come.
+        """
         with self._lock:
+            if generation not in (None, self._generation):
+                return
             changed = phase is not self._phase or attempt not in (None, self._attempt)
             self._phase = phase
             self._attempt = self._attempt if attempt is None else attempt
@@ -182,6 +188,7 @@ class Report:
             self._generation = generation
             self._attempt = 0
             self._verdict = None
+            self._waiting_for = ()
             if self._progress is not None:
                 # The step stands until the new ranks know theirs; what belongs to a generation starts anew.
                 self._progress = self._progress.model_copy(
@@ -208,9 +215,9 @@ class Report:
     def failed(self, generation: int, process: RankProcess) -> None:
         """Take down an exit that nobody asked for."""
         self.observe()
-        record = self._current_record(process.local_rank)
         assert process.exit_code is not None
         with self._lock:
+            record = self._current_record(process.local_rank)
             step = record.step if record is not None else -1
             self._failures.append(_Failure(self._next_failure, generation, process, process.exit_code, step))
             self._next_failure += 1
@@ -218,8 +225,8 @@ class Report:
 
     def hung(self, generation: int, process: RankProcess, code: int, sentence: str) -> None:
         """Take down a process that the agent is about to end for standing still."""
-        record = self._current_record(process.local_rank)
         with self._lock:
+            record = self._current_record(process.local_rank)
             step = record.step if record is not None else -1
             self._failures.append(
                 _Failure(self._next_failure, generation, process, code, step, sentence=sentence, at=time.time())
@@ -244,9 +251,11 @@ class Report:
         """The failure of this process, else the newest, is the verdict; waits for its last lines."""
         failures = [failure for failure in self._failures if failure.process is process] or list(self._failures)
         failures[-1].process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
+        generation = failures[-1].generation
         with self._lock:
-            self._verdict = failures[-1]
-        self.enter(WorkerPhase.FAILED)
+            if generation == self._generation:
+                self._verdict = failures[-1]
+        self.enter(WorkerPhase.FAILED, generation=generation)
 
     def give_up_with(self, code: int, sentence: str) -> None:
         """A verdict without a process: the pod itself is unfit."""
@@ -280,14 +289,14 @@ class Report:
             self._next_restart += 1
             if self._progress is not None:
                 self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
-        self.enter(WorkerPhase.JOINING, attempt=attempt)
+        self.enter(WorkerPhase.JOINING, generation=generation, attempt=attempt)
 
     def observe(self) -> None:
         """Read the ranks' progress and see whether a restart has resumed."""
-        record = self._current_record(0)
-        if record is None:
-            return
         with self._lock:
+            record = self._current_record(0)
+            if record is None:
+                return
             self._date(record)
             beside = self._progress_files[0]
             results = read_results(beside)

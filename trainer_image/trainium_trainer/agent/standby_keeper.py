@@ -1,7 +1,8 @@
 """The agent's side of the standby: keeps one alive and asks it for ranks.
 
 Invariants: a standby is only ever created from the main thread (the kernel ends it with the thread that made it); a
-standby that is lost is replaced, and until the new one is warm a start waits for it, which is a cold start.
+standby that is lost is replaced, and until the new one is warm a start waits for it, which is a cold start; no exit is
+missed, however many threads start processes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Standby:
         self._channel = channel
         self._lock = threading.Lock()
         self._warm = False
+        self._ending = threading.Lock()
+        self._ended = False
         self.lost = False
 
     @classmethod
@@ -111,10 +114,18 @@ class Standby:
             return int(self._receive(_START_SECONDS)["pid"])
 
     def kill(self) -> None:
-        """End it; called before its exit is known, so that the pid is still its own."""
+        """End it, unless its exit was seen: then the pid may be a stranger's."""
         self._lose()
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)
+        with self._ending:
+            if not self._ended:
+                with contextlib.suppress(OSError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def ended(self) -> None:
+        """Its exit was seen; the pid is given back to the kernel after this."""
+        with self._ending:
+            self._ended = True
+        self._lose()
 
     def _lose(self) -> None:
         self.lost = True
@@ -158,6 +169,8 @@ class StandbyKeeper:
         self._pump = pump
         self._run_in_main_thread = run_in_main_thread
         self._changed = threading.Condition()
+        self._starting = threading.Lock()
+        """Held until the reaper watches what was started: another start forgets whom nobody watches."""
         self._closed = False
         self._adopt(first)
 
@@ -186,18 +199,19 @@ class StandbyKeeper:
         Raises StandbyLostError when two standbys in a row were lost while starting it.
         """
         write_end, tail = self._pump.open(f"[{label or f'rank {rank}'}] ")
-        try:
-            self._reaper.forget_unclaimed()
-            pid = self._start_on_any(request, write_end)
-        finally:
-            os.close(write_end)
-        process = RankProcess(local_rank, rank, attempt, pid, tail)
+        with self._starting:
+            try:
+                self._reaper.forget_unclaimed()
+                pid = self._start_on_any(request, write_end)
+            finally:
+                os.close(write_end)
+            process = RankProcess(local_rank, rank, attempt, pid, tail)
 
-        def ended(code: int) -> None:
-            process.ended(code)
-            on_exit(process)
+            def ended(code: int) -> None:
+                process.ended(code)
+                on_exit(process)
 
-        self._reaper.watch(pid, ended)
+            self._reaper.watch(pid, ended)
         return process
 
     def close(self) -> None:
@@ -228,7 +242,7 @@ class StandbyKeeper:
             self._changed.notify_all()
 
         def ended(code: int) -> None:
-            fresh.lost = True
+            fresh.ended()
             if not self._closed:
                 _log.warning("the standby process ended with code %d; starting another", code)
                 self._run_in_main_thread(lambda: self._adopt(Standby.spawn(self._settings)))

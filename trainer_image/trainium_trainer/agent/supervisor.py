@@ -82,7 +82,8 @@ class Supervisor:
         self._terminating = False
         self._unfit = False
         self._clock_passed: bool | None = None
-        self._acknowledged = threading.Event()
+        self._finish_known = 0
+        """Newest generation of which the coordinator knows that this pod has finished."""
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
     async def run(self, findings: Iterable[Finding], checked: Iterable[CheckResult] = ()) -> int:
@@ -134,16 +135,20 @@ class Supervisor:
         with self._changed:
             self._newest = membership
             running = self._running
+            if running is not None:
+                # With the lock: once the other thread has begun this generation, what it says of it must stand.
+                self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
             self._changed.notify_all()
         if self._unfit or self._checks.unfit:
             self._report.know(membership.generation)
         if running is not None:
-            self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
             running.order(Order.IMMEDIATE if immediate else Order.GRACEFUL, membership.generation)
 
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
-            self._acknowledged.set()
+            with self._changed:
+                self._finish_known = max(self._finish_known, message.generation)
+                self._changed.notify_all()
 
     def _on_welcome(self, theirs: float, asked: float, answered: float) -> None:
         result = clock_result(theirs, asked, answered) if PreflightCheck.CLOCK in self._settings.checks else None
@@ -268,11 +273,15 @@ class Supervisor:
 
     def _nothing_follows(self, generation: int) -> bool:
         """Wait until the coordinator knows that this pod is finished; False when a newer generation came instead."""
-        deadline = time.monotonic() + _ACKNOWLEDGE_SECONDS
-        while not self._acknowledged.wait(0.05) and time.monotonic() < deadline:
-            if self._terminating or (self._newest is not None and self._newest.generation > generation):
-                break
-        return self._newest is None or self._newest.generation <= generation
+
+        def newer() -> bool:
+            return self._newest is not None and self._newest.generation > generation
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._finish_known >= generation or self._terminating or newer(), _ACKNOWLEDGE_SECONDS
+            )
+            return not newer()
 
 
 def _fresh_progress_files(directory: Path, membership: Membership) -> tuple[Path, ...]:

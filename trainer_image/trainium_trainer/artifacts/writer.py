@@ -1,8 +1,8 @@
 """Writes one artifact into one folder of a store, by all ranks side by side, and goes on where a killed writer was.
 
 Invariants: the file that makes the folder count is written last, by one rank, after every other file is on stable
-storage; a data file with a receipt is never written again; what a failure leaves is complete files and their receipts;
-every rank gets the same outcome.
+storage; a data file with a receipt is not written again; what a failure leaves is complete files and their receipts;
+a writer that was replaced and wakes up late changes no byte of what is complete; every rank gets the same outcome.
 """
 
 from __future__ import annotations
@@ -205,6 +205,8 @@ class _Writer:
         ours = plan is not None and plan.identity == blueprint.identity
         if done is not None or not (ours or is_free(storage, self._retry)):
             raise UserError(f"{storage.location} is not empty: name a folder that does not exist yet")
+        with suppress(OSError):  # parts of files that a killed writer left may be what fills the store
+            storage.remove_drafts()
         if plan is None:
             text = Plan(identity=blueprint.identity, writers=writers).model_dump_json(by_alias=True).encode()
             self._kept(lambda: storage.write(PLAN_NAME, text))
@@ -230,12 +232,7 @@ class _Writer:
 
         written = []
         for file in files:
-            try:
-                entry = self._kept(functools.partial(write_file, self._storage, file, self._blueprint.rows, beat))
-            except BaseException:
-                with suppress(OSError):  # a part of a file is of use to nobody and may be what filled the store
-                    self._storage.remove_file(file.name)
-                raise
+            entry = self._kept(functools.partial(write_file, self._storage, file, self._blueprint.rows, beat))
             self._put(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
             written.append(entry)
         return written

@@ -6,7 +6,8 @@ page, the payload, and back an acknowledgement once the copy lies sealed in the 
 checksum.
 
 Invariants: one copy per shard is under way at a time; what is being sent is not overwritten (its writer waits for the
-copy before the next snapshot but one, and says so when it waited in vain); a peer that is gone ends the copying and
+copy before the next snapshot but one, and says so when it waited in vain; what is overwritten all the same does not
+have the checksum of its page, which is taken when the snapshot is offered); a peer that is gone ends the copying and
 nothing else: the training step itself will notice the loss.
 """
 
@@ -49,13 +50,13 @@ class Sender:
         self._tag = _FIRST_TAG + 3 * number
         self._closing = False
 
-    def send(self, slot: SnapshotFile) -> bool:
+    def send(self, header: bytes, payload: torch.Tensor) -> bool:
         """Copy a sealed snapshot; whether the buddy has it, whole. RuntimeError when the buddy is gone."""
-        page = torch.frombuffer(bytearray(slot.page()), dtype=torch.uint8)
+        page = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         answer = torch.zeros(1, dtype=torch.uint8)
         reply = dist.irecv(answer, self._target, group=self._group, tag=self._tag + 2)
         _wait(dist.isend(page, self._target, group=self._group, tag=self._tag))
-        _wait(dist.isend(slot.payload, self._target, group=self._group, tag=self._tag + 1))
+        _wait(dist.isend(payload, self._target, group=self._group, tag=self._tag + 1))
         _wait(reply)
         return bool(answer[0])
 
@@ -79,7 +80,8 @@ class Copying:
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._changed = threading.Condition()
-        self._offered: tuple[SnapshotFile, int] | None = None
+        self._offered: tuple[bytes, torch.Tensor, int] | None = None
+        """The header page as it was sealed, the payload, the step."""
         self._idle = True
         self._ended = False
         self.newest: int | None = None
@@ -90,7 +92,7 @@ class Copying:
         """Copy a sealed snapshot, unless an earlier one is still under way: then this one has no copy."""
         with self._changed:
             if self._idle and not self._ended:
-                self._offered = (slot, step)
+                self._offered = (slot.page(), slot.payload, step)
                 self._idle = False
                 self._changed.notify_all()
 
@@ -113,10 +115,10 @@ class Copying:
                 self._changed.wait_for(lambda: self._offered is not None or self._ended)
                 if self._offered is None:
                     return
-                slot, step = self._offered
+                page, payload, step = self._offered
                 self._offered = None
             try:
-                arrived = self._sender.send(slot)
+                arrived = self._sender.send(page, payload)
             except RuntimeError as error:
                 _log.warning("no more copies of snapshots are made: %s", error)
                 with self._changed:

@@ -91,7 +91,8 @@ def set_aside(storage: Storage, rows: list[CheckpointRow], retry: Retry | None =
         note = json.dumps({"reason": row.problem or "it was never committed", "time": time.time()}).encode()
         name = row.folder
         retry.run(lambda name=name, note=note: storage.write(f"{name}/{SET_ASIDE_NAME}", note), storage.location)  # type: ignore[misc]
-        retry.run(lambda name=name: storage.remove_file(f"{name}/{COMMIT_NAME}"), storage.location)  # type: ignore[misc]
+        if row.state is CheckpointState.DAMAGED:  # else there was no receipt, and one that has come meanwhile is good
+            retry.run(lambda name=name: storage.remove_file(f"{name}/{COMMIT_NAME}"), storage.location)  # type: ignore[misc]
     return broken
 
 

@@ -1,7 +1,8 @@
 """A folder of a file system as a checkpoint store: a local disk, NFS, Lustre (FSx), EFS.
 
-Invariants: small files appear whole, by a rename or a hard link of a finished draft; data is synchronised to the device
-before a call returns, and so is the folder that holds a new name.
+Invariants: files appear whole, by a rename or a hard link of a finished draft, so a process that wakes up late cannot
+harm what others have finished; data is synchronised to the device before a call returns, and so is the folder that
+holds a new name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trainium_trainer.checkpoint.storage import Entry
 from trainium_trainer.checkpoint.writeback import send_to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from io import FileIO
     from pathlib import Path
 
@@ -101,9 +102,9 @@ class PosixStorage:
         _sync_folder(target.parent)
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:  # noqa: ARG002 - for other stores
-        """Write straight into the file; the device is at work from the first pieces on, and synchronised at the end."""
+        """Write a draft, with the device at work from the first pieces on, and rename it over the file."""
         path = self._root / name
-        with _new_file(path) as file:
+        with _drafted(path) as (draft, file):
             sent = written = 0
             for piece in pieces:
                 _write_all(file, piece)
@@ -111,7 +112,7 @@ class PosixStorage:
                 if written - sent >= _SEND_BYTES:
                     send_to_device(file.fileno(), sent, written - sent)
                     sent = written
-            os.fsync(file.fileno())
+        draft.replace(path)
         _sync_folder(path.parent)
 
     def remove_file(self, name: str) -> None:
@@ -138,16 +139,23 @@ class PosixStorage:
                 path.unlink(missing_ok=True)
 
     def _draft(self, name: str, data: bytes) -> Path:
-        draft = (self._root / name).with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
-        try:
-            with _new_file(draft) as file:
-                _write_all(file, memoryview(data))
-                os.fsync(file.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
+        with _drafted(self._root / name) as (draft, file):
+            _write_all(file, memoryview(data))
         return draft
+
+
+@contextlib.contextmanager
+def _drafted(path: Path) -> Iterator[tuple[Path, FileIO]]:
+    """A draft beside a file, synchronised when the context ends; nothing is left of one that fails."""
+    draft = path.with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
+    try:
+        with _new_file(draft) as file:
+            yield draft, file
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def _new_file(path: Path) -> FileIO:

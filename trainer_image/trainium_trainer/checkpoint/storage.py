@@ -1,8 +1,8 @@
 """Where durable checkpoints live: a small protocol over a store, its retries, and the way from a path to a store.
 
 Invariants: names are relative to the root, with `/`; nothing of a file that was not written to its end is ever taken
-for the file (`write`, `create`) or is ever named by a commit (`write_stream`); what a call has written is on stable
-storage when it returns; nothing is renamed, because object stores cannot. `posix.py` and `s3.py` are the stores.
+for the file; what a call has written is on stable storage when it returns; no commit is a rename, because object stores
+cannot. `posix.py` and `s3.py` are the stores.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Storage(Protocol):
         ...
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
-        """Write `size` bytes, given in pieces, under a name that nobody else writes; folders are made as needed."""
+        """Write or replace a file of `size` bytes, given in pieces; a reader sees nothing of it before its end.
+
+        Folders are made as needed.
+        """
         ...
 
     def remove_file(self, name: str) -> None:
@@ -79,7 +82,7 @@ class Storage(Protocol):
         ...
 
     def remove_drafts(self) -> None:
-        """Remove what killed writers left of small files directly in the root, where none may be at work any more."""
+        """Remove what killed writers left of files directly in the root, where none may be at work any more."""
         ...
 
 

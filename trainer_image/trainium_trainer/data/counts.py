@@ -2,13 +2,14 @@
 
 Each data-parallel rank appends to a file of its own and everybody reads all of them. Invariants: the notes are only a
 memory of a pure function: any of them may be lost, torn, doubled or from another size of the job; a record that is not
-whole is not believed.
+whole is not believed; nothing is written once they are closed, whichever thread closes them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ class BlockCounts:
         """`rank` is None for a process that only reads; without a folder nothing is remembered."""
         self._folder = folder
         self._prefix = f"blocks-{identity[:16]}-"
+        self._lock = threading.Lock()
+        """A run closes them while the thread that prepares batches writes, and a number is soon another file's."""
         self._descriptor: int | None = None
         if folder is not None and rank is not None:
             try:
@@ -54,20 +57,27 @@ class BlockCounts:
 
     def add(self, counts: Sequence[tuple[int, int, int]]) -> None:
         """Remember source, block and count; a store that does not take them is not asked twice."""
-        if self._descriptor is None or not counts:
+        if not counts:
             return
         records = np.zeros(len(counts), _RECORD)
         for name, column in zip(("source", "block", "count"), zip(*counts, strict=True), strict=True):
             records[name] = column
         records["check"] = _check(records)
-        try:
-            os.write(self._descriptor, records.tobytes())
-        except OSError as error:
-            _log.warning("block counts are not remembered any more (%s)", error.strerror)
-            self.close()
+        with self._lock:
+            if self._descriptor is None:
+                return
+            try:
+                os.write(self._descriptor, records.tobytes())
+            except OSError as error:
+                _log.warning("block counts are not remembered any more (%s)", error.strerror)
+                self._close()
 
     def close(self) -> None:
         """Close the file."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

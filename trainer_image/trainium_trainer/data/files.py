@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
+from trainium_trainer.data.notes import whole_file
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -98,9 +99,8 @@ class DataFile:
             return note.read_text(encoding="ascii")
         digest = reading(self.shown, self._digest)
         if note is not None:
-            temporary = note.with_suffix(f".{os.getpid()}")
-            temporary.write_text(digest, encoding="ascii")
-            temporary.replace(note)
+            with whole_file(note) as stream:
+                stream.write(digest.encode())
         return digest
 
     def _digest(self) -> str:

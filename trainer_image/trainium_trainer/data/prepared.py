@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from trainium_trainer.data.encoding import held_back
+from trainium_trainer.data.notes import whole_file
 from trainium_trainer.data.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UserError
 
@@ -240,10 +241,8 @@ class Selection:
                 return counts
         counts = np.array([self._select(index)[1].sum() for index in range(number)], np.int64)
         if note is not None:
-            temporary = note.with_suffix(f".{id(self)}.tmp")
-            with temporary.open("wb") as stream:
+            with whole_file(note) as stream:
                 np.save(stream, counts)
-            temporary.replace(note)
         return counts
 
     def _select(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

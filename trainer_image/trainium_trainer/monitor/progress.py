@@ -238,9 +238,7 @@ class ProgressWriter:
     def _leave(self, results: RunResults) -> None:
         self._found = results
         if self._results is not None:
-            draft = self._results.with_suffix(".draft")
-            draft.write_text(json.dumps(results.to_wire()))
-            draft.replace(self._results)
+            _replace(self._results, json.dumps(results.to_wire()))
 
     def _write(self) -> None:
         payload = _PAYLOAD.pack(*_values(self.record))
@@ -253,9 +251,14 @@ class ProgressWriter:
 def _leave(path: Path, text: str) -> None:
     """Replace a file for people; where there is no room for it, training goes on without."""
     with contextlib.suppress(OSError):
-        draft = path.with_suffix(".draft")
-        draft.write_text(text)
-        draft.replace(path)
+        _replace(path, text)
+
+
+def _replace(path: Path, text: str) -> None:
+    """By a draft of its own: artifacts are told of from another thread than notices and alerts."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def notice_path(path: Path) -> Path:
