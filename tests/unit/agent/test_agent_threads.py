@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.exit_codes import exit_code_of_wait_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import Member, Membership, StuckRank, TrainerPhase, Transition
 from trainium_contract.recovery import HangSpec
@@ -120,6 +122,21 @@ def test_a_process_that_ends_at_once_is_missed_by_nobody_while_others_are_starte
     other.join(10)
     assert (short.exit_code, ends) == (7, [101])
     assert first[0].alive
+
+
+def test_a_rank_that_failed_by_itself_is_not_one_that_was_told_to_end() -> None:
+    """Of two that fail in one moment one is seen first, and the other is told to end before its exit is collected."""
+    processes = []
+    for script in ("exit 70", "sleep 60"):
+        pid = os.posix_spawn("/bin/sh", ["sh", "-c", script], os.environ, setpgroup=0)
+        processes.append(RankProcess(0, 0, 0, pid, Tail("")))
+    failed, alive = processes
+    os.waitid(os.P_PID, failed.pid, os.WEXITED | os.WNOWAIT)
+    for process in processes:
+        process.signal(signal.SIGKILL)
+        process.ended(exit_code_of_wait_status(os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])))
+    assert (failed.asked, failed.exit_code) == (False, 70)
+    assert (alive.asked, alive.exit_code) == (True, 128 + signal.SIGKILL)
 
 
 def test_a_standby_that_was_seen_to_end_is_not_signalled_by_the_thread_that_misses_it(

@@ -1,6 +1,7 @@
 """The agent's child processes: reaping every zombie, and knowing the moment a watched child ends.
 
-Invariants: this is the only place that waits for children; a rank's process group is killed before its leader's pid is
+Invariants: this is the only place that waits for children; who failed by itself is never taken for one that was told to
+end, however late its exit is collected; a rank's process group is killed before its leader's pid is
 given back to the kernel, so no signal can ever reach a stranger; exit codes follow the shell's convention.
 """
 
@@ -85,7 +86,7 @@ class RankProcess:
     ended_at: float = 0.0
     """Unix seconds."""
     asked: bool = False
-    """The agent has told it to end, so its exit is no failure."""
+    """The agent has told it to end while it lived, so its exit is no failure."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -102,7 +103,7 @@ class RankProcess:
     def signal(self, number: signal.Signals) -> None:
         """Signal the process; SIGKILL goes to its whole group. Does nothing once it has ended."""
         with self._lock:
-            if self.exit_code is not None:
+            if self.exit_code is not None or _has_ended(self.pid):
                 return
             self.asked = True
             if number == signal.SIGKILL:
@@ -110,6 +111,14 @@ class RankProcess:
                     os.killpg(self.pid, number)
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended and was not collected yet; what it failed with is still on its way."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 def kill_descendants(seconds: float) -> list[int]:
