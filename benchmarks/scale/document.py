@@ -21,11 +21,14 @@ machine here takes 4,096 ranks, so these are simulated; the simulation is held a
 - **Real**: every message and its packing, tables, manifest and commit on a real folder, the decisions, one rank's
   state and its copy; the agents of up to 128 nodes are processes with the rendezvous of a pod, around a real store.
 - **Simulated**: the other ranks of a gather (one process says what each would say), the bytes of tensors.
-- **Not counted**: network and storage hardware, TLS (see [the coordinator](benchmarks.md#the-coordinator)), devices.
+- **Not counted**: network and storage hardware, TLS (see [the coordinator](benchmarks.md#the-coordinator)), devices,
+  and DNS, which torch's store asks for the name of each who connects.
 - Seconds are processor time of one core; of agents and of the commit they are the clock's, and all agents share this
   machine's cores. Peak memory is what the process grew by meanwhile.
-- Messages of a rendezvous and a restart hold the questions of agents that wait, so they grow with the time it takes
-  with the counter between agents and store on two cores, which at 128 nodes is long; the seconds are without it.
+- Agents wait for turns ([decision 0087](decisions/0087-turns.md)), so their messages do not depend on how long a
+  restart takes, but for two a second. They are counted between agents and store; the seconds are without the counter.
+- Each agent gets the whole membership, made once for all: its key in the store follows from all uids, 21 of 38 bytes a
+  node. So the answers are quadratic in nodes: 0.6 MiB at 128, 36 MiB at 1,000.
 
 "Growth" is the exponent fitted between the sizes from 64 ranks on; above linear it is **bold**.
 """
@@ -150,7 +153,8 @@ def _worlds(worlds: list[Json]) -> str:
         "`python -m benchmarks.scale.world RANKS`: so many training processes of a tiny model on this machine, forked",
         "from one warm parent, in nodes of 8, around a store as agents serve it. They train and save; the same again",
         "with the last rank killed after a step, resumed, and resized to half. Simulated figures are those of the same",
-        "world; memory is what a rank shares with no other, the last column the requests of a start at the store.",
+        "world; descriptors are those that a rank opens beside its standard streams and log, memory is what it shares",
+        "with no other, the last column the requests of a start at the store.",
         "",
         "| ranks | mode | curve after the kill | resumed | resized | within 20 % | most off | memory | asked |",
         "|---" * 9 + "|",

@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 def listen(path: Path) -> None:
     """Append a line for each gather of this rank: what it is about, bytes received and sent, messages received.
 
-    What goes down to it and on counts apart; and how many descriptors the process holds then.
+    What goes down to it and on counts apart; and how many descriptors the process has opened by then, so that what it
+    inherited from who started it all does not count.
     """
     from trainium_trainer.checkpoint import gathering  # noqa: PLC0415 - in the rank
 
     heard = threading.local()
+    inherited = _held()
     climb, send, receive = gathering._climb, gathering._send, gathering._receive
     broadcast, descend = gathering._broadcast, gathering._descend
 
     def write() -> None:
-        heard.now["files"] = sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
+        heard.now["files"] = _held() - inherited
         with path.open("a") as file:
             file.write(json.dumps(heard.now) + "\n")
 
@@ -65,6 +67,11 @@ def listen(path: Path) -> None:
     gathering._climb, gathering._send = counted_climb, counted_send
     gathering._receive, gathering._broadcast = counted_receive, counted_broadcast
     gathering._descend = counted_descend
+
+
+def _held() -> int:
+    """Open descriptors, and the one that looks at them."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def die_at(step: int) -> None:

@@ -38,9 +38,10 @@ from trainium_contract.messages import (
 )
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_trainer.agent.generation_store import StateWatcher, serve_store
+from trainium_trainer.agent.generation_store import serve_store
 from trainium_trainer.agent.policy import GenerationState
 from trainium_trainer.agent.rendezvous import GenerationRendezvous
+from trainium_trainer.agent.turns import StateWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +80,7 @@ def membership_of(nodes: int, port: int = 29_400, host: str = "127.0.0.1") -> Me
 class Agent(SimpleElasticAgent):
     """What an agent does in its store; its ranks are numbers."""
 
-    def __init__(self, membership: Membership, node_rank: int) -> None:
+    def __init__(self, membership: Membership, node_rank: int, watcher: StateWatcher) -> None:
         self.handler = GenerationRendezvous(
             membership,
             node_rank,
@@ -87,6 +88,7 @@ class Agent(SimpleElasticAgent):
             initial=GenerationState(),
             interrupted=lambda: False,
             waiting_for=lambda _missing: None,
+            watcher=watcher,
         )
         super().__init__(
             WorkerSpec(
@@ -135,10 +137,11 @@ def _live(membership: Membership, node_rank: int, say: Callable[[Any], None]) ->
         newest[0] = state
         changed.set()
 
-    agent = Agent(membership, node_rank)
-    agent.begin()
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # as `trainium-agent` does: ranks are not negotiated
     watcher = StateWatcher(membership, on_change, lambda: None)
+    agent = Agent(membership, node_rank, watcher)
     watcher.start()
+    agent.begin()
     say(("joined", 0, node_rank, time.monotonic()))
     attempt = 0
     while True:
@@ -167,22 +170,27 @@ class Fleet:
         served = counter.listen(inside) if counter is not None else inside
         membership = membership_of(nodes, served)
         order_in, self._order = os.pipe()
+        gate, opened = os.pipe()
         for number in range(nodes):
             pid = os.fork()
             if pid == 0:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                 os.dup2(order_in, 0)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a stack for each connection retried
+                # The store asks DNS for the name of each who connects; where that is slow it is no part of this.
+                os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
                 # Its own store, as in a pod: only that of node 0 is used.
                 store = serve_store("127.0.0.1", inside) if number == 0 else None
+                os.close(opened)
+                os.read(gate, 1)  # that processes are forked one after another is no part of a rendezvous
                 try:
                     _live(membership, number, lambda what: os.write(report, json.dumps(what).encode() + b"\n"))
                 finally:
                     del store
                     os._exit(1)
             self._pids.append(pid)
-        os.close(report)
-        os.close(order_in)
+        for end in (report, order_in, gate, opened):
+            os.close(end)
         self._lines = os.fdopen(self._reports)
 
     def fail(self) -> None:

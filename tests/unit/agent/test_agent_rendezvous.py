@@ -9,6 +9,7 @@ from trainium_contract.messages import Member, Membership, Transition
 from trainium_trainer.agent.generation_store import GenerationStore, serve_store
 from trainium_trainer.agent.policy import GenerationState
 from trainium_trainer.agent.rendezvous import GenerationRendezvous
+from trainium_trainer.agent.turns import StateWatcher
 
 NODES = 100
 
@@ -52,7 +53,13 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
             listed.set()
 
     handler = GenerationRendezvous(
-        membership, 0, "job", initial=GenerationState(), interrupted=lambda: False, waiting_for=waiting_for
+        membership,
+        0,
+        "job",
+        initial=GenerationState(),
+        interrupted=lambda: False,
+        waiting_for=waiting_for,
+        watcher=StateWatcher(membership, lambda _: None, lambda: None),
     )
     store = handler.store = CountingStore(membership)
     joined = threading.Thread(target=handler.next_rendezvous, daemon=True)
@@ -61,7 +68,7 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
     joined.start()
     assert listed.wait(30), missing
     asked = store.asked
-    # Two questions a look until it is time to name them, then one for each: never each of them at each look.
+    # Two questions a look until it is time to name them, then one for each of 64: never each of them at each look.
     assert asked < 2 * NODES, asked
     for rank in range(1, NODES):
         others.set(others.key(0, "joined", rank))
@@ -69,4 +76,8 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
     assert not joined.is_alive()
     assert missing[-1] == ()
     assert others.has(others.key(0, "go"))
+    caller = handler._caller
+    assert caller is not None
+    handler.shutdown()
+    caller._thread.join(10)  # no thread may be in the library when the interpreter ends
     del server

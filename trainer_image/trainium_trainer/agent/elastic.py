@@ -32,7 +32,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.health import PreflightCheck
 from trainium_contract.messages import Membership, WorkerPhase
-from trainium_trainer.agent.generation_store import GenerationStore, StateWatcher, StoreLostError
+from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError
 from trainium_trainer.agent.hang import Finding, Kind, after_hang
 from trainium_trainer.agent.hang_response import HangResponse
 from trainium_trainer.agent.orders import Order, Outcome
@@ -44,6 +44,7 @@ from trainium_trainer.agent.ranks import LocalRanks
 from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterruptedError
 from trainium_trainer.agent.roll import Roll
 from trainium_trainer.agent.signs import weight
+from trainium_trainer.agent.turns import StateWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,6 +102,11 @@ class GenerationAgent(SimpleElasticAgent):
         self.outcome = Outcome.LEFT
         self.yielded = False
         """The ranks ended with code 75 when this pod left."""
+        self._watcher = StateWatcher(
+            membership,
+            on_change=lambda state: self._events.put(_StateChanged(state)),
+            on_loss=lambda: self._events.put(_Nudge()),
+        )
         self._rendezvous_handler = GenerationRendezvous(
             membership,
             node_rank,
@@ -108,16 +114,12 @@ class GenerationAgent(SimpleElasticAgent):
             initial=GenerationState(best_step=report.reached),
             interrupted=lambda: self._order is not Order.NONE,
             waiting_for=report.wait_for,
+            watcher=self._watcher,
             pair_round=PairRound(
                 settings, membership, node_rank, keeper, interrupted=self._stop_when_ordered, report=report.checked
             )
             if PreflightCheck.PAIRWISE in settings.checks
             else None,
-        )
-        self._watcher = StateWatcher(
-            membership,
-            on_change=lambda state: self._events.put(_StateChanged(state)),
-            on_loss=lambda: self._events.put(_Nudge()),
         )
         self._ranks = LocalRanks(
             settings,
@@ -153,6 +155,7 @@ class GenerationAgent(SimpleElasticAgent):
         self._superseded_by = max(self._superseded_by, superseded_by)
         self._order = max(self._order, order)
         self._events.put(_Nudge())
+        self._watcher.nudge()
 
     # The base class's seams, with its signatures.
 

@@ -173,6 +173,10 @@ class GenerationStore:
         """Add to a counter; its value afterwards."""
         return self._ask(lambda client: int(client.add(key, amount)))
 
+    def remove(self, key: str) -> None:
+        """Forget a key, if it is there."""
+        self._ask(lambda client: client.delete_key(key))
+
     def begin(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
         key = self.key("state")
@@ -231,54 +235,3 @@ class GenerationStore:
         result = line.call(operation, lambda: _HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS)
         self._line = line
         return result
-
-
-class StateWatcher:
-    """Follows the shared state from a thread of its own and reports each change, and the loss of the store."""
-
-    def __init__(
-        self,
-        membership: Membership,
-        on_change: Callable[[GenerationState], None],
-        on_loss: Callable[[], None],
-    ) -> None:
-        self._store = GenerationStore(membership)
-        self._on_change = on_change
-        self._on_loss = on_loss
-        self._stop = threading.Event()
-        # All agents ask one server: at a thousand members each of them asks every 0.8 s, at sixty every 0.05 s.
-        self._interval = max(0.05, len(membership.members) * 0.0008)
-        self._thread = threading.Thread(target=self._run, name="state-watcher", daemon=True)
-
-    def start(self) -> None:
-        """Begin to follow."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End soon; does not wait for an operation that is under way."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        last: GenerationState | None = None
-        lost = False
-        while not self._stop.is_set():
-            try:
-                if not self._store.connected:
-                    self._store.connect()
-                    lost = False
-                state = self._store.state()
-            except StoreLostError:
-                if not lost and not self._stop.is_set():
-                    self._on_loss()
-                lost = True
-                self._stop.wait(1.0)
-                continue
-            if state != last and not self._stop.is_set():
-                self._on_change(state)
-                last = state
-            self._stop.wait(self._interval)
-
-
-def wait_seconds(deadline: float) -> float:
-    """Seconds left until a monotonic deadline, not below zero."""
-    return max(0.0, deadline - time.monotonic())

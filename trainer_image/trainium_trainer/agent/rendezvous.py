@@ -1,5 +1,8 @@
 """Rendezvous of a generation: all its members, at the ranks that the membership fixes, one attempt after another.
 
+Only node 0 asks who has joined; the others wait for turns (`turns.py`), so that a restart costs each of them as many
+messages at any size and however long it takes.
+
 Invariants: nobody who is not in the membership can join it; ranks are never negotiated; an attempt begins when every
 member has joined it; while it waits it follows the shared state, so a newer attempt or a verdict is never missed.
 """
@@ -19,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from trainium_trainer.agent import pairing
 from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_rank_store
+from trainium_trainer.agent.turns import LONGEST_TURN_SECONDS, TurnCaller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,9 +30,12 @@ if TYPE_CHECKING:
     from trainium_contract.messages import Membership
     from trainium_trainer.agent.pair_round import PairRound
     from trainium_trainer.agent.policy import GenerationState
+    from trainium_trainer.agent.turns import StateWatcher
 
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2
+_LONGEST_BEGIN_SECONDS = 0.5
+_TURN_PATIENCE_SECONDS = 1.5 * LONGEST_TURN_SECONDS
 _MISSING_SECONDS = 0.5
 _LISTED = 64
 _GO = "1"
@@ -51,8 +58,10 @@ class GenerationRendezvous(RendezvousHandler):
         initial: GenerationState,
         interrupted: Callable[[], bool],
         waiting_for: Callable[[tuple[int, ...]], None],
+        watcher: StateWatcher,
         pair_round: PairRound | None = None,
     ) -> None:
+        """`watcher` is started by who made it, and nudged when `interrupted` becomes true."""
         self._membership = membership
         self._node_rank = node_rank
         self._run_id = f"{run_id}.g{membership.generation}"
@@ -60,8 +69,10 @@ class GenerationRendezvous(RendezvousHandler):
         self._interrupted = interrupted
         self._pair_round = pair_round
         self._waiting_for = waiting_for
-        # One server answers all members: a few thousand questions a second at any size.
-        self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0004)
+        self._watcher = watcher
+        # Node 0 asks for all others at once: the same bytes a second at any size.
+        self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0001)
+        self._caller: TurnCaller | None = None
         self._rank_store: TCPStore | None = None
         self.store = GenerationStore(membership, hurried=interrupted)
         self.state = initial
@@ -111,8 +122,11 @@ class GenerationRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Close the ranks' store if it is here."""
+        """Close the ranks' store and end the turns if they are here."""
         self._rank_store = None
+        if self._caller is not None:
+            self._caller.stop()
+            self._caller = None
         return True
 
     def _connect(self) -> None:
@@ -120,10 +134,16 @@ class GenerationRendezvous(RendezvousHandler):
             self.store.connect()
         if self._node_rank == 0:
             self.store.begin(self._initial)
+            if self._caller is None:
+                self._caller = TurnCaller(self._membership)
+                self._caller.start()
+        pause = _POLL_SECONDS
         while not self.store.begun():
+            looks = self._watcher.looks
             self._stop_when_interrupted()
             self._waiting_for((0,))
-            time.sleep(_POLL_SECONDS)
+            self._watcher.next_look(looks, pause)
+            pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
 
     def _join(self, state: GenerationState) -> RendezvousInfo | None:
         """Join one attempt; None when a newer attempt began meanwhile."""
@@ -136,24 +156,8 @@ class GenerationRendezvous(RendezvousHandler):
             self._rank_store = serve_rank_store(self._membership.members[0].pod_ip)
             store.set(port_key, str(self._rank_store.port))
         store.set(store.key(attempt, "joined", self._node_rank))
-        missing = set(range(len(self._membership.members))) - {self._node_rank}
-        next_listing = time.monotonic() + _MISSING_SECONDS
-        while not store.has(go_key):
-            self._stop_when_interrupted()
-            listing = time.monotonic() > next_listing
-            if self._node_rank == 0:
-                missing = self._still_missing(attempt, missing, singly=listing)
-                if not missing:
-                    # Only now have all members said what they know of the last attempt.
-                    store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
-                    break
-            if listing:
-                next_listing += _MISSING_SECONDS
-                self._list_missing(attempt, missing)
-            newest = store.state()
-            if newest.attempt != attempt or newest.stopped is not None:
-                return None
-            time.sleep(self._poll_seconds)
+        if not (self._gather(attempt) if self._node_rank == 0 else self._await_go(attempt)):
+            return None
         if store.get(go_key) == _PAIRS_FIRST and self._pair_round is not None:
             verdict = self._pair_round.run(store, attempt)
             if verdict.bad:
@@ -166,6 +170,51 @@ class GenerationRendezvous(RendezvousHandler):
             RendezvousStoreInfo(self._membership.members[0].pod_ip, int(store.get(port_key))),
         )
 
+    def _gather(self, attempt: int) -> bool:
+        """Node 0: let all go once all have joined. False when a newer attempt began, or the generation stopped."""
+        store, go_key = self.store, self.store.key(attempt, "go")
+        missing = [*range(1, len(self._membership.members))]
+        next_listing = time.monotonic() + _MISSING_SECONDS
+        while not store.has(go_key):
+            looks = self._watcher.looks
+            self._stop_when_interrupted()
+            missing = self._still_missing(attempt, missing)
+            if not missing:
+                # Only now have all members said what they know of the last attempt.
+                store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
+                continue  # a write has no answer: it is there, for everybody, when it is seen
+            if time.monotonic() > next_listing:
+                next_listing += _MISSING_SECONDS
+                missing = self._list_missing(attempt, missing)
+            if self._is_over(attempt, self._newest(looks, self._poll_seconds)):
+                return False
+        if self._caller is not None:
+            self._caller.ring()
+        return True
+
+    def _await_go(self, attempt: int) -> bool:
+        """All others: wait for it. False when a newer attempt began, or the generation stopped."""
+        next_listing = time.monotonic() + _MISSING_SECONDS
+        looks = self._watcher.looks
+        while not self.store.has(self.store.key(attempt, "go")):
+            self._stop_when_interrupted()
+            if time.monotonic() > next_listing:
+                next_listing += _MISSING_SECONDS
+                self._take_missing(attempt)
+            if self._is_over(attempt, self._newest(looks, _TURN_PATIENCE_SECONDS)):
+                return False
+            looks = self._watcher.looks
+        return True
+
+    def _newest(self, looks: int, seconds: float) -> GenerationState:
+        """The shared state at the watcher's next look, or when that does not come in time."""
+        return self._watcher.next_look(looks, seconds) or self.store.state()
+
+    @staticmethod
+    def _is_over(attempt: int, state: GenerationState) -> bool:
+        # What the watcher saw may be older than what this attempt was joined by.
+        return state.attempt > attempt or state.stopped is not None
+
     def _tests_pairs(self, state: GenerationState) -> bool:
         return self._pair_round is not None and pairing.is_due(state, len(self._membership.members))
 
@@ -173,26 +222,37 @@ class GenerationRendezvous(RendezvousHandler):
         """A bad node ends this attempt; whoever replaces it comes with a newer generation."""
         self._waiting_for(tuple(sorted(bad)[:_LISTED]))
         state = self.store.state()
-        while state.attempt == attempt and state.stopped is None:
+        while not self._is_over(attempt, state):
+            looks = self._watcher.looks
             self._stop_when_interrupted()
-            time.sleep(self._poll_seconds)
-            state = self.store.state()
+            state = self._newest(looks, _TURN_PATIENCE_SECONDS)
 
-    def _still_missing(self, attempt: int, missing: set[int], *, singly: bool) -> set[int]:
-        """Those of `missing` that have not joined; without `singly` all of them or none, for one question."""
-        keys = {rank: self.store.key(attempt, "joined", rank) for rank in missing}
-        if not missing or self.store.has(*keys.values()):
-            return set()
-        return {rank for rank in missing if not self.store.has(keys[rank])} if singly else missing
+    def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
+        """Those of `missing` from the first one on that has not joined: one question where nobody more has."""
+        step = 1
+        while missing and self.store.has(*(self.store.key(attempt, "joined", rank) for rank in missing[:step])):
+            missing = missing[step:]
+            step *= 2
+        return missing
 
-    def _list_missing(self, attempt: int, missing: set[int]) -> None:
-        """Say who is missing; node 0 knows and tells the others."""
+    def _list_missing(self, attempt: int, missing: list[int]) -> list[int]:
+        """Node 0 asks for each, tells the others of the first of them, and has those that are left."""
+        absent: list[int] = []
+        for at, rank in enumerate(missing):
+            if len(absent) == _LISTED:
+                absent += missing[at:]
+                break
+            if not self.store.has(self.store.key(attempt, "joined", rank)):
+                absent.append(rank)
+        listed = tuple(absent[:_LISTED])
+        self.store.set(self.store.key(attempt, "missing"), ",".join(map(str, listed)))
+        self._waiting_for(listed)
+        return absent
+
+    def _take_missing(self, attempt: int) -> None:
+        """What node 0 told, if it did."""
         key = self.store.key(attempt, "missing")
-        if self._node_rank == 0:
-            listed = tuple(sorted(missing)[:_LISTED])
-            self.store.set(key, ",".join(map(str, listed)))
-            self._waiting_for(listed)
-        elif self.store.has(key):
+        if self.store.has(key):
             text = self.store.get(key)
             self._waiting_for(tuple(int(rank) for rank in text.split(",") if rank))
 
