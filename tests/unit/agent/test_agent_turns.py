@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.exit_codes import Cause, ExitCode
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
 from trainium_contract.messages import Member, Membership, Transition
 from trainium_trainer.agent import generation_store, turns
 from trainium_trainer.agent.generation_store import GenerationStore, serve_store
