@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 from trainium_contract.trainer_checkpoint import CheckpointConfig
 from trainium_contract.trainer_parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.manager import CheckpointManager, warm
+from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.warm import warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
