@@ -74,6 +74,14 @@ def test_each_phase_has_its_own_limit_and_steps_calibrate_theirs(phase: TrainerP
     assert limit_of(phase, SPEC, usual) == pytest.approx(limit)
 
 
+@pytest.mark.parametrize("phase", [INIT, LOAD, COMPILE, SAVE, STEP])
+@pytest.mark.parametrize("state", ["T", "t"])
+def test_what_is_stopped_has_no_longer_than_in_a_step_whatever_it_was_at(phase: TrainerPhase, state: str) -> None:
+    usual = Usual(steps=(6.0,) * 20, first_step=100.0, init=50.0)
+    assert limit_of(phase, SPEC, usual, state=state) == pytest.approx(30)
+    assert limit_of(phase, SPEC, usual, state="D") == limit_of(phase, SPEC, usual)
+
+
 @given(
     st.sampled_from(list(TrainerPhase)),
     st.lists(st.floats(0, 1e4), max_size=128),

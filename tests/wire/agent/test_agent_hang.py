@@ -65,6 +65,17 @@ async def test_a_stopped_rank_is_named_and_all_restart_in_place(world: World) ->
     assert 1.5 <= restart.detected_at - restart.failed_at < 8
 
 
+async def test_a_rank_that_is_stopped_while_it_saves_has_no_longer_than_in_a_step(world: World) -> None:
+    await train(world, "a", "b")
+    stand(world, "save", 1)
+    await world.until(lambda: not (world.control / "save-1").exists(), "it waits for storage")
+    os.kill(world.starts(rank=1)[0]["pid"], signal.SIGSTOP)
+    await world.training("a", "b", attempt=1)
+    (failure,) = world.jobs.last("b").failures
+    assert failure.message.startswith("rank 1 of pod b stood still for ")
+    assert "stopped by a signal" in failure.message
+
+
 async def test_a_rank_that_sleeps_in_its_own_work_is_named_with_its_stack(world: World) -> None:
     await train(world, "a", "b", processes=2)
     stand(world, "sleep", 3)

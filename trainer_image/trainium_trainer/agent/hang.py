@@ -57,8 +57,16 @@ class Usual:
     """Longest start until loading; 0 for none yet."""
 
 
-def limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual) -> float:
-    """How long a rank may stand still in a phase, in seconds."""
+def limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual, *, state: str = "") -> float:
+    """How long a rank may stand still in a phase, in seconds; `state` is its letter in /proc, empty where not asked.
+
+    What is stopped neither waits for storage nor compiles: it has no longer than in a step.
+    """
+    limit = _limit_of(phase, spec, usual)
+    return min(limit, _limit_of(TrainerPhase.STEP, spec, usual)) if state in _STOPPED else limit
+
+
+def _limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual) -> float:
     floor, factor = spec.step_floor_seconds, spec.step_factor
     match phase:
         case TrainerPhase.INIT:

@@ -114,9 +114,9 @@ class HangWatch:
         current = record is not None and (record.generation, record.attempt) == (self._generation, process.attempt)
         if record is None or pulse is None or not current:
             usual = self._calibration.usual(self._world, ())
-            limit = limit_of(TrainerPhase.INIT, self._spec, usual)
             sign = (process.pid, -1)
             state = self._kernel_word(process, sign, now)
+            limit = limit_of(TrainerPhase.INIT, self._spec, usual, state=state[0])
             return Sight(
                 process.rank, sign, TrainerPhase.INIT, -1, limit, waiting=False, state=state[0], cpu_seconds=state[1]
             ), None
@@ -137,7 +137,7 @@ class HangWatch:
             sign=sign,
             phase=phase,
             step=record.step,
-            limit=limit_of(phase, self._spec, usual),
+            limit=limit_of(phase, self._spec, usual, state=state[0]),
             waiting=_WAITING[pulse.waiting],
             state=state[0],
             cpu_seconds=state[1],
