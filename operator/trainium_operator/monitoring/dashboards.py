@@ -45,34 +45,19 @@ def _by_stage(part: str) -> str:
     return f"sum by (stage) (rate(P recovery_stage_seconds_{part}[1h]))"
 
 
+def _number(title: str, query: str, legend: str, *, unit: str = "short", about: str = "") -> Panel:
+    """One figure of the row at the top."""
+    return Panel(title=title, queries=[(query, legend)], unit=unit, about=about, stat=True, width=4)
+
+
 _RANGE = "$__rate_interval"
 FLEET = (
-    Panel(title="Jobs", queries=[("sum(P jobs)", "jobs")], stat=True, width=4),
-    Panel(title="Training", queries=[('sum(P jobs{phase="Running"})', "running")], stat=True, width=4),
-    Panel(
-        title="Goodput, all jobs",
-        queries=[("sum(P productive_seconds) / sum(P wall_seconds)", "goodput")],
-        unit="percentunit",
-        stat=True,
-        width=4,
-    ),
-    Panel(
-        title="Goodput, lowest job",
-        queries=[('min(P goodput_ratio{measure="strict"})', "strict")],
-        unit="percentunit",
-        stat=True,
-        width=4,
-    ),
-    Panel(
-        title="Oldest newest checkpoint",
-        queries=[("max(P checkpoint_durable_age_seconds)", "age")],
-        unit="s",
-        stat=True,
-        width=4,
-    ),
-    Panel(
-        title="Leaders", queries=[("sum(P leader)", "leaders")], stat=True, width=4, about="1; else nothing recovers"
-    ),
+    _number("Jobs", "sum(P jobs)", "jobs"),
+    _number("Training", 'sum(P jobs{phase="Running"})', "running"),
+    _number("Goodput, all jobs", "sum(P productive_seconds) / sum(P wall_seconds)", "goodput", unit="percentunit"),
+    _number("Goodput, lowest job", 'min(P goodput_ratio{measure="strict"})', "strict", unit="percentunit"),
+    _number("Oldest newest checkpoint", "max(P checkpoint_durable_age_seconds)", "age", unit="s"),
+    _number("Leaders", "sum(P leader)", "leaders", about="1; else nothing recovers"),
     Panel(title="Jobs by phase", queries=[("sum by (phase) (P jobs)", "{{phase}}")], stacked=True),
     Panel(title="Workers", queries=[("sum by (state) (P workers)", "{{state}}")]),
     Panel(
@@ -144,30 +129,12 @@ def _of_job(name: str, more: str = "") -> str:
 
 
 JOB = (
-    Panel(title="Phase", queries=[(_of_job("phase"), "{{phase}}")], stat=True, width=4),
-    Panel(title="Step", queries=[(_of_job("step"), "step")], stat=True, width=4),
-    Panel(title="Loss", queries=[(_of_job("loss"), "loss")], stat=True, width=4),
-    Panel(
-        title="Goodput",
-        queries=[(_of_job("goodput_ratio", 'measure="strict"'), "strict")],
-        unit="percentunit",
-        stat=True,
-        width=4,
-    ),
-    Panel(
-        title="Newest durable checkpoint",
-        queries=[(_of_job("checkpoint_durable_age_seconds"), "age")],
-        unit="s",
-        stat=True,
-        width=4,
-    ),
-    Panel(
-        title="Waits for a person",
-        queries=[(_of_job("stalled"), "stalled")],
-        stat=True,
-        width=4,
-        about="1: its condition Stalled says why",
-    ),
+    _number("Phase", _of_job("phase"), "{{phase}}"),
+    _number("Step", _of_job("step"), "step"),
+    _number("Loss", _of_job("loss"), "loss"),
+    _number("Goodput", _of_job("goodput_ratio", 'measure="strict"'), "strict", unit="percentunit"),
+    _number("Newest durable checkpoint", _of_job("checkpoint_durable_age_seconds"), "age", unit="s"),
+    _number("Waits for a person", _of_job("stalled"), "stalled", about="1: its condition Stalled says why"),
     Panel(title="Loss by time", queries=[(_of_job("loss"), "loss")]),
     Panel(title="Tokens a second", queries=[(_of_job("tokens_per_second"), "tokens/s")]),
     Panel(title="Workers by state", queries=[(_of_job("workers"), "{{state}}")]),

@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
-from trainium_operator.monitoring.named_job_metrics import NamedJobMetrics, workers_of
+from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
 _STEPS = (0, 1, 2, 5, 10, 30, 100, 300, 1000)
 _ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
-_MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
 
 
 class JobMetrics:
@@ -119,7 +118,7 @@ class JobMetrics:
         self._set(self._stage, [item for each in ledgers for item in each.stage_seconds.items()])
         self._set(self._lost_stage, [item for each in ledgers for item in each.lost_by_stage.items()])
         running = [each for each in statuses if each.phase is Phase.RUNNING and each.goodput.wall_seconds > 0]
-        for measure, name in _MEASURES.items():
+        for measure, name in MEASURES.items():
             ratios = (getattr(each.goodput, name) for each in running)
             self._goodput.labels(measure).set(min(ratios, default=1.0))
         self._durable_age.set(max(self._ages(running), default=0.0))

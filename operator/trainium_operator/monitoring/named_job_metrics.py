@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.model.observed import JobView
 
-_MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
+MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
+"""Label of a goodput (docs/goodput.md) -> the ledger's field."""
 _CAUSES = frozenset(cause.value for cause in Cause)
 _OVER = (Phase.COMPLETED, Phase.FAILED)
 
@@ -100,7 +101,7 @@ class _Families:
         if progress.tokens_per_second is not None and status.phase is Phase.RUNNING:
             self.tokens.add_metric(name, progress.tokens_per_second)
         if status.goodput.wall_seconds > 0:
-            for measure, field in _MEASURES.items():
+            for measure, field in MEASURES.items():
                 self.goodput.add_metric([*name, measure], getattr(status.goodput, field))
         for cause, seconds in status.goodput.lost_seconds.items():
             self.lost.add_metric([*name, cause], seconds)
