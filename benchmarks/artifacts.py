@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer_model import ModelConfig
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.artifacts.writer import Alone, Blueprint, write_artifact
 from trainium_trainer.checkpoint.interfaces import Position

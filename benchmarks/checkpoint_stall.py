@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainium_contract.trainer_checkpoint import CheckpointConfig
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.posix import PosixStorage

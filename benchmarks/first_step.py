@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_model import ModelConfig
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.model import ModelConfig
 from trainium_devcluster.cluster import Cluster, node_specs, system_node
 from trainium_devcluster.story.jobs import NAMESPACE, Story
 from trainium_devcluster.story.view import View

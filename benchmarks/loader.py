@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from trainium_contract.trainer_data import DataConfig, Tokenization
+from trainium_contract.trainer.data import DataConfig, Tokenization
 from trainium_trainer.data.build import Recipe, build
 from trainium_trainer.data.documents import Piece
 from trainium_trainer.data.encoding import SourceSpec

@@ -29,7 +29,7 @@ from trainium_trainer import config as configuration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "parity.json"

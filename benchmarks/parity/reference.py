@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
+from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.config import Launch, settle
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.share import Share
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.models.shapes import ModelShape
 

@@ -16,7 +16,7 @@ from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer import config as configuration
 from trainium_trainer.checkpoint.chosen import choose
 from trainium_trainer.checkpoint.contents import Contents
@@ -27,7 +27,7 @@ from trainium_trainer.data.opening import open_data
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)

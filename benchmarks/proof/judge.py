@@ -10,7 +10,7 @@ from benchmarks.proof import leavings
 from benchmarks.proof.strike_after import ARTIFACTS
 from safetensors.torch import load_file
 
-from trainium_contract.manifest import folder_name
+from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name
 from trainium_trainer.checkpoint.contents import Contents

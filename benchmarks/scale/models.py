@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.nxd import divisions, zero1
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme

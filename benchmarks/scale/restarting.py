@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     HeartbeatResponse,
     Member,

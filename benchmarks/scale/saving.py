@@ -21,7 +21,7 @@ from benchmarks.scale.book import MIBIBYTE, Book, measured
 from benchmarks.scale.models import Place, state_of
 from benchmarks.scale.talk import Climb, as_said, climb
 
-from trainium_contract.manifest import BLOCK_BYTES, CheckpointKind, Manifest
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, CheckpointKind, Manifest
 from trainium_trainer.checkpoint import gathering
 from trainium_trainer.checkpoint.commit import FenceToken, claim_fence, prepare_commit, publish
 from trainium_trainer.checkpoint.contents import Contents

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.scale.book import MIBIBYTE, Book, measured
 from benchmarks.scale.talk import Rounds
 
-from trainium_contract.manifest import Manifest, ManifestFile
+from trainium_contract.wire.checkpoint_manifest import Manifest, ManifestFile
 from trainium_trainer.checkpoint.agreement import Claim, Moment, RankView, ShardKey, spoken_for
 from trainium_trainer.checkpoint.council import Check, Council, Done, Load, Offer, Report
 from trainium_trainer.checkpoint.gathering import pack, part, unpack

@@ -14,7 +14,7 @@ from trainium_client.views.job import JobView, job_view
 from trainium_client.views.raw import mapping
 from trainium_client.views.story import Story, tell
 from trainium_client.views.workers import Members, members_view, pod_rows, workers_view
-from trainium_contract.recorded_membership import recorded_membership
+from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import kopf
 
-from trainium_contract.worker_env import GROUP, PLURAL, VERSION
+from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
     import asyncio

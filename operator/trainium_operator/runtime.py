@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.destruction import Destruction

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.compile.command import _xla_environment
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.replicas import data_ranks

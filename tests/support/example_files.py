@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from trainium_contract.trainer_data import DataConfig
+from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.examples.opening import OpenExamples, open_examples
 from trainium_trainer.data.tokenizer import load_tokenizer
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from operator_process import wall_clock
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
     ProcessFailure,

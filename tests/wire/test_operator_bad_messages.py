@@ -16,8 +16,8 @@ from trials import trials
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
-from trainium_contract.messages import HeartbeatRequest, Member, Membership, Transition
-from trainium_contract.results import MAX_ARTIFACTS, MAX_FIGURES
+from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
+from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, Transition
 from trainium_operator.coordinator.authentication import Caller, RefusedError, UnauthenticatedError
 from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, Transition
-from trainium_contract.worker_env import TOKEN_AUDIENCE
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator, ReviewUnavailableError
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer

@@ -11,7 +11,7 @@ from virtual_time import run_virtual, settle
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase
-from trainium_contract.messages import Member, Membership, Transition
+from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api import Api
 from trainium_operator.cluster.destruction import LEAST, HeldBackError
 from trainium_operator.cluster.errors import ConflictError, ForbiddenError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from trainium_contract.results import RunStage
+from trainium_contract.status.results import RunStage
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts, write_milestones
 from trainium_trainer.peers import Peers
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.results import EvaluationFigure
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.status.results import EvaluationFigure
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.tuning.beginning import Beginning

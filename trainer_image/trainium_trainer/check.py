@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_contract.descriptors import needed, too_small
+from trainium_contract.needs.descriptors import needed, too_small
 from trainium_contract.sizes import INSTANCES
-from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
-from trainium_contract.worker_env import KIND
+from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
+from trainium_contract.wire.worker_env import KIND
 from trainium_trainer import check_memory
 from trainium_trainer.check_here import missing, unread
 from trainium_trainer.check_memory import needs_of, refuse_what_does_not_fit
@@ -28,7 +28,7 @@ from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.config import Launch, Settings
 
 _SIZES_SHOWN = 12

@@ -9,15 +9,15 @@ import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import BackendChoice
+from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_trainer.backends.choose import choose
 from trainium_trainer.data.files import S3
 from trainium_trainer.data.sources import PYTHON_DOCS, is_data_set
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_model import ModelConfig
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.model import ModelConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 

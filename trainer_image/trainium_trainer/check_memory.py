@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_contract.memory_needs import ROOM, Layouts, ModelSizes, Needs, Setting, Trained, needs
-from trainium_contract.trainer_parallelism import BackendChoice
+from trainium_contract.needs.memory_needs import ROOM, Layouts, ModelSizes, Needs, Setting, Trained, needs
+from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_trainer.backends.room import device_memory
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import EMBEDDING, LORA_B, is_adapter

@@ -17,12 +17,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from trainium_contract import worker_env
 from trainium_contract.sizes import passes
-from trainium_contract.trainer import TrainingConfig
-from trainium_contract.trainer_parallelism import BackendChoice
-from trainium_contract.trainer_tuning import TuningConfig
-from trainium_contract.worker_env import KIND
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.trainer.tuning import TuningConfig
+from trainium_contract.wire import worker_env
+from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.backends.limits import check_nxd
 from trainium_trainer.checkpoint.owner import NOBODY, JobIdentity
 from trainium_trainer.checkpoint.settings import INITIALIZATION

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.config import Settings

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 
 DEFAULT_CONFIG = Path(worker_env.CONFIG_PATH)
 ConfigFile = Annotated[

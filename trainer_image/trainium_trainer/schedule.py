@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_optimizer import ScheduleKind
+from trainium_contract.trainer.optimizer import ScheduleKind
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_optimizer import ScheduleConfig
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.optimizer import ScheduleConfig
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.messages import AlertKind
-from trainium_contract.origin import told_origin
+from trainium_contract.wire.messages import AlertKind
+from trainium_contract.wire.nonfinite_origin import told_origin
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.check_memory import told_at_start
@@ -40,7 +40,7 @@ from trainium_trainer.schedule import learning_rate
 from trainium_trainer.tuning.beginning import Beginning
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Backend, StepOutcome
     from trainium_trainer.config import Settings
     from trainium_trainer.data.loader import Loader

@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import TorchCompile
+from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_trainer.exits import TrainerError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.data import DataConfig
 
 _ALWAYS = (
     "trainium_trainer.cli",
@@ -128,7 +128,7 @@ def _first_step() -> None:
         return
     import torch  # noqa: PLC0415 - as above
 
-    from trainium_contract.trainer_model import ModelConfig  # noqa: PLC0415
+    from trainium_contract.trainer.model import ModelConfig  # noqa: PLC0415
     from trainium_trainer.models.llama import Llama  # noqa: PLC0415
     from trainium_trainer.models.loss import loss_sum  # noqa: PLC0415
     from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from trainium_contract.worker_env import FIELD_MANAGER
+from trainium_contract.wire.worker_env import FIELD_MANAGER
 from trainium_operator.cluster.errors import ApiError, FencedError, UnavailableError, error_of
 from trainium_operator.cluster.transport import ConnectionFailedError
 

@@ -46,7 +46,7 @@ from trainium_operator.plan.model.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api import Api, Json
     from trainium_operator.cluster.events import EventRecorder
     from trainium_operator.cluster.observe import Caches

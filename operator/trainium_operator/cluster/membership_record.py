@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import Membership
+from trainium_contract.wire.messages import Membership
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.cached_property import cached_property
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.worker_env import GROUP, KIND, LABEL_JOB
+from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB
 from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:

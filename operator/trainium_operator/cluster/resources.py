@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.worker_env import GROUP, KIND, PLURAL, VERSION
+from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

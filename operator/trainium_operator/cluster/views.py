@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainium_contract.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
 from trainium_operator.cluster.lenient import readable_spec, readable_status
 from trainium_operator.cluster.membership_record import membership_record
 from trainium_operator.plan.faults.node_signals import bad_status
@@ -33,7 +33,7 @@ from trainium_operator.plan.model.observed import (
 )
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api import Json
     from trainium_operator.cluster.membership_record import MembershipRecord
 

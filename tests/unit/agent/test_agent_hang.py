@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import TrainerPhase
-from trainium_contract.recovery import HangSpec
-from trainium_contract.results import RunStage
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.agent.hang import (
     Calibration,
     Finding,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.health import PreflightCheck as Check
+from trainium_contract.spec.health import PreflightCheck as Check
 from trainium_trainer.agent import node_checks, preflight
 from trainium_trainer.agent.coordinator import seconds_of
 from trainium_trainer.agent.node_checks import NodeChecks
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.messages import CheckResult
+    from trainium_contract.wire.messages import CheckResult
     from trainium_trainer.agent.standby import StartRequest
 
 

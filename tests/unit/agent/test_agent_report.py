@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import WorkerPhase
-from trainium_contract.results import ArtifactReport, EvaluationFigure, RunStage
+from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.agent.output import Tail
 from trainium_trainer.agent.processes import RankProcess
 from trainium_trainer.agent.report import Report

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import exit_code_of_wait_status
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, StuckRank, TrainerPhase, Transition
-from trainium_contract.recovery import HangSpec
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.wire.messages import Member, Membership, StuckRank, TrainerPhase, Transition
 from trainium_trainer.agent import stacks
 from trainium_trainer.agent.background import BackgroundCompiler
 from trainium_trainer.agent.hang import Calibration, Standstill

@@ -11,7 +11,7 @@ import pytest
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, Transition
+from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_trainer.agent import generation_store, turns
 from trainium_trainer.agent.generation_store import GenerationStore, serve_store
 from trainium_trainer.agent.policy import GenerationState

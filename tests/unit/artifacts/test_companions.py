@@ -11,7 +11,7 @@ from base_models import save_base, write_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.checkpoint.interfaces import Position

@@ -16,9 +16,9 @@ import torch
 from artifact_ranks import run_command, start, write_as_rank
 from base_models import write_run
 
-from trainium_contract.results import ArtifactReport, RunStage
-from trainium_contract.trainer import TrainingConfig
-from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.status.results import ArtifactReport, RunStage
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts import layout, stage
 from trainium_trainer.artifacts.manifest import ArtifactManifest
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts

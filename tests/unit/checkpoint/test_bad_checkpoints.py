@@ -13,7 +13,7 @@ from checkpoint_world import HookedStorage, solo
 from s3_server import Fault, S3Server
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.trainer_checkpoint import CheckpointConfig
+from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
 from trainium_trainer.checkpoint.s3 import Limits, S3Storage
 from trainium_trainer.checkpoint.storage import Retry

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from trainium_contract.manifest import BLOCK_BYTES
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES
 from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.interfaces import Position

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_agreement_law import STEPS, fleet, plainly, worlds
 from trials import trials
 
-from trainium_contract.manifest import Manifest
+from trainium_contract.wire.checkpoint_manifest import Manifest
 from trainium_trainer.checkpoint.agreement import Claim, Fresh, FromDurable, FromMemory, RankView, ShardKey, spoken_for
 from trainium_trainer.checkpoint.council import TOLD_TO_ALL, Check, Council, Done, Exchange, Load, Offer, Report
 from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError

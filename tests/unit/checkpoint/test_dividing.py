@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from trials import trials
 
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at, problem_of
 from trainium_trainer.checkpoint.dividing.nxd import divisions, replicated, zero1
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme, merged, placed

@@ -11,7 +11,7 @@ from checkpoint_scenarios import report_after
 from checkpoint_world import SHAPES, SOLO, State, solo
 from old_format import write_old
 
-from trainium_contract.manifest import BLOCK_BYTES, ManifestFile, digest_of
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_of
 from trainium_trainer import cli
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.contents import Contents

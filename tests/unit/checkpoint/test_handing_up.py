@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_contract.manifest import digest_of
+from trainium_contract.wire.checkpoint_manifest import digest_of
 from trainium_trainer.checkpoint.gathering import pack
 from trainium_trainer.checkpoint.handing_up import Said, folded
 from trainium_trainer.checkpoint.posix import PosixStorage

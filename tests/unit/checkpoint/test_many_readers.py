@@ -12,7 +12,7 @@ import torch
 from checkpoint_world import SOLO, State, solo
 from s3_server import Fault, S3Server
 
-from trainium_contract.manifest import ManifestFile, digest_of
+from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from trainium_contract.trainer_optimizer import OptimizerConfig
+from trainium_contract.trainer.optimizer import OptimizerConfig
 from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.from_nxd import NxdSource
 from trainium_trainer.checkpoint.interfaces import Position

@@ -11,7 +11,7 @@ from checkpoint_world import HookedStorage, solo
 from s3_server import S3Server
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.manifest import GENERATION_FENCE_NAME
+from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.commit import read_fence
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.owner import JobIdentity, OwnerRecords

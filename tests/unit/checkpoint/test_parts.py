@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.manifest import CheckpointKind, Manifest
+from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
 from trainium_trainer.checkpoint.live import local_of, scheme_of

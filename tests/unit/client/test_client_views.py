@@ -26,7 +26,7 @@ from trainium_client.views.raw import plain
 from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
 from trainium_client.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
-from trainium_contract.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
+from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
 
 
 def screen(name: str = "job", **changes: Any) -> JobView:

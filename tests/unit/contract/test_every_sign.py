@@ -28,8 +28,8 @@ from trainium_contract.faults.read import (
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
 from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
 from trainium_contract.job import FailureRecord
-from trainium_contract.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
-from trainium_contract.recovery import RecoverySpec
+from trainium_contract.spec.recovery import RecoverySpec
+from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, silence
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainium_contract.memory_needs import (
+from trainium_contract.needs.memory_needs import (
     KEPT_FILES,
     OWN_FILES,
     Layouts,
@@ -16,7 +16,7 @@ from trainium_contract.memory_needs import (
     needs,
     parameters_of_rank,
 )
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision, Recompute
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
 from trainium_trainer.checkpoint import memory
 from trainium_trainer.models.shapes import PRESETS
 

@@ -25,7 +25,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.opening import Data
 
 DOCUMENTS = [f"say rank {number} of a mesh " + "token " * (number % 7) for number in range(30)]

@@ -24,7 +24,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
     (tmp_path / "slow.py").write_text(_SLOW)
     given = config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/slow.py:f"}, workers=2)
     code = (
-        "import sys; from trainium_contract.trainer_data import DataConfig\n"
+        "import sys; from trainium_contract.trainer.data import DataConfig\n"
         "from trainium_trainer.data.examples import build, store\n"
         "build.BLOCK_BYTES = 1000; store._BETWEEN_NOTES = 1\n"
         "from trainium_trainer.data.opening import open_data\n"

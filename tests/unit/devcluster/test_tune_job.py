@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from trainium_contract.job import TrainingJobSpec
-from trainium_contract.trainer import TrainingConfig
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_examples import DataFormat
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_devcluster import tune
 from trainium_devcluster.tune.base import CONFIGURATION, identity
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainium_contract.trainer_model import ModelConfig
-from trainium_contract.trainer_optimizer import OptimizerConfig, WeightDecayScope
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.optimizer import OptimizerConfig, WeightDecayScope
 from trainium_trainer.backends import adamw as own
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_model import ModelConfig
+from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.models.llama import Llama, initial_weight

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.memory_needs import Trained
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.needs.memory_needs import Trained
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import check_memory
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.room import device_memory

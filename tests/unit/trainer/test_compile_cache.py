@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.compile import lock
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.compile.key import Graphs, graphs_of, key

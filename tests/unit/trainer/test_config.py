@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.memory_needs import Needs
+from trainium_contract.needs.memory_needs import Needs
 from trainium_contract.sizes import INSTANCES
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.check_here import missing
 from trainium_trainer.check_memory import refuse_what_does_not_fit

@@ -108,7 +108,7 @@ def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -
     path = tmp_path / "d.txt"
     path.write_text("\n".join(TEXTS * 200))
     script = (
-        "import sys\nfrom trainium_contract.trainer_data import DataConfig\n"
+        "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
         "from trainium_trainer.data import build, opening\n"
         "make = build._make\n"
         "build._make = lambda *arguments: (print('built'), make(*arguments))[1]\n"

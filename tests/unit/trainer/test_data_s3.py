@@ -146,7 +146,7 @@ def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Server, tm
 def test_reading_local_data_does_not_touch_s3(tmp_path: Path) -> None:
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
     script = (
-        "import sys\nfrom trainium_contract.trainer_data import DataConfig\n"
+        "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
         "from trainium_trainer.data.opening import open_data\n"
         "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
         "sys.exit('pyarrow._s3fs' in sys.modules or 'torch' in sys.modules)\n"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from trainium_contract.trainer_parallelism import BackendChoice, DeviceChoice
+from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.backends.choose import NXD_PACKAGES, choose
 from trainium_trainer.backends.device import pick_device
 from trainium_trainer.exits import UserError

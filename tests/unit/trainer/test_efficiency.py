@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
 from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.monitor.efficiency import (
     cuda_peak,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.config import launch_of, settle

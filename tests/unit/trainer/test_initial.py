@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_contract.trainer_model import ModelConfig
+from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.checkpoint.settings import as_begun, differences, settings_digest
 from trainium_trainer.models import initial
 from trainium_trainer.models.initial import initial_box, initial_whole

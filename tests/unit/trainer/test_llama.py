@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainium_contract.trainer_model import ModelConfig
+from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.models.llama import Llama, initial_weight
 from trainium_trainer.models.loss import IGNORED_LABEL, loss_sum
 from trainium_trainer.models.shapes import resolve_shape

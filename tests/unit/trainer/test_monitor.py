@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_contract.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
+from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import LineWriter, forget_after
 from trainium_trainer.monitor.progress import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import neuron_environment
 from trainium_trainer.config import load
 from trainium_trainer.exits import UserError

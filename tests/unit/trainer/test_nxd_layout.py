@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from trainium_contract.trainer import ModelConfig
+from trainium_contract.trainer.config import ModelConfig
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 from trainium_trainer.models.shapes import resolve_shape

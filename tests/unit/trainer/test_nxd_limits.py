@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from trainium_contract.trainer import TrainingConfig
-from trainium_contract.trainer_parallelism import BackendChoice, DeviceChoice
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.backends.choose import NXD_PACKAGES, choose, find_backend
 from trainium_trainer.cli import run
 from trainium_trainer.compile.rehearsal import launch_at, places, rank_of

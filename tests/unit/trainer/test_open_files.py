@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract import descriptors
+from trainium_contract.needs import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

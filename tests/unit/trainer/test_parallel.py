@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.trainer_data import DataConfig
+from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.opening import open_data
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.trainer import ModelConfig
-from trainium_contract.trainer_parallelism import PipelineSchedule
+from trainium_contract.trainer.config import ModelConfig
+from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.backends.pipeline import check_torch, schedule_kind
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.trainer_optimizer import OptimizerConfig
+from trainium_contract.trainer.optimizer import OptimizerConfig
 from trainium_trainer.backends.adamw import Rounding, Slot, adamw
 from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.compile import command, crew
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.config import settle

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainium_contract.trainer import ModelConfig
-from trainium_contract.trainer_parallelism import Recompute
+from trainium_contract.trainer.config import ModelConfig
+from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.models.llama import Llama, initial_weight
 from trainium_trainer.models.loss import loss_sum

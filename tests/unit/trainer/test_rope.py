@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
 from trainium_trainer.models.rope import inverse_frequencies, rotary
 from trainium_trainer.models.shapes import resolve_shape
 

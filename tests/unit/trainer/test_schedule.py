@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.trainer import TrainingConfig
-from trainium_contract.trainer_optimizer import ScheduleConfig, ScheduleKind
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.optimizer import ScheduleConfig, ScheduleKind
 from trainium_trainer.schedule import factor, learning_rate
 
 

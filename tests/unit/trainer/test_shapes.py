@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import to_config
 from trainium_trainer.models.shapes import PRESETS, ModelShape, resolve_shape

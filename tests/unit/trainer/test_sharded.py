@@ -10,8 +10,8 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainium_contract.trainer_model import ModelConfig
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum

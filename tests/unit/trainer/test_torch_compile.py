@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.trainer_parallelism import TorchCompile
+from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_trainer.backends.compiled import check_compiler
 from trainium_trainer.exits import UserError
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.messages import AlertKind
-from trainium_contract.trainer_monitor import MonitorConfig
+from trainium_contract.trainer.monitor import MonitorConfig
+from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.figures import StepFigures, perplexity
 from trainium_trainer.monitor.lines import LineWriter
 from trainium_trainer.monitor.watch import Alert, Device, Past, Watch, read_past

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.shapes import ModelShape, resolve_shape

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.results import ArtifactReport, RunStage
+from trainium_contract.status.results import ArtifactReport, RunStage
 
 if TYPE_CHECKING:
     from trainium_trainer.monitor.progress import ProgressWriter

@@ -6,7 +6,7 @@ import signal
 
 from agent_world import World, alive
 
-from trainium_contract.messages import Transition
+from trainium_contract.wire.messages import Transition
 
 
 async def test_a_first_generation_starts_every_rank_where_the_membership_says(world: World) -> None:

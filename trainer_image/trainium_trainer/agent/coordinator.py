@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from trainium_contract import messages
-from trainium_contract.messages import (
+from trainium_contract.wire import messages
+from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
     HeartbeatResponse,

@@ -30,8 +30,8 @@ from torch.distributed.elastic.events.api import Event, EventSource
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import Membership, WorkerPhase
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import Membership, WorkerPhase
 from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError
 from trainium_trainer.agent.hang import Finding, Kind, after_hang
 from trainium_trainer.agent.hang_response import HangResponse

@@ -27,7 +27,7 @@ from trainium_trainer.agent.seal import ForgedValueError, Seal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -17,14 +17,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.messages import TrainerPhase
-from trainium_contract.results import RunStage
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.agent.policy import GenerationState, judge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trainium_contract.recovery import HangSpec
+    from trainium_contract.spec.recovery import HangSpec
 
 _LONGEST_LOOK_SECONDS = 2.0
 """What one look may add to a standstill: a longer gap was the agent's own."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import StuckRank
+from trainium_contract.wire.messages import StuckRank
 from trainium_trainer.agent import hang, stacks
 from trainium_trainer.agent.hang import Finding, Kind, Standstill
 from trainium_trainer.agent.hang_watch import HangWatch
@@ -27,7 +27,7 @@ from trainium_trainer.agent.inquiry import Inquiry
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_trainer.agent.generation_store import GenerationStore
     from trainium_trainer.agent.hang import Calibration
     from trainium_trainer.agent.policy import GenerationState

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import StepTiming, TrainerPhase
+from trainium_contract.wire.messages import StepTiming, TrainerPhase
 from trainium_trainer.agent import proc
 from trainium_trainer.agent.cpu_wait import CpuWait
 from trainium_trainer.agent.hang import Calibration, Sight, Standstill, Watch, limit_of, percentile
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from trainium_contract.recovery import HangSpec
+    from trainium_contract.spec.recovery import HangSpec
     from trainium_trainer.agent.processes import RankProcess
 
 _LONGEST_INTERVAL_SECONDS = 0.5

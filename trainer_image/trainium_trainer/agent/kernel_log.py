@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.read import kernel_sign, verdict_of_sign
 from trainium_contract.faults.signs import KERNEL_LINES
-from trainium_contract.messages import KernelEvent
 from trainium_contract.redaction import without_secrets
+from trainium_contract.wire.messages import KernelEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

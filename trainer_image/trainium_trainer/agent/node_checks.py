@@ -14,8 +14,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import CheckResult
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.agent.node_test import Task
 from trainium_trainer.agent.standby import StartRequest
 from trainium_trainer.agent.standby_keeper import StandbyLostError

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import CheckResult
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.agent import pairing
 from trainium_trainer.agent.generation_store import StoreLostError, serve_store
 from trainium_trainer.agent.pair_test import Task
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_trainer.agent.generation_store import GenerationStore
     from trainium_trainer.agent.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.descriptors import too_small
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import CheckResult
+from trainium_contract.needs.descriptors import too_small
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.open_files import limit
 
 if TYPE_CHECKING:

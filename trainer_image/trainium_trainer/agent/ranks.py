@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 from trainium_trainer.agent.standby import StartRequest
 
 if TYPE_CHECKING:

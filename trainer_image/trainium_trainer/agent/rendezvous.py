@@ -27,7 +27,7 @@ from trainium_trainer.agent.turns import LONGEST_TURN_SECONDS, TurnCaller
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_trainer.agent.pair_round import PairRound
     from trainium_trainer.agent.policy import GenerationState
     from trainium_trainer.agent.turns import StateWatcher

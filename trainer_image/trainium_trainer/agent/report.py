@@ -17,7 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.messages import (
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import (
     Alert,
     CheckResult,
     HeartbeatRequest,
@@ -28,13 +29,12 @@ from trainium_contract.messages import (
     StuckRank,
     WorkerPhase,
 )
-from trainium_contract.results import RunStage
 from trainium_trainer.agent.signs import MESSAGE_CHARACTERS, Signs, describe_exit, last_word
 from trainium_trainer.monitor.progress import read_alerts, read_notice, read_results
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
-    from trainium_contract.health import PreflightCheck
+    from trainium_contract.spec.health import PreflightCheck
     from trainium_trainer.agent.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings
 

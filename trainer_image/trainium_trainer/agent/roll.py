@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.agent.generation_store import StoreLostError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import hmac
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
 
 LONGEST_VALUE = 4 << 20
 _MARK_CHARACTERS = 32

@@ -1,4 +1,4 @@
-"""What the agent is told by its environment (names: `trainium_contract.worker_env`).
+"""What the agent is told by its environment (names: `trainium_contract.wire.worker_env`).
 
 Invariant: either every value is present and well formed, or one sentence names all that is missing or wrong.
 """
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract import worker_env
-from trainium_contract.health import PreflightCheck
-from trainium_contract.recovery import HangSpec
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 from trainium_trainer.agent import stacks
 from trainium_trainer.monitor.progress import read_progress
 

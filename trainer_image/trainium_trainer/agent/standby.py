@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 from trainium_trainer.agent import kernel, stacks
 from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
 

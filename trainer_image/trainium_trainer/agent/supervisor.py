@@ -17,8 +17,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 from trainium_trainer.agent.background import BackgroundCompiler
 from trainium_trainer.agent.coordinator import CoordinatorClient
 from trainium_trainer.agent.elastic import GenerationAgent
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-    from trainium_contract.messages import CheckResult
+    from trainium_contract.wire.messages import CheckResult
     from trainium_trainer.agent.preflight import Finding
     from trainium_trainer.agent.settings import AgentSettings
 

@@ -22,7 +22,7 @@ from trainium_trainer.agent.policy import GenerationState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
 
 LONGEST_TURN_SECONDS = 1.0
 _LOOK_SECONDS = 0.05

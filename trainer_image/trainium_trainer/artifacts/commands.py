@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 
 
 class ExportType(StrEnum):

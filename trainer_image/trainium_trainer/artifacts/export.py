@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer_data import TokenizerConfig
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.data import TokenizerConfig
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.card import read_lines
 from trainium_trainer.artifacts.companions import TOKENIZER_NAMES, check_tokenizer
 from trainium_trainer.artifacts.making import Making, of_adapter

@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_contract.manifest import folder_name
-from trainium_contract.results import ArtifactReport, RunStage
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.status.results import ArtifactReport, RunStage
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.tuning import TuningMethod
+from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.card import read_lines
 from trainium_trainer.artifacts.making import Making
 from trainium_trainer.artifacts.manifest import UNFINISHED, identity_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.artifacts.writer import Group
     from trainium_trainer.checkpoint.durable import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import Mesh

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from trainium_contract.trainer_artifacts import ArtifactKind
+    from trainium_contract.trainer.artifacts import ArtifactKind
     from trainium_trainer.artifacts.layout import PlannedFile
     from trainium_trainer.checkpoint.storage import Retry, Storage
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import BackendChoice, DeviceChoice
+from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.backends.limits import check_nxd, check_nxd_node
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES

@@ -15,8 +15,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trainium_contract import worker_env
-from trainium_contract.trainer_parallelism import DeviceChoice
+from trainium_contract.trainer.parallelism import DeviceChoice
+from trainium_contract.wire import worker_env
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_examples import DataFormat
-from trainium_contract.trainer_parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
+from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 SCATTERED = 4
 """The tensor-parallel degree at which NxD on trn1 takes the ranks of a group from all over a node."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.backends.base import Mesh
 from trainium_trainer.exits import UserError
 

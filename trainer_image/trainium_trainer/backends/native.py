@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.adamw import Rounding, adamw
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers

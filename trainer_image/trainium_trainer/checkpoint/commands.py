@@ -121,8 +121,8 @@ def to_nxd(
     """Make a tag that neuronx-distributed's `load_checkpoint` reads."""
     import torch  # noqa: PLC0415 - slow
 
-    from trainium_contract.trainer_optimizer import OptimizerConfig  # noqa: PLC0415
-    from trainium_contract.trainer_parallelism import Precision  # noqa: PLC0415
+    from trainium_contract.trainer.optimizer import OptimizerConfig  # noqa: PLC0415
+    from trainium_contract.trainer.parallelism import Precision  # noqa: PLC0415
     from trainium_trainer.checkpoint.chosen import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
     from trainium_trainer.checkpoint.contents import Contents  # noqa: PLC0415
     from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """The commit rule of durable checkpoints: who may commit below a root, and how a written attempt becomes a checkpoint.
 
 Layout below the root: `GENERATION` is the fence; `step-<n>/g<generation>-<session>/` is where the ranks of one session
-write; `step-<n>/COMMITTED` makes it count (`trainium_contract.manifest`).
+write; `step-<n>/COMMITTED` makes it count (`trainium_contract.wire.checkpoint_manifest`).
 
 Invariants: `COMMITTED` is written last, is created and never replaced unless the checkpoint it stands for was found
 damaged, and names the digest of the manifest; only the session that claimed the fence last commits.
@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract.manifest import COMMIT_NAME, GENERATION_FENCE_NAME, MANIFEST_NAME, Commit, Manifest
+from trainium_contract.wire.checkpoint_manifest import (
+    COMMIT_NAME,
+    GENERATION_FENCE_NAME,
+    MANIFEST_NAME,
+    Commit,
+    Manifest,
+)
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.storage import read_small
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainium_contract.manifest import BLOCK_BYTES, block_digest
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, block_digest
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.index import open_index
 from trainium_trainer.checkpoint.storage import read_part

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.manifest import folder_name, step_of
+from trainium_contract.wire.checkpoint_manifest import folder_name, step_of
 from trainium_trainer.checkpoint.agreement import (
     Claim,
     Decision,

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainium_contract.manifest import CheckpointKind, Manifest, folder_name, milestone_name
+from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
 from trainium_trainer.checkpoint.commit import prepare_commit, publish
 from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError, TooSlowError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer_checkpoint import CheckpointConfig
+    from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.commit import FenceToken
     from trainium_trainer.checkpoint.contents import Wanted
     from trainium_trainer.checkpoint.interfaces import Mesh, Position, TrainingState

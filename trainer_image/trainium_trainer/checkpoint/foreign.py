@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.manifest import step_of
+from trainium_contract.wire.checkpoint_manifest import step_of
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.settings import differences
 

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.manifest import BLOCK_BYTES, digest_of
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, digest_of
 from trainium_trainer.checkpoint.dividing.cuts import Box
 from trainium_trainer.checkpoint.dividing.scheme import ITEM_BYTES, Scheme
 from trainium_trainer.checkpoint.errors import DamagedFileError

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_contract.manifest import COMMIT_NAME, SET_ASIDE_NAME, CheckpointKind, milestone_of, step_of
+from trainium_contract.wire.checkpoint_manifest import (
+    COMMIT_NAME,
+    SET_ASIDE_NAME,
+    CheckpointKind,
+    milestone_of,
+    step_of,
+)
 from trainium_trainer.checkpoint import survey as surveys
 from trainium_trainer.checkpoint.storage import Retry, read_small
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer_checkpoint import CheckpointConfig
+    from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.durable import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
     from trainium_trainer.checkpoint.owner import JobIdentity

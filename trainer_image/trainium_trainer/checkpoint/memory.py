@@ -19,7 +19,7 @@ import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from trainium_contract.manifest import GENERATION_FENCE_NAME
+from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.buddy import Copying, Keeper, Sender
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.layout import Layout, copy_all

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract.manifest import OWNER_PREFIX, Owner
+from trainium_contract.wire.checkpoint_manifest import OWNER_PREFIX, Owner
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.storage import read_small
 

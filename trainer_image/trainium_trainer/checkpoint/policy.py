@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_trainer.checkpoint.errors import StorageError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer_checkpoint import DurableTier, Milestones
+    from trainium_contract.trainer.checkpoint import DurableTier, Milestones
 
 RETRY_SECONDS = 60.0
 """From a failed save to the next one, unless the interval is shorter."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainium_contract.manifest import folder_name
+from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.agreement import (
     Claim,

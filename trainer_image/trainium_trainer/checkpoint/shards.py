@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_contract.manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

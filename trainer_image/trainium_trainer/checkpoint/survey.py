@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract.manifest import (
+from trainium_contract.wire.checkpoint_manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
     FORMAT_VERSION,

@@ -21,7 +21,7 @@ from trainium_trainer.tuning.choice import parameter_sizes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_contract.trainer_optimizer import OptimizerConfig
+    from trainium_contract.trainer.optimizer import OptimizerConfig
     from trainium_trainer.checkpoint.contents import Contents
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.models.shapes import ModelShape

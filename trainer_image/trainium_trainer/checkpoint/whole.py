@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.manifest import CheckpointKind, Manifest, folder_name
+from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name
 from trainium_trainer.checkpoint.commit import FenceToken, claim_fence, prepare_commit, publish
 from trainium_trainer.checkpoint.dividing.cuts import Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme

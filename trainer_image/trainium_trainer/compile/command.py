@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_contract import worker_env
-from trainium_contract.trainer_parallelism import BackendChoice
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.wire import worker_env
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.limits import SCATTERED, check_nxd_node
 from trainium_trainer.compile import lock, places

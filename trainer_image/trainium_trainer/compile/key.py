@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_parallelism import BackendChoice
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.compile.replicas import data_ranks
 
 if TYPE_CHECKING:

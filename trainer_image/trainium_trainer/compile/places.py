@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.compile.key import graphs_of, key
 from trainium_trainer.exits import UserError
@@ -17,7 +17,7 @@ from trainium_trainer.neuron_environment import COMPILER_FLAGS, uses_neuron
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.config import Settings
 
 CACHE_URL = "NEURON_COMPILE_CACHE_URL"

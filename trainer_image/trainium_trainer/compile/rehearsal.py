@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.base import MessageModel
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.compile.key import micro_batches
 from trainium_trainer.config import Launch, Settings, settle

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_data import BosToken
+from trainium_contract.trainer.data import BosToken
 from trainium_trainer.data.special_tokens import special_of
 from trainium_trainer.data.tokenizer import end_of_document, load_tokenizer
 from trainium_trainer.exits import UserError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_contract.trainer_data import BosToken
+from trainium_contract.trainer.data import BosToken
 from trainium_trainer.data.bos import AS_IT_IS, Beginning
 from trainium_trainer.data.documents import Block
 from trainium_trainer.data.encoding import encode, held_back, install, list_blocks, token_type

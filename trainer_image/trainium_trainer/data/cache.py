@@ -25,7 +25,7 @@ from trainium_trainer.exits import StorageError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
 
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _COPIED_AT_ONCE = 16 << 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_contract.trainer_data import Tokenization, ValidationSplit
+from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.build import HeldBack
 from trainium_trainer.data.encoding import list_blocks
 from trainium_trainer.data.lanes import LanePlan, LaneSource
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.origins import Origin, TextTokenizer
     from trainium_trainer.data.samples import Rules
 

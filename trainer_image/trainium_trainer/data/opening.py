@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_data import BosToken, ValidationSplit
-from trainium_contract.trainer_examples import DataFormat
+from trainium_contract.trainer.data import BosToken, ValidationSplit
+from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.cache import cache_directory, prepared_folder, usable
 from trainium_trainer.data.encoding import SourceSpec
 from trainium_trainer.data.examples.opening import open_examples
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.build import Progress
     from trainium_trainer.data.examples.report import DataReport
     from trainium_trainer.data.online import Streams

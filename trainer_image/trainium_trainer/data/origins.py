@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_data import BosToken
+from trainium_contract.trainer.data import BosToken
 from trainium_trainer.data.bos import AS_IT_IS, Beginning, beginning_of_documents
 from trainium_trainer.data.build import HeldBack, Progress, Recipe, build
 from trainium_trainer.data.cache import prepared_folder, sources_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
 
 _log = logging.getLogger("trainium.data")
 _SECONDS_BETWEEN_LINES = 10.0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 from pydantic import ValidationError
 
-from trainium_contract.trainer_data import BosToken, DataConfig
-from trainium_contract.trainer_examples import DataFormat
+from trainium_contract.trainer.data import BosToken, DataConfig
+from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.exits import UserError
 from trainium_trainer.options import Overrides  # noqa: TC001 - as above
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainium_contract.trainer_data import BosToken
+from trainium_contract.trainer.data import BosToken
 from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from tokenizers import Tokenizer
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.data.examples.report import DataReport
     from trainium_trainer.data.opening import Data
 

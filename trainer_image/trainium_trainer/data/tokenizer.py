@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from trainium_contract.trainer_data import TokenizerConfig
+    from trainium_contract.trainer.data import TokenizerConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"

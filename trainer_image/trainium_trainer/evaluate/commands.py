@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from trainium_contract.trainer_evaluate import GenerationConfig
+from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.config import load
 from trainium_trainer.evaluate.answering.folder import Models
 from trainium_trainer.exits import UserError
@@ -24,7 +24,7 @@ from trainium_trainer.refusals import explain
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.evaluate.answering.generation import Answer
     from trainium_trainer.evaluate.exam import Question
     from trainium_trainer.evaluate.report import EvaluationResult

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset, RopeScalingKind
+from trainium_contract.trainer.model import ModelConfig, ModelPreset, RopeScalingKind
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_model import RopeScaling
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.model import RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.tuning import TuningMethod
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights

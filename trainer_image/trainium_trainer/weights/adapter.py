@@ -28,7 +28,7 @@ from trainium_trainer.weights.source import open_source
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainium_contract.trainer_tuning import TuningConfig
+    from trainium_contract.trainer.tuning import TuningConfig
     from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.headers import Stored
     from trainium_trainer.weights.source import Source

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.nxd.adamw import Controls
 from trainium_trainer.backends.nxd.device import Device

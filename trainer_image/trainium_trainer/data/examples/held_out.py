@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_examples import DataFormat, LossOn
+from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.cache import cache_directory, sources_of, usable
 from trainium_trainer.data.examples.blocks import Counts, Encoder
 from trainium_trainer.data.examples.forms.example import BadRecordError, answered
@@ -22,7 +22,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.documents import Block, Record, Skipped
     from trainium_trainer.data.documents import Source as Records
     from trainium_trainer.data.examples.blocks import Made

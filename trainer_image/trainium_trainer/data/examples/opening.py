@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainium_contract.trainer_data import Tokenization, ValidationSplit
+from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.cache import prepared_folder, sources_of
 from trainium_trainer.data.encoding import held_back
 from trainium_trainer.data.examples.build import build_examples
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.build import Progress
     from trainium_trainer.data.examples.recipe import Recipe
 

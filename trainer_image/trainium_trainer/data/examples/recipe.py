@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_data import BosToken
-from trainium_contract.trainer_examples import DataFormat, ExamplesConfig
+from trainium_contract.trainer.data import BosToken
+from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 from trainium_trainer.data.encoding import SourceSpec
 from trainium_trainer.data.examples.forms.function import digest_of_function
 from trainium_trainer.data.examples.forms.instruction import Templates, templates_of
@@ -23,7 +23,7 @@ from trainium_trainer.data.tokenizer import digest_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
 
 FORMAT = 1
 

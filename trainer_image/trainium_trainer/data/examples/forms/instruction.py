@@ -16,7 +16,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.trainer_examples import TemplateConfig
+    from trainium_contract.trainer.examples import TemplateConfig
 
 TEMPLATE_FILE = "template.json"
 _CONTEXT = "context"

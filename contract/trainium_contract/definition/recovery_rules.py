@@ -1,11 +1,11 @@
-"""What the API server checks of `spec.recovery`, in the Common Expression Language; see `crd_rules`.
+"""What the API server checks of `spec.recovery`, in the Common Expression Language; see `rules.py`.
 
 Invariant: what `faults.read.rule_verdict` would pass over is refused here, so that no rule is silently without effect.
 """
 
 from __future__ import annotations
 
-from trainium_contract.crd_rules import Rule
+from trainium_contract.definition.rules import Rule
 from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
-from trainium_contract.trainer_examples import DataFormat, ExamplesConfig
+from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainium_contract.job import MAX_NAME
 from trainium_contract.sizes import INSTANCES
-from trainium_contract.trainer import TrainerSpec
+from trainium_contract.trainer.config import TrainerSpec
 
 
 class Reason(StrEnum):

@@ -13,16 +13,16 @@ from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
 from trainium_contract.sizes import BatchShape, SizeRule
-from trainium_contract.trainer_artifacts import ArtifactsConfig
-from trainium_contract.trainer_checkpoint import CheckpointConfig
-from trainium_contract.trainer_data import DataConfig
-from trainium_contract.trainer_evaluate import EvaluateConfig
-from trainium_contract.trainer_examples import DataFormat
-from trainium_contract.trainer_model import ModelConfig
-from trainium_contract.trainer_monitor import MonitorConfig
-from trainium_contract.trainer_neuron import NeuronConfig
-from trainium_contract.trainer_optimizer import OptimizerConfig, ScheduleConfig
-from trainium_contract.trainer_parallelism import (
+from trainium_contract.trainer.artifacts import ArtifactsConfig
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.data import DataConfig
+from trainium_contract.trainer.evaluate import EvaluateConfig
+from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.monitor import MonitorConfig
+from trainium_contract.trainer.neuron import NeuronConfig
+from trainium_contract.trainer.optimizer import OptimizerConfig, ScheduleConfig
+from trainium_contract.trainer.parallelism import (
     BackendChoice,
     DataParallelMode,
     DeviceChoice,
@@ -31,7 +31,7 @@ from trainium_contract.trainer_parallelism import (
     Recompute,
     TorchCompile,
 )
-from trainium_contract.trainer_tuning import TuningConfig, TuningMethod
+from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from the pydantic models of `job.py`; `crd_*rules.py` add the CEL rules.
+"""The CustomResourceDefinition, generated from the pydantic models of `job.py`; files beside it add the CEL rules.
 
 The result is plain JSON-ready data (the operator's `generate` module writes it as YAML). Invariants of the schema:
 structural (no references, no alternatives), closed (an unknown field is an error under kubectl's strict validation),
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.crd_recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
-from trainium_contract.crd_rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
-from trainium_contract.crd_tuning_rules import TUNING_RULES
+from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
+from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
+from trainium_contract.definition.tuning_rules import TUNING_RULES
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.worker_env import GROUP, KIND, PLURAL, VERSION
+from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

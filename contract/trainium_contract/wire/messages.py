@@ -20,8 +20,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from trainium_contract.base import MessageModel, Name, Text
 from trainium_contract.faults.causes import Cause
-from trainium_contract.health import PreflightCheck
-from trainium_contract.results import (
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.status.results import (
     MAX_ARTIFACTS,
     MAX_FIGURES,
     ArtifactReport,

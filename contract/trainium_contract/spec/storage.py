@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel
-from trainium_contract.trainer_checkpoint import DurableTier, JobLabel, MemoryTier, Milestones
+from trainium_contract.trainer.checkpoint import DurableTier, JobLabel, MemoryTier, Milestones
 
 _SEGMENT = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
 """A part of a path that is neither `.` nor `..`; neither Go's expressions nor pydantic's can look ahead."""

@@ -1,6 +1,6 @@
 """Compiler and runtime of Neuron devices: `neuron` of the trainer's configuration.
 
-Part of `trainer.py`'s schema, in a file of its own. The defaults are those of HLAT (arXiv 2404.10630) and of AWS's
+Part of `config.py`'s schema, in a file of its own. The defaults are those of HLAT (arXiv 2404.10630) and of AWS's
 pretraining examples for it. Invariants: on machines without Neuron devices nothing of this has an effect; a field that
 is left out leaves the matter to the environment and to the library's own default.
 """

@@ -1,6 +1,6 @@
 """How the trainer uses its devices: backend, device, degrees of parallelism, number formats.
 
-Part of `trainer.py`'s schema, in a file of its own. Invariant: every value of an enum is implemented, or refused in one
+Part of `config.py`'s schema, in a file of its own. Invariant: every value of an enum is implemented, or refused in one
 sentence before a device is touched.
 """
 

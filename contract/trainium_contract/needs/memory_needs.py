@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision, Recompute
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
 
 OWN_FILES = 3
 """Snapshots of a shard that rotate in /dev/shm."""

@@ -1,12 +1,12 @@
-"""What the API server checks of fine-tuning in `spec.trainer`, in the Common Expression Language; see `crd_rules`.
+"""What the API server checks of fine-tuning in `spec.trainer`, in the Common Expression Language; see `rules.py`.
 
-Invariant: they agree with the checks of the trainer's own configuration (`trainer`, `trainer_model`, `trainer_tuning`),
+Invariant: they agree with the checks of the trainer's own configuration (`trainer/config.py`, `model.py`, `tuning.py`),
 which say the same of a file that a person wrote.
 """
 
 from __future__ import annotations
 
-from trainium_contract.crd_rules import ON_NXD, Reason, Rule, said
+from trainium_contract.definition.rules import ON_NXD, Reason, Rule, said
 
 _LORA = "self.trainer.tuning.method == 'LoRA'"
 _WEIGHTS = "has(self.trainer.model.weights)"
@@ -70,4 +70,4 @@ TUNING_RULES: tuple[Rule, ...] = (
         ".trainer.data.examples.packing",
     ),
 )
-"""Of `spec`, beside `crd_rules.SPEC_RULES`."""
+"""Of `spec`, beside `rules.SPEC_RULES`."""
