@@ -38,10 +38,10 @@ from trainium_contract.wire.messages import (
 )
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_trainer.agent.generation_store import serve_store
-from trainium_trainer.agent.policy import GenerationState
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.generation_store import serve_store
+from trainium_trainer.agent.generation.turns import StateWatcher
 from trainium_trainer.agent.rendezvous import GenerationRendezvous
-from trainium_trainer.agent.turns import StateWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -164,7 +164,7 @@ class World:
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-            from trainium_trainer.agent.generation_store import serve_store  # noqa: PLC0415 - in the process
+            from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - in the process
 
             store = serve_store("127.0.0.1", port)
             while store:

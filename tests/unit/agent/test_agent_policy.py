@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import Verdict, meaning_of, verdict_of_sign
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
-from trainium_trainer.agent.policy import Decision, GenerationState, after_yield, judge
+from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, after_yield, judge
 
 codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
 states = st.builds(

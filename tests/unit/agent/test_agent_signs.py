@@ -8,9 +8,9 @@ import pytest
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.responses import Response
-from trainium_trainer.agent.output import Tail
-from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.signs import Signs, describe_exit
+from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit
+from trainium_trainer.agent.ranks.output import Tail
+from trainium_trainer.agent.ranks.processes import RankProcess
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -37,10 +37,10 @@ from trainium_operator.plan.faults.node_rules import kernel_problem
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
 from trainium_operator.plan.model.reasons import Reason
-from trainium_trainer.agent.output import Tail
-from trainium_trainer.agent.policy import GenerationState, judge
-from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.signs import Signs, describe_exit, weight
+from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit, weight
+from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
+from trainium_trainer.agent.ranks.output import Tail
+from trainium_trainer.agent.ranks.processes import RankProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

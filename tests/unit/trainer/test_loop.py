@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.wire.nonfinite_origin import origin_in
-from trainium_trainer.agent.proc import handles
+from trainium_trainer.agent.linux.proc import handles
 from trainium_trainer.checkpoint.ownership import LATE_SECONDS
 from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
 from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting

@@ -21,16 +21,16 @@ from trainium_contract.faults.read import lines_near, meaning_of, verdict_of
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.redaction import without_secrets
-from trainium_trainer.agent.kernel_log import KernelEvents
-from trainium_trainer.agent.runtime_status import named
+from trainium_trainer.agent.exits.kernel_log import KernelEvents
+from trainium_trainer.agent.ranks.runtime_status import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from trainium_contract.faults.read import Verdict
-    from trainium_trainer.agent.processes import RankProcess
-    from trainium_trainer.agent.runtime_status import RuntimeWord
+    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_trainer.agent.ranks.runtime_status import RuntimeWord
 
 _log = logging.getLogger(__name__)
 _RULES: TypeAdapter[tuple[RecoveryRule, ...]] = TypeAdapter(tuple[RecoveryRule, ...])

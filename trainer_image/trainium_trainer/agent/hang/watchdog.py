@@ -10,9 +10,9 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
-from trainium_trainer.agent import proc
-from trainium_trainer.agent.cpu_wait import CpuWait
-from trainium_trainer.agent.hang import Calibration, Sight, Standstill, Watch, limit_of, percentile
+from trainium_trainer.agent.hang.detection import Calibration, Sight, Standstill, Watch, limit_of, percentile
+from trainium_trainer.agent.linux import proc
+from trainium_trainer.agent.linux.cpu_wait import CpuWait
 from trainium_trainer.monitor.progress import ProgressPhase, read_with_pulse
 from trainium_trainer.monitor.pulse import Activity, Waiting
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.spec.recovery import HangSpec
-    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.ranks.processes import RankProcess
 
 _LONGEST_INTERVAL_SECONDS = 0.5
 _LOOKS_PER_FLOOR = 8

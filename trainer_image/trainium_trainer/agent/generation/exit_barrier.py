@@ -10,12 +10,12 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_trainer.agent.generation_store import StoreLostError
+from trainium_trainer.agent.generation.generation_store import StoreLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.agent.generation_store import GenerationStore
+    from trainium_trainer.agent.generation.generation_store import GenerationStore
 
 _POLL_SECONDS = 0.1
 _FAREWELL_SECONDS = 5.0

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 
-from trainium_trainer.agent.runtime_status import RuntimeWords
+from trainium_trainer.agent.ranks.runtime_status import RuntimeWords
 
 _LINES = 20
 _CHUNK = 1 << 16

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent import proc
+from trainium_trainer.agent.linux import proc
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

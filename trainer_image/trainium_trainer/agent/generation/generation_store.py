@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from trainium_trainer.agent.policy import GenerationState
-from trainium_trainer.agent.seal import ForgedValueError, Seal
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.seal import ForgedValueError, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

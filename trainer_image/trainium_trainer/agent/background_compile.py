@@ -13,20 +13,20 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent.standby import StartRequest
-from trainium_trainer.agent.standby_keeper import StandbyLostError
+from trainium_trainer.agent.ranks.standby import StartRequest
+from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings
-    from trainium_trainer.agent.standby_keeper import StandbyKeeper
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _LOWEST = 19
-_ENTRY = "trainium_trainer.agent.background:main"
+_ENTRY = "trainium_trainer.agent.background_compile:main"
 
 
 class BackgroundCompiler:

@@ -1,6 +1,6 @@
 """What one agent does about ranks that stand still, from the first doubt to the restart in place.
 
-The watch calls when a local rank is overdue; the agents exchange what they see (`inquiry`); before that each asks its
+The watch calls when a local rank is overdue; the agents exchange what they see; before that each asks its
 overdue ranks for their stacks, because once one rank is ended the others leave too. Ending them is the run loop's.
 
 Invariants: every agent of the generation comes to the same finding, because one of them concludes it for all; only the
@@ -19,22 +19,23 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import StuckRank
-from trainium_trainer.agent import hang, stacks
-from trainium_trainer.agent.hang import Finding, Kind, Standstill
-from trainium_trainer.agent.hang_watch import HangWatch
-from trainium_trainer.agent.inquiry import Inquiry
+from trainium_trainer.agent.hang import detection
+from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
+from trainium_trainer.agent.hang.group_diagnosis import Inquiry
+from trainium_trainer.agent.hang.watchdog import HangWatch
+from trainium_trainer.agent.linux import stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_contract.wire.messages import Membership
-    from trainium_trainer.agent.generation_store import GenerationStore
-    from trainium_trainer.agent.hang import Calibration
-    from trainium_trainer.agent.policy import GenerationState
-    from trainium_trainer.agent.ranks import LocalRanks
-    from trainium_trainer.agent.report import Report
+    from trainium_trainer.agent.coordinator.report import Report
+    from trainium_trainer.agent.exits.restart_policy import GenerationState
+    from trainium_trainer.agent.generation.generation_store import GenerationStore
+    from trainium_trainer.agent.hang.detection import Calibration
+    from trainium_trainer.agent.linux.stacks import Stacks
+    from trainium_trainer.agent.ranks.rank_group import LocalRanks
     from trainium_trainer.agent.settings import AgentSettings
-    from trainium_trainer.agent.stacks import Stacks
 
 _log = logging.getLogger(__name__)
 _REPORTED = 8
@@ -125,7 +126,7 @@ class HangResponse:
         for still in own:
             process = next(each for each in self._ranks if each.rank == still.rank)
             known = asked.get(still.rank)
-            sentence = hang.describe(still, self._settings.pod_name)
+            sentence = detection.describe(still, self._settings.pod_name)
             if known is not None:
                 sentence += f"; {known.innermost}"
             self._report.hung(generation, process, ExitCode.HUNG, sentence)
@@ -183,7 +184,7 @@ class HangResponse:
         for still in standing:
             known = asked.get(still.rank)
             _log.warning(
-                "%s; %s", hang.describe(still, self._settings.pod_name), known.innermost if known else "not asked"
+                "%s; %s", detection.describe(still, self._settings.pod_name), known.innermost if known else "not asked"
             )
             if known is not None and known.text:
                 sys.stdout.write("".join(f"[rank {still.rank}] {line}\n" for line in known.text.splitlines()))

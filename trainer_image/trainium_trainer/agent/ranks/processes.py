@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import exit_code_of_wait_status
-from trainium_trainer.agent import kernel
+from trainium_trainer.agent.linux import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.agent.output import Tail
+    from trainium_trainer.agent.ranks.output import Tail
 
 _KILL_POLL_SECONDS = 0.005
 _UNCLAIMED = 1000

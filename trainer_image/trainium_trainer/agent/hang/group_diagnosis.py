@@ -13,14 +13,14 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent import hang
-from trainium_trainer.agent.hang import Finding, Kind, Standstill
+from trainium_trainer.agent.hang import detection
+from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.agent.generation_store import GenerationStore
-    from trainium_trainer.agent.policy import GenerationState
+    from trainium_trainer.agent.exits.restart_policy import GenerationState
+    from trainium_trainer.agent.generation.generation_store import GenerationStore
 
 _PATIENCE_SECONDS = 2.0
 _SECONDS_PER_MEMBER = 0.002
@@ -90,7 +90,7 @@ class Inquiry:
             self._heard_of_at = time.monotonic()
             self._asked = 0  # somebody else asked at the same time, or took over
         store = self._store()
-        store.set(self._key(state.attempt, self._node_rank), f"{state.inquiry} {hang.encode(self._look())}")
+        store.set(self._key(state.attempt, self._node_rank), f"{state.inquiry} {detection.encode(self._look())}")
         store.count(self._key(state.attempt, "answers", state.inquiry), 1)
 
     def conclude(self, attempt: int) -> Finding | None:
@@ -101,7 +101,7 @@ class Inquiry:
         heard = store.count(self._key(attempt, "answers", self._asked))
         if heard < self._members and time.monotonic() < self._deadline:
             return None
-        finding = hang.find(self._testimony(store, attempt), self._members)
+        finding = detection.find(self._testimony(store, attempt), self._members)
         self._asked = 0
         self._not_before = time.monotonic() + finding.retry_seconds
         return finding
@@ -122,7 +122,7 @@ class Inquiry:
             if store.has(key):
                 number, _, text = store.get(key).partition(" ")
                 if int(number) == self._asked:
-                    found[node_rank] = hang.decode(text)
+                    found[node_rank] = detection.decode(text)
         return found
 
     def _key(self, attempt: int, *parts: object) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire import worker_env
-from trainium_trainer.agent import kernel, stacks
+from trainium_trainer.agent.linux import kernel, stacks
 from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _default_signals() -> None:
 
 
 def main() -> None:
-    """Entry of `python -m trainium_trainer.agent.standby FD AGENT_PID ENTRY CONFIG`: a standby that starts cold."""
+    """Entry of `python -m trainium_trainer.agent.ranks.standby FD AGENT_PID ENTRY CONFIG`: a cold start."""
     descriptor, agent_pid, entry, config_path = sys.argv[1:5]
     channel = socket.socket(fileno=int(descriptor))
     sys.exit(serve(channel, int(agent_pid), entry, config_path))

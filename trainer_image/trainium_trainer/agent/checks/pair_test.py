@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent.pairing import Outcome
+from trainium_trainer.agent.checks.pairing import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

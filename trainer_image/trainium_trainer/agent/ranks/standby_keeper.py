@@ -18,13 +18,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.agent import standby
-from trainium_trainer.agent.processes import RankProcess, Reaper
+from trainium_trainer.agent.ranks import standby
+from trainium_trainer.agent.ranks.processes import RankProcess, Reaper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.agent.output import OutputPump
+    from trainium_trainer.agent.ranks.output import OutputPump
     from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Standby:
         arguments = [
             sys.executable,
             "-m",
-            "trainium_trainer.agent.standby",
+            "trainium_trainer.agent.ranks.standby",
             str(descriptor),
             str(os.getpid()),
             settings.rank_entry,

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire import worker_env
-from trainium_trainer.agent.standby import StartRequest
+from trainium_trainer.agent.ranks.standby import StartRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
-    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings
-    from trainium_trainer.agent.standby_keeper import StandbyKeeper
 
 _KILL_SECONDS = 30.0
 _POLL_SECONDS = 0.002

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
-from trainium_trainer.agent.node_test import Task
-from trainium_trainer.agent.standby import StartRequest
-from trainium_trainer.agent.standby_keeper import StandbyLostError
+from trainium_trainer.agent.checks.node_test import Task
+from trainium_trainer.agent.ranks.standby import StartRequest
+from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings
-    from trainium_trainer.agent.standby_keeper import StandbyKeeper
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02

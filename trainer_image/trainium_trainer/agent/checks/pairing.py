@@ -19,7 +19,7 @@ from trainium_contract.faults.causes import Cause
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainium_trainer.agent.policy import GenerationState
+    from trainium_trainer.agent.exits.restart_policy import GenerationState
 
 UNEXPLAINED = 2
 """Collective failures without a culprit that call for the test."""

@@ -29,13 +29,13 @@ from trainium_contract.wire.messages import (
     StuckRank,
     WorkerPhase,
 )
-from trainium_trainer.agent.signs import MESSAGE_CHARACTERS, Signs, describe_exit, last_word
+from trainium_trainer.agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_word
 from trainium_trainer.monitor.progress import read_alerts, read_notice, read_results
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.spec.health import PreflightCheck
-    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings
 
 _KEPT = 8

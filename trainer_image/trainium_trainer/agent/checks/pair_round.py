@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
-from trainium_trainer.agent import pairing
-from trainium_trainer.agent.generation_store import StoreLostError, serve_store
-from trainium_trainer.agent.pair_test import Task
-from trainium_trainer.agent.pairing import Group, Held, Outcome, Wave
-from trainium_trainer.agent.standby import StartRequest
-from trainium_trainer.agent.standby_keeper import StandbyLostError
+from trainium_trainer.agent.checks import pairing
+from trainium_trainer.agent.checks.pair_test import Task
+from trainium_trainer.agent.checks.pairing import Group, Held, Outcome, Wave
+from trainium_trainer.agent.generation.generation_store import StoreLostError, serve_store
+from trainium_trainer.agent.ranks.standby import StartRequest
+from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
     from trainium_contract.wire.messages import Membership
-    from trainium_trainer.agent.generation_store import GenerationStore
-    from trainium_trainer.agent.processes import RankProcess
+    from trainium_trainer.agent.generation.generation_store import GenerationStore
+    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings
-    from trainium_trainer.agent.standby_keeper import StandbyKeeper
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02

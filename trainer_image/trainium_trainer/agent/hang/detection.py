@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
-from trainium_trainer.agent.policy import GenerationState, judge
+from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
