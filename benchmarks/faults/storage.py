@@ -12,9 +12,9 @@ from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import Row, Session, in_one_job
 from benchmarks.faults.trial import Before, Expect, follow, strike
 
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import survey, verify
+from trainium_trainer.checkpoint.root.survey import survey, verify
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     import random

@@ -154,7 +154,7 @@ _DEEDS = {
 
 def _stall_storage() -> None:
     """A store that hangs: writes and reads of checkpoints wait while the file `stall` is there."""
-    from trainium_trainer.checkpoint.posix import PosixStorage  # noqa: PLC0415 - as above
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - as above
 
     def wait() -> None:
         while (FOLDER / "stall").exists():

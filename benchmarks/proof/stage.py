@@ -19,8 +19,8 @@ from benchmarks.proof.material import Material
 from benchmarks.proof.strike import VARIABLE
 from benchmarks.proof.strike_after import ARTIFACTS
 
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.survey import survey
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.monitor.progress import read_progress
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.nxd import divisions, zero1
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.nxd_layout import Projections, parameters_of
-from trainium_trainer.checkpoint.part import Part
+from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.nxd.nxd_layout import Projections, parameters_of
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.nxd_layout import TensorRank
 from trainium_trainer.models.shapes import PRESETS, resolve_shape

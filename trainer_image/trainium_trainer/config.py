@@ -24,8 +24,8 @@ from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.backends.limits import check_nxd
-from trainium_trainer.checkpoint.owner import NOBODY, JobIdentity
-from trainium_trainer.checkpoint.settings import INITIALIZATION
+from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
+from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
 from trainium_trainer.data.cache import vocabulary_of_data
 from trainium_trainer.data.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UserError

@@ -29,7 +29,8 @@ from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision 
 from trainium_contract.trainer.tuning import TuningConfig  # noqa: E402
 from trainium_trainer.artifacts.making import Making  # noqa: E402
 from trainium_trainer.artifacts.writer import Alone, write_artifact  # noqa: E402
-from trainium_trainer.checkpoint.storage import Retry, open_storage  # noqa: E402
+from trainium_trainer.checkpoint.storage.opening import open_storage  # noqa: E402
+from trainium_trainer.checkpoint.storage.protocol import Retry  # noqa: E402
 from trainium_trainer.tuning.choice import choose  # noqa: E402
 from trainium_trainer.weights import BaseWeights  # noqa: E402
 

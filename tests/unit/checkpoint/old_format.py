@@ -15,7 +15,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     digest_of,
     file_digest,
 )
-from trainium_trainer.checkpoint.shards import SAFETENSORS_TYPES, bytes_of
+from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

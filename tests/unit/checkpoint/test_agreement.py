@@ -8,20 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_trainer.checkpoint.agreement import (
-    Claim,
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.resume.agreement import (
     Fresh,
     FromDurable,
     FromMemory,
-    Moment,
     RankView,
-    ShardKey,
     caretakers,
     decide,
     guards,
     writers,
 )
-from trainium_trainer.checkpoint.interfaces import Position
 
 
 def moment(step: int, session: str = "a", generation: int = 1) -> Moment:

@@ -12,24 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_trainer.checkpoint import agreement
-from trainium_trainer.checkpoint.agreement import (
-    Claim,
+from trainium_trainer.checkpoint.collectives import pack
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.resume import agreement
+from trainium_trainer.checkpoint.resume.agreement import (
     Decision,
     Fresh,
     FromDurable,
     FromMemory,
-    Moment,
     RankView,
-    ShardKey,
     Transfer,
     decide,
     guards,
     spoken_for,
 )
-from trainium_trainer.checkpoint.gathering import pack
-from trainium_trainer.checkpoint.holdings import Holdings
-from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.resume.inventory import Holdings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,8 +15,8 @@ from s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.s3 import Limits, S3Storage
-from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 from trainium_trainer.exits import TrainerError, code_of
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.checkpoint.agreement import Moment, ShardKey
-from trainium_trainer.checkpoint.buddy import Copying
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.snapshot import SnapshotFile, parse_header
+from trainium_trainer.checkpoint.memory.buddy import Copying
+from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,12 +12,22 @@ from test_agreement_law import STEPS, fleet, plainly, worlds
 from trials import trials
 
 from trainium_contract.wire.checkpoint_manifest import Manifest
-from trainium_trainer.checkpoint.agreement import Claim, Fresh, FromDurable, FromMemory, RankView, ShardKey, spoken_for
-from trainium_trainer.checkpoint.council import TOLD_TO_ALL, Check, Council, Done, Exchange, Load, Offer, Report
+from trainium_trainer.checkpoint.collectives import pack, part
 from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
-from trainium_trainer.checkpoint.gathering import pack, part
-from trainium_trainer.checkpoint.pairing import Room, duties_of, promises_of
-from trainium_trainer.checkpoint.survey import Committed, Survey
+from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
+from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, spoken_for
+from trainium_trainer.checkpoint.resume.buddy_pairing import Room, duties_of, promises_of
+from trainium_trainer.checkpoint.resume.first_rank import (
+    TOLD_TO_ALL,
+    Check,
+    Council,
+    Done,
+    Exchange,
+    Load,
+    Offer,
+    Report,
+)
+from trainium_trainer.checkpoint.root.survey import Committed, Survey
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

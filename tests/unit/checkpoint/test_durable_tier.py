@@ -16,11 +16,11 @@ from checkpoint_world import HookedStorage, Run, SlowStorage, position, solo
 from safetensors import safe_open
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.checkpoint import commit as commits
-from trainium_trainer.checkpoint.commit import FenceToken
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.root import commit as commits
+from trainium_trainer.checkpoint.root.commit import FenceToken
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import code_of
 
 if TYPE_CHECKING:

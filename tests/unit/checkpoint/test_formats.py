@@ -13,16 +13,16 @@ from old_format import write_old
 
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_of
 from trainium_trainer import cli
-from trainium_trainer.checkpoint import durable
-from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.settings import settings_digest
-from trainium_trainer.checkpoint.shards import write_shard, write_tables
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import Committed, survey
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
+from trainium_trainer.checkpoint.root.run_settings import settings_digest
+from trainium_trainer.checkpoint.root.survey import Committed, survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -231,8 +231,8 @@ def test_another_state_is_not_loaded(tmp_path: Path) -> None:
     state = State(SOLO)
     state.tensors["model.more"] = torch.zeros(2)
     with pytest.raises(DamagedFileError, match=r"has no model\.more"):
-        durable.load(storage, checkpoint, state, RETRY)
+        durable_tier.load(storage, checkpoint, state, RETRY)
     del state.tensors["model.more"]
     state.tensors["model.norm"] = torch.zeros(11)
     with pytest.raises(ValueError, match=r"model\.norm has the size \[10\] there and \[11\] here"):
-        durable.load(storage, checkpoint, state, RETRY)
+        durable_tier.load(storage, checkpoint, state, RETRY)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_contract.wire.checkpoint_manifest import digest_of
-from trainium_trainer.checkpoint.gathering import pack
-from trainium_trainer.checkpoint.handing_up import Said, folded
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.shards import WrittenFile, blocks_name, shard_name, write_digests
-from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.collectives import pack
+from trainium_trainer.checkpoint.durable.file_digests import Said, folded
+from trainium_trainer.checkpoint.format.shards import WrittenFile, blocks_name, shard_name, write_digests
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_trainer.checkpoint.shards import WrittenTable
+    from trainium_trainer.checkpoint.format.shards import WrittenTable
 
 
 def written(place: int, blocks: int) -> WrittenFile:
@@ -30,7 +30,7 @@ def written(place: int, blocks: int) -> WrittenFile:
 
 
 class Tree:
-    """All ranks, as `gathering` has them meet; `received`: bytes by rank."""
+    """All ranks, as `collectives` has them meet; `received`: bytes by rank."""
 
     def __init__(self, root: Path, files: list[WrittenFile | None], places: list[int]) -> None:
         self.storage = PosixStorage(root)

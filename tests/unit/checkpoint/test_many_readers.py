@@ -13,16 +13,16 @@ from checkpoint_world import SOLO, State, solo
 from s3_server import Fault, S3Server
 
 from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
-from trainium_trainer.checkpoint import durable
-from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.s3 import Limits, S3Storage
-from trainium_trainer.checkpoint.shards import INDEX_FORMAT, write_shard, write_tables
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import Committed, survey
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT, write_shard, write_tables
+from trainium_trainer.checkpoint.root.survey import Committed, survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
         storage = S3Storage.of("s3://bucket/run", limits)
         together.wait()
         try:
-            durable.load(storage, checkpoint, state, RETRY)
+            durable_tier.load(storage, checkpoint, state, RETRY)
         except Exception as error:  # noqa: BLE001 - looked at by the test
             return error
         return state.wrong(3)

@@ -10,11 +10,11 @@ import torch
 from checkpoint_scenarios import train_until_killed
 from checkpoint_world import SOLO, State, position, solo
 
-from trainium_trainer.checkpoint.agreement import Moment, ShardKey
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.layout import Layout, checksum
-from trainium_trainer.checkpoint.memory import MemoryTier
-from trainium_trainer.checkpoint.settings import settings_digest
+from trainium_trainer.checkpoint.format.flat_buffer import Layout, checksum
+from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
+from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from trainium_trainer.checkpoint.root.run_settings import settings_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ def snapshots(memory: Any) -> list[Path]:
 
 
 def newest(memory: Any, step: int) -> Path:
-    from trainium_trainer.checkpoint.snapshot import read_header
+    from trainium_trainer.checkpoint.memory.snapshot import read_header
 
     for path in snapshots(memory):
         header = read_header(path)

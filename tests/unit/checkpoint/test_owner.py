@@ -12,19 +12,19 @@ from s3_server import S3Server
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
-from trainium_trainer.checkpoint.commit import read_fence
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.owner import JobIdentity, OwnerRecords
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.s3 import Limits, S3Storage
-from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.root.commit import read_fence
+from trainium_trainer.checkpoint.root.owner import JobIdentity, OwnerRecords
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 from trainium_trainer.exits import TrainerError, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.checkpoint.storage import Storage
+    from trainium_trainer.checkpoint.storage.protocol import Storage
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError
-from trainium_trainer.checkpoint.ownership import LATE_SECONDS, Ownership
+from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS, Ownership
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest
-from trainium_trainer.checkpoint import durable
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
-from trainium_trainer.checkpoint.live import local_of, scheme_of
-from trainium_trainer.checkpoint.part import Part
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.shards import write_shard, write_tables
-from trainium_trainer.checkpoint.staging import Staging
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import Committed
+from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.durable.staging import Staging
+from trainium_trainer.checkpoint.format.live_state import local_of, scheme_of
+from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
+from trainium_trainer.checkpoint.root.survey import Committed
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list
 
 
 class Held:
-    """A state as `durable.load` takes it."""
+    """A state as `durable_tier.load` takes it."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
@@ -88,7 +88,7 @@ def moved(folder: Path, source: list[dict[str, Any]], target: list[dict[str, Any
         files=tuple(entries),
     )
     for state in target:
-        durable.load(storage, Committed(1, "a", manifest), Held(state), RETRY)
+        durable_tier.load(storage, Committed(1, "a", manifest), Held(state), RETRY)
 
 
 @pytest.mark.parametrize("saved", [(14, 0, 1), (5, 0, 3), (3, 4, 6), (9, 8, 3)])

@@ -14,9 +14,9 @@ from checkpoint_scenarios import (
     settle_with_failures,
 )
 
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.snapshot import read_header
-from trainium_trainer.checkpoint.survey import survey
+from trainium_trainer.checkpoint.memory.snapshot import read_header
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable

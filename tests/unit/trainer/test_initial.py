@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trials import trials
 
 from trainium_contract.trainer.model import ModelConfig
-from trainium_trainer.checkpoint.settings import as_begun, differences, settings_digest
+from trainium_trainer.checkpoint.root.run_settings import as_begun, differences, settings_digest
 from trainium_trainer.models import initial
 from trainium_trainer.models.initial import initial_box, initial_whole
 from trainium_trainer.models.shapes import PRESETS, resolve_shape

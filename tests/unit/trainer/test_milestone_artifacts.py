@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from trainium_trainer.artifacts.manifest import ArtifactManifest
-from trainium_trainer.checkpoint.chosen import choose
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

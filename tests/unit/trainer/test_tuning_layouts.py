@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainium_trainer.checkpoint.chosen import choose
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

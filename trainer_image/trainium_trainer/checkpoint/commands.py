@@ -14,7 +14,8 @@ import typer
 
 from trainium_trainer.checkpoint import inspect as inspection
 from trainium_trainer.checkpoint.errors import storage_error
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def from_nxd(
     hardware: Annotated[str, typer.Option(help="Where key/value heads were repeated: trn1 or trn2.")] = "trn1",
 ) -> None:
     """Make a checkpoint that training goes on from out of one that neuronx-distributed wrote."""
-    from trainium_trainer.checkpoint.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
-    from trainium_trainer.checkpoint.whole import write_whole  # noqa: PLC0415
+    from trainium_trainer.checkpoint.nxd.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
+    from trainium_trainer.checkpoint.nxd.whole_tensors import write_whole  # noqa: PLC0415
     from trainium_trainer.config import load  # noqa: PLC0415
     from trainium_trainer.data.cache import vocabulary_of_data  # noqa: PLC0415
     from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415
@@ -123,11 +124,11 @@ def to_nxd(
 
     from trainium_contract.trainer.optimizer import OptimizerConfig  # noqa: PLC0415
     from trainium_contract.trainer.parallelism import Precision  # noqa: PLC0415
-    from trainium_trainer.checkpoint.chosen import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
-    from trainium_trainer.checkpoint.contents import Contents  # noqa: PLC0415
+    from trainium_trainer.checkpoint.format.contents import Contents  # noqa: PLC0415
     from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415
-    from trainium_trainer.checkpoint.nxd_layout import Projections  # noqa: PLC0415
-    from trainium_trainer.checkpoint.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
+    from trainium_trainer.checkpoint.nxd.nxd_layout import Projections  # noqa: PLC0415
+    from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
+    from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
     from trainium_trainer.config import load  # noqa: PLC0415
 
     storage = open_storage(root)

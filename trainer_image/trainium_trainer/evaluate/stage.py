@@ -18,7 +18,8 @@ from trainium_contract.status.results import EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.checkpoint.storage import Retry, Storage, open_storage, read_small
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.evaluate.answering.folder import Models
 from trainium_trainer.evaluate.answering.loading import ComputeDevice
 from trainium_trainer.evaluate.answering.places import local_folder
