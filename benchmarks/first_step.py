@@ -29,8 +29,8 @@ from trainium_devcluster.story.view import View
 from trainium_trainer.artifacts.writer import Alone, Blueprint, write_artifact
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.tuning.choice import parameter_sizes
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
-from trainium_trainer.config import Launch, settle
+from trainium_trainer.configuration.config import Launch, settle
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader

@@ -17,11 +17,11 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer import config as configuration
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.loader import validation_batches
 from trainium_trainer.data.opening import open_data
 

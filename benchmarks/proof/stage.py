@@ -30,7 +30,11 @@ _LIFE_SECONDS = 1200.0
 _KILLED = -9
 _NODES_BORNE = 2
 """Nodes that have to be lost before their copies are made anew for a shard to be lost with its copy."""
-_TUNING = ("trainium_trainer.after", "trainium_trainer.evaluate.stage", "transformers.models.llama.modeling_llama")
+_TUNING = (
+    "trainium_trainer.loop.after_training",
+    "trainium_trainer.evaluate.stage",
+    "transformers.models.llama.modeling_llama",
+)
 """Imported once, by the process that forks."""
 
 

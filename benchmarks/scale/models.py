@@ -15,9 +15,10 @@ from trainium_trainer.checkpoint.dividing.nxd import divisions, zero1
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.format.part import Part
 from trainium_trainer.checkpoint.nxd.nxd_layout import Projections, parameters_of
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.nxd_layout import TensorRank
-from trainium_trainer.models.shapes import PRESETS, resolve_shape
+from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, state_name
 from trainium_trainer.models.state_dict import Part as Kind

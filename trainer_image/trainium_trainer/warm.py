@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ALWAYS = (
     "trainium_trainer.cli",
-    "trainium_trainer.train",
+    "trainium_trainer.loop.train",
     "trainium_trainer.checkpoint.manager",
     "trainium_trainer.backends.native",
     "trainium_trainer.data.opening",
@@ -66,7 +66,7 @@ def warm(config_path: str | None = None) -> None:
 
 
 def _configuration(path: str | None) -> TrainingConfig | None:
-    from trainium_trainer.config import load  # noqa: PLC0415 - this function is the place for slow imports
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415 - this function is the place for slow imports
 
     try:
         return load(Path(path)) if path else None
@@ -129,9 +129,9 @@ def _first_step() -> None:
     import torch  # noqa: PLC0415 - as above
 
     from trainium_contract.trainer.model import ModelConfig  # noqa: PLC0415
+    from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
     from trainium_trainer.models.llama import Llama  # noqa: PLC0415
     from trainium_trainer.models.loss import loss_sum  # noqa: PLC0415
-    from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415
 
     state = torch.random.get_rng_state()
     model = Llama(resolve_shape(ModelConfig(), 2048))

@@ -423,7 +423,7 @@ def test_what_is_left_behind_follows_from_the_configuration(fields: dict[str, An
 
 
 def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_anew(tmp_path: Path) -> None:
-    from trainium_trainer.models.shapes import resolve_shape
+    from trainium_trainer.configuration.model_shape import resolve_shape
     from trainium_trainer.tuning.choice import choose
 
     config = TrainingConfig.model_validate(

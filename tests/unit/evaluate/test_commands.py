@@ -50,7 +50,7 @@ class Case:
     def __init__(
         self, folder: Path, write_model: Callable[..., Path], data: dict[str, Any], records: list[Any]
     ) -> None:
-        from trainium_trainer.config import load
+        from trainium_trainer.configuration.config import load
 
         self.base = write_model(folder / "base", max_position_embeddings=128)
         (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -12,9 +12,9 @@ from trainium_contract.trainer.optimizer import OptimizerConfig, WeightDecayScop
 from trainium_trainer.backends import adamw as own
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama, initial_weight
 from trainium_trainer.models.loss import loss_sum
-from trainium_trainer.models.shapes import resolve_shape
 
 
 @pytest.mark.parametrize("scope", WeightDecayScope)

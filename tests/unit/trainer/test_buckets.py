@@ -11,9 +11,9 @@ from torch import distributed as dist
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama, initial_weight
 from trainium_trainer.models.loss import loss_sum
-from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

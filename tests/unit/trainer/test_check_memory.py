@@ -10,15 +10,15 @@ import torch
 
 from trainium_contract.needs.memory_needs import Trained
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer import check_memory
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.room import device_memory
-from trainium_trainer.check_memory import needs_of, told_at_start, trained_of_rank
 from trainium_trainer.compile.rehearsal import launch_at
-from trainium_trainer.config import Settings
+from trainium_trainer.configuration.config import Settings
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
+from trainium_trainer.loop import memory_check
+from trainium_trainer.loop.memory_check import needs_of, told_at_start, trained_of_rank
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.tuning.apply import apply_tuning
 from trainium_trainer.tuning.choice import choose, parameter_sizes
 
@@ -81,7 +81,7 @@ def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_n
     assert told_at_start(settings, device) == [], "nobody knows how much a CPU may take"
 
     def with_room(room: int) -> list[str]:
-        monkeypatch.setattr(check_memory, "device_memory", lambda _: room)
+        monkeypatch.setattr(memory_check, "device_memory", lambda _: room)
         return told_at_start(settings, device)
 
     assert with_room(2 * found.device) == []

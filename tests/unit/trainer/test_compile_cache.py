@@ -21,7 +21,7 @@ from trainium_trainer.compile.key import Graphs, graphs_of, key
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.compile.replicas import data_ranks
 from trainium_trainer.compile.sizes import read_sizes
-from trainium_trainer.config import Settings, settle
+from trainium_trainer.configuration.config import Settings, settle
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.tuning.choice import choose

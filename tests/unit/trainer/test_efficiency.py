@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
-from trainium_trainer.models.shapes import resolve_shape
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.monitor.efficiency import (
     cuda_peak,
     device_bytes,

@@ -13,9 +13,10 @@ from trials import trials
 
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.checkpoint.root.run_settings import as_begun, differences, settings_digest
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models import initial
 from trainium_trainer.models.initial import initial_box, initial_whole
-from trainium_trainer.models.shapes import PRESETS, resolve_shape
+from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.tuning.choice import parameter_sizes
 
 SHAPE = resolve_shape(ModelConfig(num_layers=3, hidden_size=288, intermediate_size=520), 200)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from trainium_contract.trainer.model import ModelConfig
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama, initial_weight
 from trainium_trainer.models.loss import IGNORED_LABEL, loss_sum
-from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape

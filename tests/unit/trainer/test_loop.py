@@ -18,9 +18,9 @@ import pytest
 from trainium_contract.wire.nonfinite_origin import origin_in
 from trainium_trainer.agent.linux.proc import handles
 from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
+from trainium_trainer.loop.stop import patience
 from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
 from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting
-from trainium_trainer.stop import patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable

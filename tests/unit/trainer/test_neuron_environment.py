@@ -9,7 +9,7 @@ import pytest
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import neuron_environment
-from trainium_trainer.config import load
+from trainium_trainer.configuration.config import load
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trainium_contract.trainer.config import ModelConfig
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
-from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
     from trainium_trainer.models.nxd_layout import Piece

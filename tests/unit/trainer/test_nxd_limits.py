@@ -13,7 +13,7 @@ from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.backends.choose import NXD_PACKAGES, choose, find_backend
 from trainium_trainer.cli import run
 from trainium_trainer.compile.rehearsal import launch_at, places, rank_of
-from trainium_trainer.config import Settings, settle
+from trainium_trainer.configuration.config import Settings, settle
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     from benchmarks.parity import reference
     from benchmarks.parity.ours import export_newest
 
-    from trainium_trainer.config import load
+    from trainium_trainer.configuration.config import load
 
     overrides = [*OVERRIDES[settings], "steps=12"]
     config = load(tmp_path / "trainer.yaml", overrides)

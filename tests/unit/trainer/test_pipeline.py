@@ -12,9 +12,9 @@ import torch
 from trainium_contract.trainer.config import ModelConfig
 from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.backends.pipeline import check_torch, schedule_kind
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.models.stages import LlamaStage, canonical_parameters, layers_of, shared_with_first
 
 if TYPE_CHECKING:

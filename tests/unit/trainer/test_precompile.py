@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.compile import command, crew
+from trainium_trainer.commands import precompile
+from trainium_trainer.compile import crew
 from trainium_trainer.compile.rehearsal import launch_at
-from trainium_trainer.config import settle
+from trainium_trainer.configuration.config import settle
 from trainium_trainer.exits import UserError
 
 pytestmark = pytest.mark.timeout(240)  # processes that import torch, one after another
@@ -113,16 +114,16 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
     (tmp_path / "neuron_parallel_compile").chmod(0o755)
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAILS": fails}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(command, "_is_nxd", lambda _: True)
-    monkeypatch.setattr(command, "data_ranks", lambda _: (0,))
+    monkeypatch.setattr(precompile, "_is_nxd", lambda _: True)
+    monkeypatch.setattr(precompile, "data_ranks", lambda _: (0,))
     monkeypatch.setattr(crew, "memory_of", lambda _: 1)  # three fit beside each other on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
     settings = settle(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
     if fails:
         with pytest.raises(UserError, match="compiling for 4 ranks, rank 2: no such operator"):
-            command._compile(settings, None)
+            precompile._compile(settings, None)
         return
-    command._compile(settings, None)
+    precompile._compile(settings, None)
     seen = [(notes / str(rank)).read_text().split() for rank in range(4)]
     assert len({folder for folder, _, _ in seen}) == 4
     assert [rank for _, _, rank in seen] == ["0", "1", "2", "3"]

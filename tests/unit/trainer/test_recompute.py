@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainium_contract.trainer.config import ModelConfig
 from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.backends.recompute import apply_recompute
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama, initial_weight
 from trainium_trainer.models.loss import loss_sum
-from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.rope import inverse_frequencies, rotary
-from trainium_trainer.models.shapes import resolve_shape
 
 CPU = torch.device("cpu")
 

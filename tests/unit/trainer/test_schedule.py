@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import ScheduleConfig, ScheduleKind
-from trainium_trainer.schedule import factor, learning_rate
+from trainium_trainer.loop.schedule import factor, learning_rate
 
 
 def factors(steps: int, **fields: object) -> list[float]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.shapes import PRESETS, ModelShape, resolve_shape
+from trainium_trainer.models.shapes import PRESETS, ModelShape
 
 if TYPE_CHECKING:
     from pathlib import Path

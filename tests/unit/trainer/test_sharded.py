@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
-from trainium_trainer.models.shapes import resolve_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from trainium_trainer.config import load
+from trainium_trainer.configuration.config import load
 from trainium_trainer.data.opening import open_data
 
 ROOT = Path(__file__).parents[3]

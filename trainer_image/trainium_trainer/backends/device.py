@@ -21,7 +21,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:
-    from trainium_trainer.config import Launch
+    from trainium_trainer.configuration.config import Launch
 
 _TIMEOUT = timedelta(minutes=30)
 """Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""

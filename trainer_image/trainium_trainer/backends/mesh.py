@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 
 def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -> None:

@@ -18,7 +18,7 @@ from trainium_trainer.compile.replicas import data_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 _LENGTH = 32
 _NOT_COMPILED = frozenset({"learning_rate"})  # reaches the update as data

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 CACHE_URL = "NEURON_COMPILE_CACHE_URL"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -17,7 +17,7 @@ from trainium_contract.base import MessageModel
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.compile.key import micro_batches
-from trainium_trainer.config import Launch, Settings, settle
+from trainium_trainer.configuration.config import Launch, Settings, settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from trainium_trainer.models.nxd_layout import TensorRank, norm_terms, shared_ro
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
     from trainium_trainer.models.nxd_layout import Piece
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.sizes import SizeRule
 from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer.config import parse, read_document
+from trainium_trainer.configuration.config import parse, read_document
+from trainium_trainer.configuration.job_file import spec_of
 from trainium_trainer.exits import UserError
-from trainium_trainer.job_file import spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

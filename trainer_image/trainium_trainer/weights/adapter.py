@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
-from trainium_trainer.refusals import explain
 from trainium_trainer.tuning.choice import LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
+from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.base import EMBEDDING, OUTPUT
 from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box
 from trainium_trainer.weights.folder import listed, read_document, read_tensors

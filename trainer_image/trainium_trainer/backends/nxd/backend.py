@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.models.llama import Llama
     from trainium_trainer.models.nxd_layout import Piece

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_contract.sizes import Instance
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 _GIB = 1 << 30
 _DIVIDED_AT_INPUT = ("o_proj", "down_proj")

@@ -23,15 +23,16 @@ from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer.backends.limits import check_nxd
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
 from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
+from trainium_trainer.configuration.backend_limits import check_nxd
+from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
 from trainium_trainer.data.cache import vocabulary_of_data
 from trainium_trainer.data.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape, check_parallelism, resolve_shape
-from trainium_trainer.refusals import explain, first_problem
+from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape
 from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
+from trainium_trainer.validation_errors import explain, first_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,7 +109,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Read and validate a configuration file, or a TrainingJob's, with overrides applied. Raises UserError."""
     document = read_document(path)
     if document.get("kind") == KIND:
-        from trainium_trainer.job_file import spec_of  # noqa: PLC0415 - no pod needs it
+        from trainium_trainer.configuration.job_file import spec_of  # noqa: PLC0415 - no pod needs it
 
         document = spec_of(path, document).training_config().to_wire()
     return parse(document, overrides, str(path))

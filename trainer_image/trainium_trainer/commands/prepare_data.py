@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from trainium_contract.trainer.data import BosToken, DataConfig
 from trainium_contract.trainer.examples import DataFormat
+from trainium_trainer.commands.options import Overrides  # noqa: TC001 - as above
 from trainium_trainer.exits import UserError
-from trainium_trainer.options import Overrides  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ def prepare_data(
 
 def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     """Make all that a run would make before its first step."""
-    from trainium_trainer.config import load  # noqa: PLC0415 - as above
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.cache import cache_directory  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
     from trainium_trainer.data.samples import Samples  # noqa: PLC0415
@@ -113,7 +113,7 @@ def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int |
             {"tokenizer": given, "text_field": field, "workers": workers, "max_bad_lines": bad}
         )
     except ValidationError as error:
-        from trainium_trainer.refusals import explain  # noqa: PLC0415 - rare
+        from trainium_trainer.validation_errors import explain  # noqa: PLC0415 - rare
 
         raise UserError(explain(error, DataConfig)) from error
 

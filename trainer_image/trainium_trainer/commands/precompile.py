@@ -19,22 +19,22 @@ import typer
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
 from trainium_trainer import neuron_environment
-from trainium_trainer.backends.limits import SCATTERED, check_nxd_node
+from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile import lock, places
 from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
 from trainium_trainer.compile.replicas import data_ranks
 from trainium_trainer.compile.sizes import Sizes, read_sizes
-from trainium_trainer.config import settle
+from trainium_trainer.configuration.backend_limits import SCATTERED, check_nxd_node
+from trainium_trainer.configuration.config import settle
 from trainium_trainer.exits import StorageError, TrainerError, UserError
-from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_trainer.compile.cache import LocalCache, SharedCache
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 _NEURON_TOOL = "neuron_parallel_compile"
 _TAIL = 2000

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
+from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def show_data(
     """Print samples as the model will see them, with counts and a histogram of lengths."""
     from rich.console import Console  # noqa: PLC0415 - only for this command
 
-    from trainium_trainer.config import load  # noqa: PLC0415
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
     from trainium_trainer.data.tokenizer import load_tokenizer  # noqa: PLC0415
 

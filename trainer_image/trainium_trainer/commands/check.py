@@ -16,20 +16,20 @@ from trainium_contract.needs.descriptors import needed, too_small
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer import check_memory
-from trainium_trainer.check_here import missing, unread
-from trainium_trainer.check_memory import needs_of, refuse_what_does_not_fit
+from trainium_trainer.commands.check_files import missing, unread
+from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile.sizes import sizes_of
-from trainium_trainer.config import launch_of, parse, read_document, settle, with_steps
+from trainium_trainer.configuration.config import launch_of, parse, read_document, settle, with_steps
 from trainium_trainer.exits import UserError
+from trainium_trainer.loop import memory_check
+from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
+from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.open_files import limit
-from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
-from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.config import Launch, Settings
+    from trainium_trainer.configuration.config import Launch, Settings
 
 _SIZES_SHOWN = 12
 
@@ -74,7 +74,7 @@ def check(
     warnings += unread(settings.config.model)
     warnings += without_work(settings)
     found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
-    memory = check_memory.lines(found, of_node=bool(instance_type) or not elsewhere)
+    memory = memory_check.lines(found, of_node=bool(instance_type) or not elsewhere)
     if instance_type in INSTANCES:
         warnings += refuse_what_does_not_fit(found, INSTANCES[instance_type], instance_type)
     typer.echo("\n".join([*lines, *meaning(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))

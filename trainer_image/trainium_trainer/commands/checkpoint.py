@@ -87,9 +87,9 @@ def from_nxd(
     """Make a checkpoint that training goes on from out of one that neuronx-distributed wrote."""
     from trainium_trainer.checkpoint.nxd.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
     from trainium_trainer.checkpoint.nxd.whole_tensors import write_whole  # noqa: PLC0415
-    from trainium_trainer.config import load  # noqa: PLC0415
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415
+    from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
     from trainium_trainer.data.cache import vocabulary_of_data  # noqa: PLC0415
-    from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415
 
     settings = load(config)
     shape = resolve_shape(settings.model, vocabulary_of_data(settings.data))
@@ -129,7 +129,7 @@ def to_nxd(
     from trainium_trainer.checkpoint.nxd.nxd_layout import Projections  # noqa: PLC0415
     from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
     from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
-    from trainium_trainer.config import load  # noqa: PLC0415
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415
 
     storage = open_storage(root)
     checkpoint = choose(storage, root, step, milestones=False)

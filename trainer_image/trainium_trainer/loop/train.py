@@ -19,11 +19,11 @@ from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import told_origin
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
-from trainium_trainer.check_memory import told_at_start
+from trainium_trainer.backends.sample_group import fellows_of
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.config import with_steps
-from trainium_trainer.data.handing import Fellows, fellows_of
+from trainium_trainer.configuration.config import with_steps
+from trainium_trainer.data.handing import Fellows
 from trainium_trainer.data.loader import validation_batches
 from trainium_trainer.data.online import Streams
 from trainium_trainer.data.opening import open_data
@@ -32,21 +32,22 @@ from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokenizer import digest_of
 from trainium_trainer.exits import NumericalError, UserError
-from trainium_trainer.history import History
+from trainium_trainer.loop.history import History
+from trainium_trainer.loop.memory_check import told_at_start
+from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
 from trainium_trainer.monitor.pulse import Activity
 from trainium_trainer.monitor.writers import Recorder
-from trainium_trainer.schedule import learning_rate
-from trainium_trainer.tuning.beginning import Beginning
+from trainium_trainer.weights.beginning import Beginning
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Backend, StepOutcome
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.loader import Loader
     from trainium_trainer.data.opening import Data
+    from trainium_trainer.loop.stop import StopRequest
     from trainium_trainer.monitor.watch import Alert, Watch
-    from trainium_trainer.stop import StopRequest
 
 _log = logging.getLogger("trainium.train")
 _SECONDS_BETWEEN_LINES = 1.0
@@ -114,7 +115,7 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
 
 def _after(run: Run, node_rank: int) -> None:
     """What follows the last step, if anything does. Collective."""
-    from trainium_trainer.after import has_stages, run_stages  # noqa: PLC0415 - few runs have such stages
+    from trainium_trainer.loop.after_training import has_stages, run_stages  # noqa: PLC0415 - few runs have such stages
 
     if has_stages(run.config):
         run.stop.nothing_to_save()

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec
 from trainium_trainer.exits import UserError
-from trainium_trainer.refusals import explain
+from trainium_trainer.validation_errors import explain
 
 if TYPE_CHECKING:
     from pathlib import Path

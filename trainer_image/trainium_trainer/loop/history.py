@@ -10,10 +10,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainium_trainer.exits import StorageError
+from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
 from trainium_trainer.monitor.watch import Device, Past, Watch, read_past
 from trainium_trainer.monitor.writers import Recorder
-from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.checkpoint.interfaces import Position
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.opening import Data
     from trainium_trainer.monitor.progress import ProgressWriter
 

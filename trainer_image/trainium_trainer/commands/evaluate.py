@@ -15,11 +15,11 @@ import typer
 from pydantic import ValidationError
 
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.config import load
+from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
+from trainium_trainer.configuration.config import load
 from trainium_trainer.evaluate.answering.folder import Models
 from trainium_trainer.exits import UserError
-from trainium_trainer.options import Overrides  # noqa: TC001 - typer reads annotations
-from trainium_trainer.refusals import explain
+from trainium_trainer.validation_errors import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
