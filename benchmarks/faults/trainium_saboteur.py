@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.native import NativeBackend
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.data.batches.loader import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.stage import Stage
 
-    from trainium_operator.cluster.transport import Answer
+    from trainium_operator.cluster.api.transport import Answer
 
 WRITES = 30
 """A story of this kind has fewer than so many writes; later points let the operator live."""

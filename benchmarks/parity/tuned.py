@@ -22,7 +22,7 @@ from trainium_trainer.checkpoint.root.selection import choose
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.configuration import config as configuration
-from trainium_trainer.data.loader import validation_batches
+from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.data.opening import open_data
 
 if TYPE_CHECKING:

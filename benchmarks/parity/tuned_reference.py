@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.data.batches.loader import MicroBatch
 
 Sample = dict[str, "Tensor"]
 _NAMES = ("base_model.model.", ".default", ".base_layer")

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.examples.opening import OpenExamples, open_examples
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

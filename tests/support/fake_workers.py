@@ -25,7 +25,7 @@ from trainium_contract.wire.messages import (
     RestartRecord,
     WorkerPhase,
 )
-from trainium_operator.cluster.resources import NODES, PODS
+from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
 from trainium_operator.plan.model.job_id import JobId
 

@@ -7,10 +7,10 @@ import pytest
 from fake_kubernetes import FakeCluster, Fault, refuse
 from virtual_time import run_virtual
 
-from trainium_operator.cluster import errors
-from trainium_operator.cluster.api import ATTEMPTS, Api
-from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, LEASES, PODS
-from trainium_operator.cluster.transport import Answer, ConnectionFailedError
+from trainium_operator.cluster.api import errors
+from trainium_operator.cluster.api.client import ATTEMPTS, Api
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS
+from trainium_operator.cluster.api.transport import Answer, ConnectionFailedError
 
 BODY = {"metadata": {"name": "a"}}
 

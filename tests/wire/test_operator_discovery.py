@@ -10,9 +10,9 @@ from fake_kubernetes import FakeCluster, refuse
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.discovery import REFRESH_SECONDS, Discovery, discover_gang_apis
-from trainium_operator.cluster.resources import JOBS, NODES, PODS, SECRETS
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS
+from trainium_operator.cluster.cache.discovery import REFRESH_SECONDS, Discovery, discover_gang_apis
 from trainium_operator.plan.model.node_labels import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from fake_kubernetes import FakeCluster
 from virtual_time import run_virtual, settle
 
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.events import BUCKET, EventRecorder, Note
-from trainium_operator.cluster.resources import EVENTS
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import EVENTS
+from trainium_operator.cluster.execute.events import BUCKET, EventRecorder, Note
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -12,12 +12,12 @@ from virtual_time import run_virtual, settle
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase
 from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.destruction import LEAST, HeldBackError
-from trainium_operator.cluster.errors import ConflictError, ForbiddenError
-from trainium_operator.cluster.events import EventRecorder
-from trainium_operator.cluster.executor import Executor
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
+from trainium_operator.cluster.execute.events import EventRecorder
+from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (

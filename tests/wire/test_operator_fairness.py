@@ -11,10 +11,10 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.resources import EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.transport import Answer
+    from trainium_operator.cluster.api.transport import Answer
 
 HOOK_SECONDS = 10.0
 """How long the API server waits for a webhook by default."""

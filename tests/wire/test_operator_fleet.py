@@ -10,10 +10,10 @@ from fake_kubernetes import FakeCluster, Write, refuse
 from operator_process import training_job, until, wall_clock
 from virtual_time import run_virtual, settle
 
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.fleet import LOOK_SECONDS, Fleet
-from trainium_operator.cluster.fleet_record import decode
-from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.fleet.fleet_reconciler import LOOK_SECONDS, Fleet
+from trainium_operator.cluster.fleet.fleet_record import decode
 from trainium_operator.plan.fleet.memory import MachineState
 from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
 from trainium_operator.runtime import make_caches

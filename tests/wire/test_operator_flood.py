@@ -20,11 +20,11 @@ from aiohttp import web
 from fake_http import FakeServer
 from fake_kubernetes import FakeCluster
 
-from trainium_operator.cluster.api import Api
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import LEASES
+from trainium_operator.cluster.api.transport import connect
+from trainium_operator.cluster.coordinator_ports import TokenReviewer
 from trainium_operator.cluster.lease import LeaseElector
-from trainium_operator.cluster.ports import TokenReviewer
-from trainium_operator.cluster.resources import LEASES
-from trainium_operator.cluster.transport import connect
 from trainium_operator.coordinator import door, guests, server
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificates import renewed, server_names

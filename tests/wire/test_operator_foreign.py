@@ -14,14 +14,14 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
 
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
 from trainium_operator.coordinator.authentication import RefusedError
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_operator.cluster.resources import Resource
+    from trainium_operator.cluster.api.resources import Resource
 
 
 def owner(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:

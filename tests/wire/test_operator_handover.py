@@ -23,7 +23,7 @@ from fake_workers import bind
 from operator_process import training_job
 
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
-from trainium_operator.cluster.resources import JOBS, LEASES, NODES, PODS, SECRETS
+from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.settings import AgentSettings, Endpoint
 

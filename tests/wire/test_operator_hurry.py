@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.observe import enqueue_on_change
-from trainium_operator.cluster.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
-from trainium_operator.cluster.store import Entry, Key
-from trainium_operator.cluster.views import ChildRecord
-from trainium_operator.cluster.work_queue import WorkQueue
+from trainium_operator.cluster.cache.store import Entry, Key
+from trainium_operator.cluster.cache.views import ChildRecord
+from trainium_operator.cluster.queue.observe import enqueue_on_change
+from trainium_operator.cluster.queue.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
+from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.plan.model.names import membership_name
 from trainium_operator.plan.model.observed import PodPhase, PodView
@@ -21,7 +21,7 @@ from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api import Api
+    from trainium_operator.cluster.api.client import Api
 
 JOB = ("default", "llama")
 POD = ("default", "llama-w-0")

@@ -20,8 +20,8 @@ from operator_process import training_job, until
 from replicas import World, world
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.membership_record import membership_of
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS
+from trainium_operator.cluster.cache.membership_record import membership_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

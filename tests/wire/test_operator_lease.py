@@ -7,9 +7,9 @@ import pytest
 from fake_kubernetes import FakeCluster, refuse
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.api import Api
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError
-from trainium_operator.cluster.resources import LEASES
 
 
 def elector(cluster: FakeCluster, identity: str, *, clock_error: float = 0.0) -> LeaseElector:

@@ -11,7 +11,7 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -14,8 +14,8 @@ from virtual_time import run_virtual
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
-from trainium_operator.cluster.lenient import readable_spec
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.cache.lenient import readable_spec
 from trainium_operator.coordinator.reading import read_message
 
 if TYPE_CHECKING:

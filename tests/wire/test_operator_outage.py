@@ -13,12 +13,12 @@ from operator_process import training_job, until
 from replicas import World, world
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.cluster.transport import Answer
+    from trainium_operator.cluster.api.transport import Answer
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 

@@ -6,9 +6,9 @@ import asyncio
 
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
-from trainium_operator.cluster.store import Key
-from trainium_operator.cluster.work_queue import WorkQueue
+from trainium_operator.cluster.cache.store import Key
+from trainium_operator.cluster.queue.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
+from trainium_operator.cluster.queue.work_queue import WorkQueue
 
 JOB = ("default", "llama")
 OTHER = ("default", "other")

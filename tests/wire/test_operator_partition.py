@@ -12,8 +12,8 @@ from fake_workers import Workers, lose_node, readiness
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.destruction import LEAST, WINDOW_SECONDS, Destruction, HeldBackError
-from trainium_operator.cluster.resources import EVENTS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, NODES, PODS
+from trainium_operator.cluster.execute.deletion_limit import LEAST, WINDOW_SECONDS, Destruction, HeldBackError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

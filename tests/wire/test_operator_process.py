@@ -19,8 +19,8 @@ from fake_http import FakeServer
 from fake_kubernetes import FakeCluster
 from operator_process import training_job
 
-from trainium_operator.cluster.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
-from trainium_operator.cluster.transport import NoClusterError, connect
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
+from trainium_operator.cluster.api.transport import NoClusterError, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

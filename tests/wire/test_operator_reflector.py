@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from fake_kubernetes import FakeCluster, refuse
 from virtual_time import run_virtual, settle
 
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.reflector import SILENCE_SECONDS, Reflector
-from trainium_operator.cluster.resources import PODS
-from trainium_operator.cluster.store import Store
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import PODS
+from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
+from trainium_operator.cluster.cache.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,7 +11,7 @@ from operator_process import until
 from replicas import World, world
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.resources import JOBS, LEASES, NODES
+from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES
 from trainium_operator.plan.model.job_id import JobId
 
 

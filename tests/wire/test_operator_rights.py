@@ -9,8 +9,8 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
+from trainium_operator.cluster.api.resources import ALL, GANGS, JOBS, SECRETS
 from trainium_operator.cluster.rbac import RIGHTS, Scope
-from trainium_operator.cluster.resources import ALL, GANGS, JOBS, SECRETS
 
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
 

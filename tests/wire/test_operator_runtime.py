@@ -15,7 +15,7 @@ from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
 
 from trainium_operator import handlers
-from trainium_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.health import HealthServer
 from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.runtime import DEAF_SECONDS, plan_settings

@@ -29,7 +29,7 @@ _ALWAYS = (
     "trainium_trainer.checkpoint.manager",
     "trainium_trainer.backends.native",
     "trainium_trainer.data.opening",
-    "trainium_trainer.data.python_docs",
+    "trainium_trainer.data.sources.python_docs",
 )
 _DIVIDED = (
     "torch._dynamo",  # DTensor and FSDP import it at their first use
@@ -76,10 +76,10 @@ def _configuration(path: str | None) -> TrainingConfig | None:
 
 def _prepare_data(config: DataConfig, global_size: int, epochs: float) -> None:
     """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
-    from trainium_trainer.data.cache import sources_of  # noqa: PLC0415 - as above
-    from trainium_trainer.data.files import S3  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.sources import is_data_set  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import sources_of  # noqa: PLC0415 - as above
+    from trainium_trainer.data.sources.files import S3  # noqa: PLC0415
+    from trainium_trainer.data.sources.resolve import is_data_set  # noqa: PLC0415
 
     held = config.validation.source if config.validation is not None else None
     names = [name for name, _, _ in sources_of(config)] + ([held] if held else [])

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 
+from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import build
 from trainium_trainer.data.examples.held_out import held_out, prompt_ids_of, prompt_of
 from trainium_trainer.data.examples.store import Stored
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.order import EpochOrder
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: [
 @pytest.fixture
 def options(base: Path, text_file: Path, tmp_path: Path) -> list[str]:
     """A short tuning on sums, with a base that has a tokenizer."""
-    from trainium_trainer.data.encoding import SourceSpec
-    from trainium_trainer.data.learning import learned
+    from trainium_trainer.data.prepared.learned_tokenizer import learned
+    from trainium_trainer.data.tokens.encoding import SourceSpec
 
     folder = tmp_path / "base"
     folder.mkdir()

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_trainer.data.loader import Loader, SampleMaker
+from trainium_trainer.data.batches.loader import Loader, SampleMaker
+from trainium_trainer.data.batches.order import Mixture
+from trainium_trainer.data.batches.samples import Part, Rules, Samples
+from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.order import Mixture
-from trainium_trainer.data.samples import Part, Rules, Samples
-from trainium_trainer.data.share import Share
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

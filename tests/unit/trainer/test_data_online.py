@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from data_files import END, config, json_lines, write_text
 
-from trainium_trainer.data import online
-from trainium_trainer.data.counts import BlockCounts
-from trainium_trainer.data.encoding import Encoder
-from trainium_trainer.data.lanes import LanePlan, Lanes, TextBlocks
-from trainium_trainer.data.online import Streams
+from trainium_trainer.data.batches.order import shuffled
+from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.batches.share import Share
+from trainium_trainer.data.online import streams
+from trainium_trainer.data.online.block_counts import BlockCounts
+from trainium_trainer.data.online.lanes import LanePlan, Lanes, TextBlocks
+from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import Data, open_data
-from trainium_trainer.data.order import shuffled
-from trainium_trainer.data.samples import Samples
-from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader
-from trainium_trainer.data.tokenizer import load_tokenizer
-from trainium_trainer.data.workers import WorkerError
+from trainium_trainer.data.tokens.encoding import Encoder
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
+from trainium_trainer.data.workers.pool import WorkerError
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ DOCUMENTS = [f"document {number}: " + f"word{number % 7} " * (number % 23 + 1) f
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online, "_SMALLEST_BLOCK", 1500)
+    monkeypatch.setattr(streams, "_SMALLEST_BLOCK", 1500)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_small_data_are_tokenised_ahead_unless_asked_otherwise(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Samples)
-    monkeypatch.setattr(online, "_WORTH_IT", 1000)
+    monkeypatch.setattr(streams, "_WORTH_IT", 1000)
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Streams)
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Ahead").training, Samples)
     with pytest.raises(UserError, match="python-docs: cannot be tokenised while training"):

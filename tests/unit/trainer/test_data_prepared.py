@@ -17,13 +17,13 @@ from data_files import END, TEXTS, config, decoded, json_lines, opened, prepared
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import cli
-from trainium_trainer.data.build import Progress, Recipe, build
-from trainium_trainer.data.cache import vocabulary_of_data
-from trainium_trainer.data.encoding import SourceSpec, held_back
-from trainium_trainer.data.files import DataFile
-from trainium_trainer.data.prepared import Prepared, Selection, watching
-from trainium_trainer.data.tokenizer import load_tokenizer
-from trainium_trainer.data.workers import WorkerError, Workers
+from trainium_trainer.data.prepared.build import Progress, Recipe, build
+from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
+from trainium_trainer.data.sources.files import DataFile
+from trainium_trainer.data.tokens.encoding import SourceSpec, held_back
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
+from trainium_trainer.data.workers.pool import WorkerError, Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -
     path.write_text("\n".join(TEXTS * 200))
     script = (
         "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
-        "from trainium_trainer.data import build, opening\n"
+        "from trainium_trainer.data.prepared import build; from trainium_trainer.data import opening\n"
         "make = build._make\n"
         "build._make = lambda *arguments: (print('built'), make(*arguments))[1]\n"
         "print(opening.open_data(DataConfig.model_validate_json(sys.argv[1]), 8).identity)\n"
@@ -130,8 +130,8 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = many(tmp_path / "d.jsonl")
-    monkeypatch.setattr("trainium_trainer.data.build.BLOCK_BYTES", 3000)
-    monkeypatch.setattr("trainium_trainer.data.writer._BATCH_TOKENS", 700)
+    monkeypatch.setattr("trainium_trainer.data.prepared.build.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("trainium_trainer.data.prepared.writer._BATCH_TOKENS", 700)
     manifests = []
     for workers, shard_tokens in ((1, 10**9), (3, 2000)):
         folder = tmp_path / f"made-{workers}"
@@ -155,8 +155,8 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
 def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, tokenizer: Path) -> None:
     many(tmp_path / "d.jsonl")
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data import build, writer\n"
-        "from trainium_trainer.data.encoding import SourceSpec\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data.prepared import build, writer\n"
+        "from trainium_trainer.data.tokens.encoding import SourceSpec\n"
         "build.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -313,7 +313,7 @@ def test_two_ranks_that_count_what_is_held_back_at_once_both_remember_it(
     build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
     prepared = Prepared(tmp_path / "made")
     # Ranks are forks of one process that do the same, so their objects lie at the same places.
-    monkeypatch.setattr("trainium_trainer.data.prepared.id", lambda _: 1, raising=False)
+    monkeypatch.setattr("trainium_trainer.data.prepared.prepared.id", lambda _: 1, raising=False)
     cache = tmp_path / "shared"
     cache.mkdir()
     found = at_once(monkeypatch, lambda: Selection(prepared, 0.2, validation=True, memo=cache).tokens)

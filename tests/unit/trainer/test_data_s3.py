@@ -13,11 +13,11 @@ from s3_server import Fault, S3Server
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import exits
-from trainium_trainer.data import files
-from trainium_trainer.data.cache import vocabulary_of_data
-from trainium_trainer.data.documents import Piece
 from trainium_trainer.data.examples.held_out import held_out
-from trainium_trainer.data.sources import open_source
+from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.sources import files
+from trainium_trainer.data.sources.documents import Piece
+from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_trainer.data.loader import Loader, SampleMaker, validation_batches
-from trainium_trainer.data.order import WINDOW, Mixture, Permutation
-from trainium_trainer.data.samples import Part, Rules, Samples, ValidationSet
-from trainium_trainer.data.share import Share
+from trainium_trainer.data.batches.loader import Loader, SampleMaker, validation_batches
+from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
+from trainium_trainer.data.batches.samples import Part, Rules, Samples, ValidationSet
+from trainium_trainer.data.batches.share import Share
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from data_files import (
 from pyarrow import parquet
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.data.documents import Piece, Skipped
-from trainium_trainer.data.samples import Samples
-from trainium_trainer.data.sources import open_source
+from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.sources.documents import Piece, Skipped
+from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

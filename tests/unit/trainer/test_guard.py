@@ -12,7 +12,7 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.configuration.config import launch_of, settle
-from trainium_trainer.data.loader import MicroBatch
+from trainium_trainer.data.batches.loader import MicroBatch
 from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from trials import trials
 
 from trainium_contract.sizes import BatchShape, SizeRule, passes
-from trainium_trainer.data.loader import Loader, RankBatch, SampleMaker
-from trainium_trainer.data.order import Mixture
-from trainium_trainer.data.samples import Part, Rules, Samples
-from trainium_trainer.data.share import Share
+from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
+from trainium_trainer.data.batches.order import Mixture
+from trainium_trainer.data.batches.samples import Part, Rules, Samples
+from trainium_trainer.data.batches.share import Share
 from trainium_trainer.models.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:

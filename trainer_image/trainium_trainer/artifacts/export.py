@@ -25,7 +25,7 @@ from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
-from trainium_trainer.data.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.weights.adapter import AdapterWeights

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.pipeline import Pipeline
     from trainium_trainer.backends.store import Store
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.stages import LlamaStage
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.data.handing import Fellows
+from trainium_trainer.data.batches.broadcast import Fellows
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.base import Mesh

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_trainer.backends.choose import choose
-from trainium_trainer.data.files import S3
-from trainium_trainer.data.sources import PYTHON_DOCS, is_data_set
+from trainium_trainer.data.sources.files import S3
+from trainium_trainer.data.sources.resolve import PYTHON_DOCS, is_data_set
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

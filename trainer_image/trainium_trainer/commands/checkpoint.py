@@ -89,7 +89,7 @@ def from_nxd(
     from trainium_trainer.checkpoint.nxd.whole_tensors import write_whole  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
-    from trainium_trainer.data.cache import vocabulary_of_data  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import vocabulary_of_data  # noqa: PLC0415
 
     settings = load(config)
     shape = resolve_shape(settings.model, vocabulary_of_data(settings.data))

@@ -20,8 +20,8 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.data.build import Progress
-    from trainium_trainer.data.prepared import Manifest
+    from trainium_trainer.data.prepared.build import Progress
+    from trainium_trainer.data.prepared.prepared import Manifest
 
 
 def prepare_data(
@@ -61,12 +61,12 @@ def prepare_data(
         return
     if not source or output is None:
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
-    from trainium_trainer.data.bos import beginning_of_documents  # noqa: PLC0415 - as below
-    from trainium_trainer.data.build import Recipe, build  # noqa: PLC0415 - numpy, only for this command
-    from trainium_trainer.data.cache import cache_directory, usable  # noqa: PLC0415
-    from trainium_trainer.data.encoding import SourceSpec  # noqa: PLC0415
-    from trainium_trainer.data.learning import learned  # noqa: PLC0415
-    from trainium_trainer.data.tokenizer import tokenizer_file, vocabulary_of  # noqa: PLC0415
+    from trainium_trainer.data.prepared.build import Recipe, build  # noqa: PLC0415 - numpy, only for this command
+    from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
+    from trainium_trainer.data.prepared.learned_tokenizer import learned  # noqa: PLC0415
+    from trainium_trainer.data.tokens.bos import beginning_of_documents  # noqa: PLC0415 - as below
+    from trainium_trainer.data.tokens.encoding import SourceSpec  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import tokenizer_file, vocabulary_of  # noqa: PLC0415
 
     checked = _checked(tokenizer, vocab_size, text_field, workers, max_bad_lines)
     specs = tuple(SourceSpec(name, text_field) for name in source)
@@ -87,9 +87,9 @@ def prepare_data(
 def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     """Make all that a run would make before its first step."""
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
-    from trainium_trainer.data.cache import cache_directory  # noqa: PLC0415
+    from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.samples import Samples  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import cache_directory  # noqa: PLC0415
 
     config = load(file, overrides)
     bar = _Bar("documents" if config.data.format is DataFormat.TEXT else "examples")

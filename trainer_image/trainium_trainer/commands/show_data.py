@@ -49,7 +49,7 @@ def show_data(
 
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.tokenizer import load_tokenizer  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import load_tokenizer  # noqa: PLC0415
 
     given = load(config, overrides or ())
     data = open_data(given.data, given.batch.global_size, epochs=given.epochs)
@@ -62,8 +62,8 @@ def show_data(
 
 def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown] | None]:
     """Samples by position; None for one that only fills up an epoch."""
+    from trainium_trainer.data.batches.samples import Samples, TextSample  # noqa: PLC0415
     from trainium_trainer.data.examples.part import ExampleSample  # noqa: PLC0415 - as above
-    from trainium_trainer.data.samples import Samples, TextSample  # noqa: PLC0415
 
     training = data.training
     if not isinstance(training, Samples):
@@ -81,7 +81,7 @@ def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iter
 
 def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown]]:
     """Samples of text that is tokenised while training: of the step that the first one is in, and the next ones."""
-    from trainium_trainer.data.share import Share  # noqa: PLC0415 - only for streams
+    from trainium_trainer.data.batches.share import Share  # noqa: PLC0415 - only for streams
     from trainium_trainer.data.streaming import open_loader  # noqa: PLC0415
     from trainium_trainer.models.loss import IGNORED_LABEL  # noqa: PLC0415
 

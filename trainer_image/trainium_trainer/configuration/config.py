@@ -27,8 +27,8 @@ from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
 from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
 from trainium_trainer.configuration.backend_limits import check_nxd
 from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
-from trainium_trainer.data.cache import vocabulary_of_data
-from trainium_trainer.data.tokenizer import TOKENIZER_FILE
+from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape
 from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows

@@ -23,14 +23,14 @@ from trainium_trainer.backends.sample_group import fellows_of
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.configuration.config import with_steps
-from trainium_trainer.data.handing import Fellows
-from trainium_trainer.data.loader import validation_batches
-from trainium_trainer.data.online import Streams
+from trainium_trainer.data.batches.broadcast import Fellows
+from trainium_trainer.data.batches.loader import validation_batches
+from trainium_trainer.data.batches.share import Share
+from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.prepared import watching
-from trainium_trainer.data.share import Share
+from trainium_trainer.data.prepared.prepared import watching
 from trainium_trainer.data.streaming import open_loader
-from trainium_trainer.data.tokenizer import digest_of
+from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import NumericalError, UserError
 from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import told_at_start
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Backend, StepOutcome
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.loader import Loader
+    from trainium_trainer.data.batches.loader import Loader
     from trainium_trainer.data.opening import Data
     from trainium_trainer.loop.stop import StopRequest
     from trainium_trainer.monitor.watch import Alert, Watch

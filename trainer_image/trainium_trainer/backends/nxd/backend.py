@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.llama import Llama
     from trainium_trainer.models.nxd_layout import Piece
     from trainium_trainer.weights.adapter import AdapterWeights

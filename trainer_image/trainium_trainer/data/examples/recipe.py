@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.data import BosToken
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
-from trainium_trainer.data.encoding import SourceSpec
 from trainium_trainer.data.examples.forms.function import digest_of_function
 from trainium_trainer.data.examples.forms.instruction import Templates, templates_of
 from trainium_trainer.data.examples.forms.making import Maker
-from trainium_trainer.data.special_tokens import Special, special_of
-from trainium_trainer.data.tokenizer import digest_of
+from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.tokens.special_tokens import Special, special_of
+from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

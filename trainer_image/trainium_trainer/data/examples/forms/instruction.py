@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.examples.forms.example import Example, answered
 from trainium_trainer.data.examples.forms.fields import Guard, Template, as_text, parsed
-from trainium_trainer.data.files import S3, reading, s3
+from trainium_trainer.data.sources.files import S3, reading, s3
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

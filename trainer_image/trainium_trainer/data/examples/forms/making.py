@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.trainer.examples import ChatConfig, ExamplesConfig
-    from trainium_trainer.data.documents import Record
     from trainium_trainer.data.examples.forms.instruction import Templates
-    from trainium_trainer.data.special_tokens import Special
+    from trainium_trainer.data.sources.documents import Record
+    from trainium_trainer.data.tokens.special_tokens import Special
 
 _MESSAGES = "messages"
 
