@@ -18,7 +18,7 @@ from fleetlab.kube import Kube, PodWatch
 from fleetlab.operator_site import SERVER_NAME, OperatorSite
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
-from trainium_devcluster.fleet import FleetShape
+from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.plan.model.node_labels import LAYERS
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_devcluster.node import downward, environment, quantities
-from trainium_devcluster.node.environment import ConfigError, ServiceView
+from trainium_devcluster.node.api import quantities
+from trainium_devcluster.node.spec import downward_api, environment
+from trainium_devcluster.node.spec.environment import ConfigError, ServiceView
 
 POD = {
     "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"b": "2", "a": 'x"y'}, "annotations": {}},
@@ -23,7 +24,7 @@ POD = {
         ],
     },
 }
-FACTS = downward.PodFacts(POD, "127.20.0.2", "127.20.0.1", {"memory": "32Gi", "cpu": "8"})
+FACTS = downward_api.PodFacts(POD, "127.20.0.2", "127.20.0.1", {"memory": "32Gi", "cpu": "8"})
 CONFIG = {"data": {"k": "v"}, "binaryData": {"raw": base64.b64encode(b"\x01").decode()}}
 SECRET = {"data": {"s": base64.b64encode(b"hush").decode()}}
 
@@ -118,14 +119,14 @@ def test_services_become_variables() -> None:
     ],
 )
 def test_fields_of_the_pod(path: str, expected: str) -> None:
-    assert downward.field(FACTS, path) == expected
+    assert downward_api.field(FACTS, path) == expected
 
 
 def test_an_unknown_field_is_an_error() -> None:
-    with pytest.raises(downward.UnknownFieldError, match=r"status\.phase"):
-        downward.field(FACTS, "status.phase")
-    with pytest.raises(downward.UnknownFieldError, match="does not have"):
-        downward.resource(FACTS, {"containerName": "x", "resource": "limits.cpu"}, "c")
+    with pytest.raises(downward_api.UnknownFieldError, match=r"status\.phase"):
+        downward_api.field(FACTS, "status.phase")
+    with pytest.raises(downward_api.UnknownFieldError, match="does not have"):
+        downward_api.resource(FACTS, {"containerName": "x", "resource": "limits.cpu"}, "c")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_an_unknown_field_is_an_error() -> None:
     ],
 )
 def test_resources_are_rounded_up_and_default_to_the_node(resource: str, divisor: str, expected: str) -> None:
-    assert downward.resource(FACTS, {"resource": resource, "divisor": divisor}, "c") == expected
+    assert downward_api.resource(FACTS, {"resource": resource, "divisor": divisor}, "c") == expected
 
 
 @pytest.mark.parametrize(("text", "value"), [("500m", "0.5"), ("32Gi", str(32 << 30)), ("1e3", "1000"), ("2k", "2000")])

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_devcluster.node import addresses, atomic_writer, hosts, logs, mounts, options, refusals
-from trainium_devcluster.node.environment import ConfigError
-from trainium_devcluster.node.isolation import Isolation, Namespaces
-from trainium_devcluster.node.payloads import FileContent, MissingKeyError, select
-from trainium_devcluster.node.pod_setup import capabilities
+from trainium_devcluster.node import options
+from trainium_devcluster.node.network import addresses, hosts
+from trainium_devcluster.node.pods import logs
+from trainium_devcluster.node.pods.pod_setup import capabilities
+from trainium_devcluster.node.processes.isolation import Isolation, Namespaces
+from trainium_devcluster.node.spec import mounts, unsupported_fields
+from trainium_devcluster.node.spec.config_data import FileContent, MissingKeyError, select
+from trainium_devcluster.node.spec.environment import ConfigError
+from trainium_devcluster.node.volumes import atomic_writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,7 +176,7 @@ def test_a_wrong_option_ends_with_a_sentence(
 
 def refused(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:
     body = {"containers": [{"name": "c", "command": ["x"], **container}], **spec}
-    return refusals.refusals({"metadata": {}, "spec": body}, Isolation(namespaces, own_pids=True))
+    return unsupported_fields.refusals({"metadata": {}, "spec": body}, Isolation(namespaces, own_pids=True))
 
 
 def test_an_ordinary_pod_is_not_refused() -> None:

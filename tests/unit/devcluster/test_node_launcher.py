@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from trainium_devcluster.node import isolation, processes
-from trainium_devcluster.node.isolation import Namespaces
+from trainium_devcluster.node.processes import isolation, process_trees
+from trainium_devcluster.node.processes.isolation import Namespaces
 
 PREAMBLE = """
 import asyncio, json, os, signal, sys
-from trainium_devcluster.node import isolation, launcher
+from trainium_devcluster.node.processes import isolation, launcher
 found = isolation.find()
 isolation.enter(found)
 sock, _ = launcher.fork_launcher(found)
-from trainium_devcluster.node.container_root import Mount
-from trainium_devcluster.node.launching import Command, Launcher, LaunchError
+from trainium_devcluster.node.processes.container_root import Mount
+from trainium_devcluster.node.processes.launcher_client import Command, Launcher, LaunchError
 
 STATE = sys.argv[1]
 os.makedirs(STATE + "/shm"); os.makedirs(STATE + "/vol")
@@ -57,7 +57,7 @@ def unprivileged() -> list[str]:
 
 
 def possible(prefix: list[str]) -> str:
-    code = "from trainium_devcluster.node import isolation; print(isolation.find().namespaces)"
+    code = "from trainium_devcluster.node.processes import isolation; print(isolation.find().namespaces)"
     done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
@@ -194,19 +194,19 @@ def test_a_killed_node_takes_every_process_of_its_containers_with_it(prefix: lis
 
 
 def sleepers(command: str) -> list[int]:
-    return [pid for pid in processes.parents() if processes.command_line(pid) == command]
+    return [pid for pid in process_trees.parents() if process_trees.command_line(pid) == command]
 
 
 def test_a_tree_of_processes_is_found_and_can_be_killed() -> None:
     with subprocess.Popen(["sh", "-c", "sleep 987654 & sleep 987654; true"]) as process:
         end = time.monotonic() + 5
-        while len(processes.process_tree(process.pid)) < 3:
+        while len(process_trees.process_tree(process.pid)) < 3:
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert processes.process_tree(process.pid)[0] == process.pid
-        reached = processes.signal_tree(process.pid, 9)  # type: ignore[arg-type]
+        assert process_trees.process_tree(process.pid)[0] == process.pid
+        reached = process_trees.signal_tree(process.pid, 9)  # type: ignore[arg-type]
         assert len(reached) == 3
-    assert processes.process_tree(process.pid) == []
+    assert process_trees.process_tree(process.pid) == []
 
 
 def test_the_strongest_isolation_is_found_without_changing_this_process() -> None:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_devcluster.node import control, probes
-from trainium_devcluster.node.api import ApiError, Unreachable
-from trainium_devcluster.node.checks import Outcome, port_number
-from trainium_devcluster.node.events import EventSink, Severity
-from trainium_devcluster.node.reflector import ObjectCache, Reflector
-from trainium_devcluster.node.status_writer import StatusWriter
-from trainium_devcluster.node.tokens import TokenSource
-from trainium_devcluster.node.waiting import until
+from trainium_devcluster.node.api.client import ApiError, Unreachable
+from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
+from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.pods import probes
+from trainium_devcluster.node.pods.probe_actions import Outcome, port_number
+from trainium_devcluster.node.pods.status_writer import StatusWriter
+from trainium_devcluster.node.server import control_socket
+from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -261,11 +262,11 @@ async def test_the_control_socket_answers_bad_requests_with_sentences(tmp_path: 
         return {"got": request["op"]}
 
     path = tmp_path / "control.sock"
-    server = await control.serve(path, handle)
+    server = await control_socket.serve(path, handle)
     assert path.stat().st_mode & 0o777 == 0o600
 
     async def ask(body: Any) -> Any:
-        return await asyncio.to_thread(control.request, path, body)
+        return await asyncio.to_thread(control_socket.request, path, body)
 
     assert await ask({"op": "x"}) == {"ok": True, "got": "x"}
     assert await ask({"op": "bad"}) == {"ok": False, "error": "that does not exist"}
@@ -281,4 +282,4 @@ async def test_the_control_socket_answers_bad_requests_with_sentences(tmp_path: 
 
 async def test_a_control_socket_with_too_long_a_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be shorter"):
-        await control.serve(tmp_path / ("x" * 120), None)  # type: ignore[arg-type]
+        await control_socket.serve(tmp_path / ("x" * 120), None)  # type: ignore[arg-type]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.node.container_root import Mount
-from trainium_devcluster.node.programs import program_folders, shown_again
+from trainium_devcluster.node.processes.container_root import Mount
+from trainium_devcluster.node.processes.programs import program_folders, shown_again
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_devcluster.node.backoff import Backoff
-from trainium_devcluster.node.objects import grace_seconds
-from trainium_devcluster.node.status import (
+from trainium_devcluster.node.api.objects import grace_seconds
+from trainium_devcluster.node.pods.backoff import Backoff
+from trainium_devcluster.node.pods.status import (
     ContainerView,
     Kind,
     PodView,
