@@ -28,7 +28,7 @@ from trainium_trainer.tuning.choice import choose
 
 KEY = "k" * 32
 MODULE = "neuronxcc-2.1/MODULE_1+abc"
-EXAMPLES = Path(__file__).parents[3] / "manifests/examples"
+EXAMPLES = Path(__file__).parents[4] / "manifests/examples"
 
 
 def graphs(nodes: int = 2, **fields: Any) -> Graphs:

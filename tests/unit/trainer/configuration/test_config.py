@@ -341,7 +341,7 @@ def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) 
 
 
 def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pytest.CaptureFixture[str]) -> None:
-    example = Path(__file__).parents[3] / "manifests/examples/hlat-7b.yaml"
+    example = Path(__file__).parents[4] / "manifests/examples/hlat-7b.yaml"
     assert cli.run(["check", "--config", str(example)]) == 0
     told = capsys.readouterr().out
     assert "job: starts on 128 nodes of 32 processes; useful sizes: 64, 86, 128\n" in told

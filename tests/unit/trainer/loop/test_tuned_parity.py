@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 from trainium_trainer.configuration.config import load
 from trainium_trainer.data.opening import open_data
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
