@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.patient import newcomers
-from benchmarks.faults.processes import somebody
 from benchmarks.faults.row import Row, Session, in_one_job
+from benchmarks.faults.rows.processes import somebody
 from benchmarks.faults.trial import Before, Expect, follow, strike
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.pods import ONE_SPARE
-from benchmarks.faults.processes import in_place
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import Row, Session, in_one_job
+from benchmarks.faults.rows.pods import ONE_SPARE
+from benchmarks.faults.rows.processes import in_place
 from benchmarks.faults.trial import Before, Expect, follow, strike
 
 from trainium_trainer.checkpoint.root.survey import survey, verify

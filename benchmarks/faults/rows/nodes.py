@@ -6,10 +6,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.pods import TAKEN_OVER, TWO_SPARES
-from benchmarks.faults.processes import somebody
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import Row, Session, in_one_job
+from benchmarks.faults.rows.pods import TAKEN_OVER, TWO_SPARES
+from benchmarks.faults.rows.processes import somebody
 from benchmarks.faults.stage import NODES, SkipRowError
 from benchmarks.faults.trial import Before, Expect, strike
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.nodes import lost
-from benchmarks.faults.pods import GONE, ONE_SPARE, TAKEN_OVER
-from benchmarks.faults.processes import in_place, somebody
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session, in_one_job
+from benchmarks.faults.rows.nodes import lost
+from benchmarks.faults.rows.pods import GONE, ONE_SPARE, TAKEN_OVER
+from benchmarks.faults.rows.processes import in_place, somebody
 from benchmarks.faults.trial import Before, Expect, follow, strike
 
 if TYPE_CHECKING:
