@@ -14,7 +14,7 @@ from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.nxd import divisions, zero1
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.format.part import Part
-from trainium_trainer.checkpoint.nxd.nxd_layout import Projections, parameters_of
+from trainium_trainer.checkpoint.nxd.parameter_names import Projections, parameters_of
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.nxd_layout import TensorRank

@@ -126,7 +126,7 @@ def to_nxd(
     from trainium_contract.trainer.parallelism import Precision  # noqa: PLC0415
     from trainium_trainer.checkpoint.format.contents import Contents  # noqa: PLC0415
     from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415
-    from trainium_trainer.checkpoint.nxd.nxd_layout import Projections  # noqa: PLC0415
+    from trainium_trainer.checkpoint.nxd.parameter_names import Projections  # noqa: PLC0415
     from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
     from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415

@@ -24,7 +24,7 @@ from trainium_trainer.checkpoint.dividing.nxd import divisions, replicated, zero
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme, merged, placed
 from trainium_trainer.checkpoint.durable.save_plan import Word, agreed
 from trainium_trainer.checkpoint.format.live_state import box_of, scheme_of
-from trainium_trainer.checkpoint.nxd.nxd_layout import Projections, parameters_of
+from trainium_trainer.checkpoint.nxd.parameter_names import Projections, parameters_of
 from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP

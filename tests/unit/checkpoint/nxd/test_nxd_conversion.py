@@ -17,7 +17,7 @@ from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.nxd.from_nxd import NxdSource
 from trainium_trainer.checkpoint.nxd.nxd_files import TensorReference, name_of
-from trainium_trainer.checkpoint.nxd.nxd_layout import Projections
+from trainium_trainer.checkpoint.nxd.parameter_names import Projections
 from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag
 from trainium_trainer.checkpoint.nxd.whole_tensors import Source, write_whole
 from trainium_trainer.checkpoint.root.survey import survey, verify

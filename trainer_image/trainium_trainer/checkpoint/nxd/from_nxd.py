@@ -13,7 +13,7 @@ import torch
 
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.nxd.nxd_files import Tag
-from trainium_trainer.checkpoint.nxd.nxd_layout import MOMENTS, Projections, parameters_of, pieces_of
+from trainium_trainer.checkpoint.nxd.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
 from trainium_trainer.checkpoint.nxd.whole_tensors import Source
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.nxd_layout import EMBEDDING, LM_HEAD, KeyValueOrder, Piece, TensorRank
