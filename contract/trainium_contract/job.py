@@ -244,8 +244,10 @@ class MembershipStatus(MessageModel):
     """Data-parallel degree at this size."""
     passes: int = 0
     """Micro-batches of a step on each data-parallel rank."""
+    batch: int = 0
+    """Samples of a step over all ranks; the global batch, or near it (trainer.batch.tolerance)."""
     speed: float = 0.0
-    """Speed at this size as a share of that at the desired one, by the passes."""
+    """Speed at this size as a share of that at the desired one, by the samples of a pass."""
     reserve: int = 0
     """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
 

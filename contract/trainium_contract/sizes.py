@@ -2,15 +2,19 @@
 
 A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / (tensor x pipeline).
 The global batch is the same at every size; what changes is how many micro-batches a rank computes in a step (`passes`).
-Where they do not come out even, some rows of some ranks' last micro-batches are empty. A size is legal when the world
-is divisible by tensor x pipeline and, under the rule `Even`, no row is empty.
+Where they do not come out even, some rows of some ranks' last micro-batches are empty, or, within a tolerance that is
+given by choice, a step takes a few samples more or fewer. A size is legal when the world is divisible by tensor x
+pipeline and, under the rule `Even`, the global batch itself leaves no row empty.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+
+_MILLION = 1_000_000
 
 
 class SizeRule(StrEnum):
@@ -27,9 +31,21 @@ def passes(global_size: int, micro_size: int, data_parallel: int) -> int:
     return -(-global_size // (micro_size * data_parallel))
 
 
+def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
+    """Samples of one step: the number nearest to the global batch that leaves no row empty, if within the tolerance.
+
+    Else the global batch. The tolerance is a share; of two numbers that are as near it is the smaller.
+    """
+    rows = micro_size * data_parallel
+    nearest = max(1, -((rows - 2 * global_size) // (2 * rows))) * rows
+    # In whole millionths: a share such as 0.29 is no exact number.
+    within = abs(nearest - global_size) * _MILLION <= round(tolerance * _MILLION) * global_size
+    return nearest if within else global_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What decides which sizes are legal and what they are worth; all counts are >= 1."""
+    """What decides which sizes are legal and what they are worth; all counts are >= 1, the tolerance is 0 to 0.5."""
 
     cores_per_node: int
     tensor: int
@@ -37,6 +53,8 @@ class BatchShape:
     global_batch_size: int
     micro_batch_size: int
     rule: SizeRule = SizeRule.ANY
+    tolerance: float = 0.0
+    """Share of the global batch by which that of a step may differ."""
 
     def data_parallel(self, nodes: int) -> int:
         """Data-parallel degree at `nodes` nodes; 0 when the world is not divisible by tensor x pipeline."""
@@ -47,7 +65,13 @@ class BatchShape:
         """Micro-batches per optimizer step and data-parallel rank; 0 when the size is not legal."""
         if not self.is_legal(nodes):
             return 0
-        return passes(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes))
+        return passes(self.batch(nodes), self.micro_batch_size, self.data_parallel(nodes))
+
+    def batch(self, nodes: int) -> int:
+        """Samples of a step over all ranks; 0 when the size is not legal."""
+        if not self.is_legal(nodes):
+            return 0
+        return step_batch(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
 
     def is_legal(self, nodes: int) -> bool:
         """Whether a job of this shape can train on `nodes` nodes."""
@@ -65,10 +89,13 @@ class BatchShape:
         return next((size for size in range(nodes, max(1, smallest) - 1, -1) if self.is_legal(size)), 0)
 
     def best(self, nodes: int, smallest: int = 1) -> int:
-        """The legal size <= nodes and >= smallest with the fewest passes, and of several the smallest.
+        """The legal size <= nodes and >= smallest with the most samples a pass, and of several the smallest.
 
-        What is beyond it would save no pass. 0 when there is none.
+        With one batch at every size that is the one with the fewest passes. What is beyond it would save no time. 0
+        when there is none.
         """
+        if self.tolerance:
+            return _fastest(self, nodes, smallest)
         largest = self.floor(nodes, smallest)
         # Fewer nodes of an even size always need a pass more.
         return self._least(self.passes(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
@@ -78,6 +105,11 @@ class BatchShape:
         if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
             return self.legal_sizes(smallest, largest)
         found: list[int] = []
+        if self.tolerance:
+            for size in self.legal_sizes(smallest, largest):
+                if not found or self.speed(size, found[-1]) > 1:
+                    found.append(size)
+            return tuple(found)
         size = self._whole(smallest)
         while size <= largest:
             found.append(size)
@@ -87,13 +119,16 @@ class BatchShape:
         return tuple(found)
 
     def speed(self, nodes: int, full: int) -> float:
-        """Speed at `nodes` nodes as a share of that at `full` nodes; both are legal. A step lasts by its passes."""
-        return self.passes(full) / self.passes(nodes)
+        """Samples in a time at `nodes` nodes as a share of those at `full` nodes; both are legal.
+
+        A step lasts by its passes.
+        """
+        return self.batch(nodes) * self.passes(full) / (self.batch(full) * self.passes(nodes))
 
     def filled(self, nodes: int) -> float:
         """Share of the rows of a step that hold a sample, at a legal size."""
         rows = self.passes(nodes) * self.data_parallel(nodes) * self.micro_batch_size
-        return self.global_batch_size / rows
+        return self.batch(nodes) / rows
 
     def _least(self, most_passes: int, smallest: int) -> int:
         """The smallest size >= smallest that needs no more passes than these."""
@@ -105,6 +140,20 @@ class BatchShape:
         group = self.tensor * self.pipeline
         step = group // math.gcd(group, self.cores_per_node)
         return -(-max(1, smallest) // step) * step
+
+
+@functools.lru_cache(maxsize=1024)  # a plan asks for the same few at each round
+def _fastest(shape: BatchShape, nodes: int, smallest: int) -> int:
+    """`BatchShape.best` of a shape with a tolerance, under which more nodes are not always as fast as fewer."""
+    found = 0
+    for size in reversed(shape.legal_sizes(smallest, nodes)):
+        # No rank computes more in a pass than a micro-batch, so what is smaller than this cannot be faster.
+        rows = shape.data_parallel(size) * shape.micro_batch_size
+        if found and rows * shape.passes(found) < shape.batch(found):
+            break
+        if not found or shape.speed(size, found) >= 1:
+            found = size
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ class SizeRow:
     """How many of them train; the others wait in reserve."""
     passes: int
     """Micro-batches of a step on each data-parallel rank."""
+    batch: int
+    """Samples of a step over all ranks."""
     speed: float
-    """Share of the speed at the size asked for, by the passes."""
+    """Share of the speed at the size asked for, by the samples of a pass."""
     filled: float
     """Share of a step's rows that hold a sample."""
     step_seconds: float | None
@@ -64,6 +66,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             most=max(size, following - 1),
             trains=size,
             passes=shape.passes(size),
+            batch=shape.batch(size),
             speed=shape.speed(size, full) if full else 0.0,
             filled=shape.filled(size),
             step_seconds=measured.get(size),

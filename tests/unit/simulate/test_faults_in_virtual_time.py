@@ -67,6 +67,19 @@ def test_without_a_spare_an_elastic_job_trains_on_fewer_nodes_and_grows_back() -
     assert outcome.strict == pytest.approx(1 - 60 / DAY, abs=0.001)
 
 
+def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
+    near = spec(
+        spares=0,
+        workers={"minReplicas": 1},
+        recovery={"rescaleAfterSeconds": 60},
+        trainer={"batch": {"globalSize": 16, "tolerance": 0.1}},
+    )
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=near)
+    # 15 samples in 5 passes of 3 where 4 nodes make 16 in 4: three quarters; with 16 in 6 it would be two thirds.
+    assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
+    assert outcome.work == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
+
+
 def test_a_broken_device_moves_the_rank_and_its_machine_is_kept_away_from() -> None:
     played = world()
     outcome = played.live([fault(HOUR, FaultClass.DEVICE_ERROR, lasts=20 * HOUR)])

@@ -115,7 +115,7 @@ class World:
         """Seconds that an undisturbed run of the full size would have taken for the steps that are kept."""
         training = self.run.training
         training.account(self.timeline.now)
-        return sum(training.fresh.values()) * training.step_seconds(self._setting.spec.workers.replicas)
+        return training.work()
 
     def _stop(self) -> None:
         """The job has ended with a verdict; a person looks at it, and creates it again."""
