@@ -13,6 +13,10 @@ import functools
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _MILLION = 1_000_000
 
@@ -41,6 +45,17 @@ def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance:
     # In whole millionths: a share such as 0.29 is no exact number.
     within = abs(nearest - global_size) * _MILLION <= round(tolerance * _MILLION) * global_size
     return nearest if within else global_size
+
+
+def likely_first(sizes: Collection[int], present: int) -> tuple[int, ...]:
+    """Sizes in the order in which a job on `present` nodes may come to need them.
+
+    First those for the loss of one node, two, four, eight and so on, a rack among them; then the nearest.
+    """
+    losses = (1 << doubled for doubled in range(present.bit_length()))
+    after = (max((size for size in sizes if size <= present - lost), default=None) for lost in losses)
+    nearest = sorted(sizes, key=lambda nodes: (abs(nodes - present), nodes))
+    return tuple(dict.fromkeys([*(size for size in after if size is not None), *nearest]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +119,9 @@ class BatchShape:
         """The legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
         if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
             return self.legal_sizes(smallest, largest)
-        found: list[int] = []
         if self.tolerance:
-            for size in self.legal_sizes(smallest, largest):
-                if not found or self.speed(size, found[-1]) > 1:
-                    found.append(size)
-            return tuple(found)
+            return _ever_faster(self, smallest, largest)
+        found: list[int] = []
         size = self._whole(smallest)
         while size <= largest:
             found.append(size)
@@ -154,6 +166,16 @@ def _fastest(shape: BatchShape, nodes: int, smallest: int) -> int:
         if not found or shape.speed(size, found) >= 1:
             found = size
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _ever_faster(shape: BatchShape, smallest: int, largest: int) -> tuple[int, ...]:
+    """`BatchShape.useful_sizes` of a shape with a tolerance."""
+    found: list[int] = []
+    for size in shape.legal_sizes(smallest, largest):
+        if not found or shape.speed(size, found[-1]) > 1:
+            found.append(size)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

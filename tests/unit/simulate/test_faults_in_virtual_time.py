@@ -183,3 +183,20 @@ def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
     shrinks = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
     assert shrinks[0] == pytest.approx(900 + 70, rel=0.05)
     assert shrinks[1] < 100
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [("Start", 1200 + 70), ("Background", 70)])
+def test_a_job_that_compiles_ahead_pays_for_the_sizes_that_its_spares_have_not_compiled(
+    sizes: str, seconds: float
+) -> None:
+    """Two nodes of five go, of which one was a spare; none of the smaller sizes is there but in the background."""
+    job = spec(
+        spares=1,
+        workers={"minReplicas": 1},
+        recovery={"rescaleAfterSeconds": 60},
+        precompile={"enabled": True, "sizes": sizes},
+    )
+    losses = [fault(HOUR, FaultClass.NODE_LOST, slot=0), fault(HOUR + 60, FaultClass.NODE_LOST, slot=1)]
+    outcome = live(*losses, job=job, compile_seconds=1200.0)
+    (shrink,) = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    assert shrink == pytest.approx(seconds, rel=0.1)

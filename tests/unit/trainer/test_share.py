@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_contract.sizes import BatchShape, SizeRule, passes, step_batch
+from trainium_contract.sizes import BatchShape, SizeRule, likely_first, passes, step_batch
 from trainium_trainer.data.loader import Loader, RankBatch, SampleMaker
 from trainium_trainer.data.order import Mixture
 from trainium_trainer.data.samples import Part, Rules, Samples
@@ -237,6 +237,21 @@ def test_hlat_with_a_hundredth_of_tolerance_keeps_nearly_all_of_it(
     assert hlat.speed(nodes, 128) == pytest.approx(speed, rel=1e-3)
     assert hlat.best(nodes) == (nodes if count == 2 else 86)
     assert hlat.useful_sizes(64, 128) == (64, 85, 86, 127, 128)
+
+
+def test_the_sizes_that_losses_of_one_two_four_nodes_would_need_are_compiled_first() -> None:
+    assert likely_first(range(90, 130), 128)[:8] == (127, 126, 124, 120, 112, 96, 128, 129)
+    assert likely_first((64, 86, 128), 128) == (86, 64, 128), "the loss of up to 42 nodes wants 86"
+    assert likely_first((64, 128, 160), 86) == (64, 128, 160)
+    assert likely_first((), 4) == ()
+
+
+@given(st.sets(st.integers(1, 60), max_size=20), st.integers(1, 60))
+def test_every_size_is_compiled_once_and_first_the_one_for_the_loss_of_a_node(sizes: set[int], present: int) -> None:
+    order = likely_first(sizes, present)
+    assert sorted(order) == sorted(sizes)
+    if smaller := [size for size in sizes if size < present]:
+        assert order[0] == max(smaller)
 
 
 def test_a_llama_3_8b_job_keeps_eight_ninths_on_fifteen_of_sixteen_nodes() -> None:

@@ -33,6 +33,8 @@ class SizeDecision:
     message: str
     shape: BatchShape | None
     """None when the spec is invalid."""
+    compiled_first: tuple[int, ...] = ()
+    """Sizes whose graphs every worker has before it joins."""
 
     def legal_at_most(self, nodes: int) -> int:
         """The best size for so many nodes that the job may run at; 0 when there is none."""
@@ -85,6 +87,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
         reason=reason,
         message=sentence(message),
         shape=shape,
+        compiled_first=spec.sizes_to_compile() if spec.precompile.enabled else (),
     )
 
 
