@@ -78,7 +78,7 @@ def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
 
 
 def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
-    """Whether every step saw as many samples as `batches` says, and no sample was seen twice; within the first epoch."""
+    """Whether every step saw as many samples as `batches` says, and none was seen twice; within the first epoch."""
     seen = _samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)
