@@ -80,12 +80,12 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
     columns = (
         Column("NODES", 9, right=True), Column("TRAIN", 8, right=True), Column("PASSES", 6, right=True),
         Column("SAMPLES", 2, right=True), Column("SPEED", 7, right=True), Column("ROWS FILLED", 3, right=True),
-        Column("STEP TIME", 4, right=True), Column("", 5),
+        Column("STEP TIME", 4, right=True), Column("GRAPHS", 1), Column("", 5),
     )  # fmt: skip
     cells = [
         (str(each.fewest) if each.fewest == each.most else f"{each.fewest}-{each.most}", str(each.trains),
          str(each.passes), f"{each.batch:,}", share(each.speed), share(each.filled), duration(each.step_seconds),
-         "now" if each.current else "")
+         {True: "ready", False: "none", None: "-"}[each.compiled], "now" if each.current else "")
         for each in rows
     ]  # fmt: skip
     return table(columns, cells, width)

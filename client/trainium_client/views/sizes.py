@@ -36,6 +36,8 @@ class SizeRow:
     step_seconds: float | None
     """As it was measured at this size; None where the job has not been."""
     current: bool
+    compiled: bool | None
+    """Whether its graphs are there; None where nobody knows, without `precompile`."""
 
 
 def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
@@ -60,6 +62,9 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     measured = {
         whole(each, "size"): number(each, "stepSeconds") for each in objects(mapping(status, "goodput"), "sizes")
     }
+    told = mapping(status, "compiled").get("sizes")
+    known = [each for each in told if isinstance(each, int)] if isinstance(told, list) else []
+    compiled = {*known, *spec.sizes_to_compile()}
     rows = [
         SizeRow(
             fewest=size,
@@ -71,6 +76,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             filled=shape.filled(size),
             step_seconds=measured.get(size),
             current=size == now,
+            compiled=size in compiled if spec.precompile.enabled else None,
         )
         for size, following in pairwise((*useful, most + 1))
     ]
