@@ -211,7 +211,7 @@ def _at_size(job: Job, size: int) -> tuple[int, float]:
     """What the size is worth by the status, once a few steps were made at it."""
     status = job.until(
         f"training on {size} nodes",
-        lambda status: status["membership"]["size"] == size and status["phase"] == "Running",
+        lambda status: status.get("membership", {}).get("size") == size and status.get("phase") == "Running",
         120,
     )
     job.until_step(status["progress"]["step"] + 5)
