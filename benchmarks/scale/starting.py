@@ -16,7 +16,7 @@ from benchmarks.scale.talk import Rounds
 from trainium_contract.manifest import Manifest, ManifestFile
 from trainium_trainer.checkpoint.agreement import Claim, Moment, RankView, ShardKey, spoken_for
 from trainium_trainer.checkpoint.council import Check, Council, Done, Load, Offer, Report
-from trainium_trainer.checkpoint.gathering import pack, part, unpack
+from trainium_trainer.checkpoint.gathering import pack, part, uncollected, unpack
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.pairing import Room, duties_of, promises_of
 from trainium_trainer.checkpoint.survey import Committed, Survey
@@ -109,9 +109,10 @@ def measure(book: Book, model: Model, ranks: int) -> None:
     packed = iter([b""])
 
     def as_first(_said: list[Any], decide: Callable[..., list[Any]], _: str) -> list[Any]:
-        heard = [pickle.loads(pickle.loads(each)[1])[1] for each in unpack(next(packed))]
-        answers = decide(heard)
-        part("value", answers)
+        told = unpack(next(packed))
+        with uncollected():  # as `deal` does
+            answers = decide([pickle.loads(pickle.loads(each)[1])[1] for each in told])
+            part("value", answers)
         return answers
 
     for _ in range(3):

@@ -357,6 +357,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.ranks < ON_A_NODE or options.ranks % ON_A_NODE:
         parser.error(f"a world has a multiple of {ON_A_NODE} ranks")
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch, as the agent does: a fork does not have its parent's threads
     from trainium_trainer.warm import warm  # noqa: PLC0415 - imports torch, once for all ranks
 
     warm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 from pathlib import Path
@@ -160,4 +161,5 @@ def deal_with_failures(place: Place) -> list[str]:
         dealt({}, answers, label="late" if place.rank == 1 else "same"),
         dealt({}, lambda heard: [lambda: heard for _ in heard]),
         dealt({}, answers),
+        dealt({}, lambda heard: [gc.isenabled() for _ in heard]) + str(gc.isenabled()),
     ]

@@ -278,3 +278,9 @@ def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(
         "RuntimeError: ranks are at different points: same and late",
     ]
     assert results[0][4].startswith("RuntimeError")  # what cannot travel is an error of all, no silence
+
+
+def test_no_search_for_circles_of_objects_while_the_first_rank_decides_and_one_afterwards(
+    world: Callable[..., list[list[str]]],
+) -> None:
+    assert [found[6] for found in world(2, deal_with_failures)] == ["FalseTrue"] * 2
