@@ -32,7 +32,7 @@ from benchmarks.scale import document, restarting, saving, starting  # noqa: E40
 from benchmarks.scale.book import Book  # noqa: E402
 from benchmarks.scale.models import MODELS  # noqa: E402
 
-from trainium_contract import descriptors  # noqa: E402
+from trainium_contract.needs import descriptors  # noqa: E402
 
 SIZES = (8, 64, 512, 4096)
 FILES = "Open files"

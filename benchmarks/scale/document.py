@@ -27,6 +27,7 @@ machine here takes 4,096 ranks, so these are simulated; the simulation is held a
   machine's cores. Peak memory is what the process grew by meanwhile.
 - Agents wait for turns ([decision 0087](decisions/0087-turns.md)), so their messages do not depend on how long a
   restart takes, but for two a second. They are counted between agents and store; the seconds are without the counter.
+  Of 16,384 ranks no agents were started: 512 processes of theirs do not fit.
 - Each agent gets the whole membership, made once for all: its key in the store follows from all uids, 21 of 38 bytes a
   node. So the answers are quadratic in nodes: 0.6 MiB at 128, 36 MiB at 1,000.
 
@@ -61,6 +62,10 @@ def page(raw: Json, worlds: list[Json], beside: Json | None = None) -> str:
         parts.append(_beside(figures, machine["torch"], others, beside["machine"]["torch"]))
     parts.append(_worlds(sorted(worlds, key=lambda world: (world["ranks"], world["sharded"]))))
     return "\n\n".join(parts) + "\n"
+
+
+def _title(each: Figure) -> str:
+    return f"{each.name}, peak memory" if each.unit == "MiB peak" else each.name
 
 
 def _find(figures: list[Figure], section: str, name: str, where: str, unit: str) -> float | None:
@@ -135,7 +140,7 @@ def _growth(figures: list[Figure]) -> str:
 def _line(each: Figure) -> str:
     largest = max(each.values)
     value = shown(each.values[largest], each.unit)
-    return f"- {each.section}: {each.name} ({each.where}), {each.law}; {value} at {largest:,}."
+    return f"- {each.section}: {_title(each)} ({each.where}), {each.law}; {value} at {largest:,}."
 
 
 def _section(name: str, figures: list[Figure]) -> str:
@@ -143,9 +148,8 @@ def _section(name: str, figures: list[Figure]) -> str:
     lines = [f"## {name}", "", "| figure | of | " + " | ".join(f"{ranks:,}" for ranks in sizes) + " | growth |"]
     lines.append("|---" * (3 + len(sizes)) + "|")
     for each in figures:
-        title = f"{each.name}, peak memory" if each.unit == "MiB peak" else each.name
         values = " | ".join(shown(each.values.get(ranks), each.unit) for ranks in sizes)
-        lines.append(f"| {title} | {each.where} | {values} | {each.law} |")
+        lines.append(f"| {_title(each)} | {each.where} | {values} | {each.law} |")
     return "\n".join(lines)
 
 
@@ -165,8 +169,9 @@ def _beside(figures: list[Figure], torch: str, others: list[Figure], other_torch
             values = [_find(of, each.section, each.name, each.where, each.unit) for of in (figures, others)]
             if None not in values:
                 what = each.section.partition("(")[2].rstrip(")")
-                title = f"{each.name}, peak memory" if each.unit == "MiB peak" else each.name
-                lines.append(f"| {what}: {title} | {each.where} | {' | '.join(shown(v, each.unit) for v in values)} |")
+                lines.append(
+                    f"| {what}: {_title(each)} | {each.where} | {' | '.join(shown(v, each.unit) for v in values)} |"
+                )
     return "\n".join(lines)
 
 

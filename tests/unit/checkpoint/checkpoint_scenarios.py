@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from checkpoint_world import HookedStorage, Place, Run, position, solo
 
-from trainium_contract.manifest import COMMIT_NAME
+from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
+from trainium_trainer.checkpoint.collectives import deal, gather, settle
 from trainium_trainer.checkpoint.errors import StorageError
-from trainium_trainer.checkpoint.gathering import deal, gather, settle
-from trainium_trainer.checkpoint.snapshot import SnapshotFile
+from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from plan_builders import NOW
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.messages import (
+from trainium_contract.status.results import ArtifactReport
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
     ProcessFailure,
@@ -23,11 +24,10 @@ from trainium_contract.messages import (
     StepTiming,
     WorkerPhase,
 )
-from trainium_contract.results import ArtifactReport
 from trainium_operator.plan.model.observed import AgentView, NodeReadiness, NodeView, PodPhase, PodView
 
 if TYPE_CHECKING:
-    from trainium_contract.precompile import CompiledSize
+    from trainium_contract.spec.precompile import CompiledSize
 
 START_SECONDS = 1.0
 STOP_SECONDS = 2.0

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.scheduling import Topology
-from trainium_contract.worker_env import GROUP, KIND
+from trainium_contract.spec.scheduling import Topology
+from trainium_contract.wire.worker_env import GROUP, KIND
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.node_labels import LAYERS

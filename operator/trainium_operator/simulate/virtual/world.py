@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainium_contract.precompile import CompiledSize
+from trainium_contract.spec.precompile import CompiledSize
 from trainium_operator.simulate.virtual.failures import OF_MACHINES, FaultClass
 from trainium_operator.simulate.virtual.nodes import Nodes
 from trainium_operator.simulate.virtual.operator import SimulatedOperator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-    from trainium_contract.ledger import GoodputStatus
+    from trainium_contract.status.ledger import GoodputStatus
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.failures import FailureModel
     from trainium_operator.simulate.virtual.nodes import Slot

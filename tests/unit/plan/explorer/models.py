@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from plan_builders import spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.precompile import CompiledSize, PrecompileSpec
+from trainium_contract.spec.precompile import CompiledSize, PrecompileSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

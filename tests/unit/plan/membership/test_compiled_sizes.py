@@ -9,7 +9,7 @@ from plan_builders import spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.job import ConditionType, Phase, Rung
-from trainium_contract.precompile import MAX_COMPILED, CompiledSize, CompiledStatus
+from trainium_contract.spec.precompile import MAX_COMPILED, CompiledSize, CompiledStatus
 from trainium_operator.plan.model.conditions import is_true
 
 REST = 30
