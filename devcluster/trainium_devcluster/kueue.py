@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainium_devcluster.progress import Write
 
 NAMESPACE = "kueue-system"
+FRAMEWORK = "TrainingJob.v1alpha1.trainium.dev"
 _SERVICE = "kueue-webhook-service"
 _SECRET = "kueue-webhook-server-cert"  # noqa: S105 - the name of an object
 _GROUP = "kueue.x-k8s.io"
@@ -39,7 +40,7 @@ _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 
 
-def install_kueue(cluster: ClusterHandle, *, write: Write, framework: str = "TrainingJob.v1alpha1.trainium.dev") -> None:
+def install_kueue(cluster: ClusterHandle, *, write: Write, framework: str = FRAMEWORK) -> None:
     """Install and start Kueue; `framework` is the kind whose own controller makes Workloads. Raises ClusterError."""
     binaries = ensure_binaries(programs=KUEUE_PROGRAMS, write=write)
     port, health = free_ports(2)

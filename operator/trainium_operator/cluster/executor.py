@@ -26,20 +26,24 @@ from trainium_operator.cluster.errors import (
     NotOursError,
 )
 from trainium_operator.cluster.events import Note
+from trainium_operator.cluster.kueue import drop_quota, tell_quota
 from trainium_operator.cluster.membership_record import membership_of
 from trainium_operator.cluster.ownership import controlling_job
 from trainium_operator.cluster.refusals import Refusals
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, resource_of
+from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, WORKLOADS, resource_of
 from trainium_operator.cluster.slots import OF_ONE, Slots
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
+    AskQuota,
     CreatePod,
     DeleteJob,
     DeletePod,
+    DropQuota,
     EventKind,
     EventType,
     PublishMembership,
+    TellQuota,
 )
 from trainium_operator.plan.model.reasons import Reason
 
@@ -52,7 +56,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.observe import Caches
     from trainium_operator.cluster.resources import Resource
     from trainium_operator.cluster.store import Store
-    from trainium_operator.cluster.views import ChildRecord
     from trainium_operator.plan.model.actions import Action, EventIntent, Plan
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import JobView
@@ -155,6 +158,13 @@ class Executor:
         elif isinstance(action, ApplyGroup):
             manifest = action.manifest
             await self._api.apply(resource_of(manifest), job.namespace, manifest["metadata"]["name"], manifest)
+        elif isinstance(action, AskQuota):
+            workloads = self._caches.kueue.workloads
+            workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
+        elif isinstance(action, TellQuota):
+            await tell_quota(self._api, self._caches.kueue, job, action)
+        elif isinstance(action, DropQuota):
+            await drop_quota(self._api, self._caches.kueue, job, action)
         elif isinstance(action, DeleteJob):
             await self._delete_job(job, action)
 
@@ -167,7 +177,7 @@ class Executor:
         }[kind]
         lister.write_through(await self._own(job, resource, manifest, lister.store))
 
-    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[ChildRecord]) -> Json:
+    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[Any]) -> Json:
         """Create an object, or bring the job's own in line, whoever wrote what is in it. Raises NotOursError."""
         name = manifest["metadata"]["name"]
         if store.entry((job.namespace, name)) is None:
