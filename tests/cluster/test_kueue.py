@@ -70,7 +70,9 @@ QUEUES = {
     ],
 }
 STEPS = 400
-LONG = f"{{trainer: {{steps: {STEPS}}}, checkpoint: {{durable: {{everySteps: 100}}}}, scheduling: {{queueName: training}}"
+LONG = (
+    f"{{trainer: {{steps: {STEPS}}}, checkpoint: {{durable: {{everySteps: 100}}}}, scheduling: {{queueName: training}}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def workloads(site: Site, namespace: str) -> dict[str, dict[str, str]]:
 
 
 def admitted(status: dict[str, Any]) -> tuple[str, str]:
-    return next(((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == "Admitted"))
+    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == "Admitted")
 
 
 def size(wanted: int) -> Callable[[dict[str, Any]], bool]:

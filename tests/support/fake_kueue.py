@@ -64,9 +64,7 @@ class FakeKueue:
         waiting = [raw for raw in self.workloads().values() if _waits(raw)]
         for raw in sorted(waiting, key=lambda each: (-each["spec"]["priority"], each["metadata"]["name"])):
             fits = self.used() + _pods(raw) <= self.capacity
-            self.cluster.change(
-                WORKLOADS, "default", raw["metadata"]["name"], _admission if fits else _refusal
-            )
+            self.cluster.change(WORKLOADS, "default", raw["metadata"]["name"], _admission if fits else _refusal)
 
 
 def _pods(raw: dict[str, Any]) -> int:

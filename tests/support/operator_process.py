@@ -87,7 +87,9 @@ class OperatorProcess:
         kueue: bool = False,
     ) -> None:
         self.connection = Connection(cluster, die_after_write)
-        self.runtime = Runtime(Settings(kueue=kueue), self.connection, namespace="system", identity=identity, wall_clock=clock)
+        self.runtime = Runtime(
+            Settings(kueue=kueue), self.connection, namespace="system", identity=identity, wall_clock=clock
+        )
         self.ended = asyncio.Event()
         """It ended by itself: the Lease was lost."""
         self.began_to_lead = 0.0

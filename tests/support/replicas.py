@@ -24,9 +24,7 @@ RESTART_SECONDS = 2.0
 class World:
     """One cluster with nodes, one or more operators, and jobs."""
 
-    def __init__(
-        self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, kueue: bool = False
-    ) -> None:
+    def __init__(self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, kueue: bool = False) -> None:
         self.cluster = FakeCluster(wall_clock)
         self.cluster.graceful_pods = True
         self.workers = Workers(self.cluster, nodes, total_steps)

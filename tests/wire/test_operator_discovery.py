@@ -59,9 +59,7 @@ def test_only_versions_whose_fields_are_known_are_used(
         ({"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, True),
     ],
 )
-def test_kueue_counts_in_the_version_whose_fields_are_known(
-    served: dict[str, tuple[str, ...]], expected: bool
-) -> None:
+def test_kueue_counts_in_the_version_whose_fields_are_known(served: dict[str, tuple[str, ...]], expected: bool) -> None:
     cluster = FakeCluster()
     cluster.served = served
     assert run_virtual(serves_kueue(Api(cluster))) is expected

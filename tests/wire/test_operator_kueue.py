@@ -101,7 +101,9 @@ async def lose_a_step_and_get_it_back(seen: World, kueue: FakeKueue) -> None:
 async def suspend_and_resume(seen: World, kueue: FakeKueue) -> None:
     await seen.runs()
     seen.change_spec(lambda spec: spec.update(suspend=True))
-    await until(lambda: seen.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "nothing is asked for")
+    await until(
+        lambda: seen.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "nothing is asked for"
+    )
     seen.change_spec(lambda spec: spec.update(suspend=False))
     await seen.trains()
     await seen.runs()

@@ -10,7 +10,7 @@ from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
 from trainium_operator.cluster.rbac import RIGHTS, Scope
-from trainium_operator.cluster.resources import ALL, GANGS, QUEUEING, JOBS, SECRETS
+from trainium_operator.cluster.resources import ALL, GANGS, JOBS, QUEUEING, SECRETS
 
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
 

@@ -325,6 +325,7 @@ def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
     assert {version for _, version in staging} == {f"0.{minor}"}
     assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
     assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
+    assert f"sigs.k8s.io/kueue v{catalog.KUEUE_VERSION}" in (root / "kueue" / "go.mod").read_text()
 
 
 def test_every_program_has_a_source() -> None:

@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import ConditionType, MembershipStatus, Phase, TrainingJobStatus
+from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
 from trainium_contract.scheduling import GangStatus
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from plan_builders import SETTINGS, created, deleted, job, observed, pod, running, spec, training
@@ -11,7 +11,6 @@ from plan_builders import SETTINGS, created, deleted, job, observed, pod, runnin
 from trainium_contract.job import Condition, ConditionStatus, ConditionType, TrainingJobStatus
 from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.model.quota import (
     KueueState,
     Placement,
@@ -24,6 +23,9 @@ from trainium_operator.plan.model.quota import (
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.quota_sizes import MOST_STEPS, steps_from
 from trainium_operator.plan.view.size import decide_size
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed
 
 READY = replace(SETTINGS, kueue=KueueState.READY)
 BLUE = Placement(
@@ -168,7 +170,9 @@ def test_a_step_that_is_admitted_is_used() -> None:
 def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_gone() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, said=EVICTED))
     result = plan(in_queue(at_work(4, minReplicas=2), *held), READY)
-    assert of(result, TellQuota) == of(result, DropQuota) == [] or all(not each.returns for each in of(result, TellQuota))
+    assert of(result, TellQuota) == of(result, DropQuota) == [] or all(
+        not each.returns for each in of(result, TellQuota)
+    )
     (published,) = of(result, PublishMembership)
     assert len(published.membership.members) == 3
     assert published.membership.transition.value == "Graceful"
