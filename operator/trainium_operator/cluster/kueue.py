@@ -78,10 +78,11 @@ class Kueue:
             await self.workloads.refresh()
 
     def quota(self, job: JobView) -> QuotaView | None:
-        """What is known of a job's quota; None when Kueue cannot be asked, or the job has no queue."""
-        if not job.spec.scheduling.queue_name or self.state is not KueueState.READY:
+        """What is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""
+        owned = self.workloads.store.owned_by(job.id).values()
+        if self.state is not KueueState.READY or not (owned or job.spec.scheduling.queue_name):
             return None
-        workloads = sorted(self.workloads.store.owned_by(job.id).values(), key=lambda each: (each.part, each.name))
+        workloads = sorted(owned, key=lambda each: (each.part, each.name))
         named = {flavor for each in workloads for grant in each.grants for flavor in grant.flavors}
         found = ((name, self.flavors.store.get(("", name))) for name in named)
         return QuotaView(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.binaries import cache, catalog
+from trainium_devcluster.binaries import build, cache, catalog
 from trainium_devcluster.binaries.build import SOURCES, find_go, module_root
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.binaries.catalog import (
@@ -248,6 +248,23 @@ def test_a_program_without_published_checksum_is_built_in_a_folder_of_its_own(
     assert built == [("kwok", FLEET_PROGRAMS)]
     assert host.asked == []
     assert [entry.name for entry in found.folder.iterdir()] == ["kwok"]
+
+
+def test_files_of_a_module_are_kept_beside_its_program(tmp_path: Path) -> None:
+    module = tmp_path / "module"
+    (module / "config" / "crd").mkdir(parents=True)
+    (module / "config" / "crd" / "a.yaml").write_text("kind: A\n")
+    (module / "config" / "OWNERS").write_text("nobody\n")
+    (tmp_path / "bin").mkdir()
+    old = tmp_path / "bin" / "config" / "crd" / "gone.yaml"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    go = tmp_path / "go"
+    go.write_text(f"#!/bin/sh\necho {module}\n")
+    go.chmod(0o755)
+    build._keep_files(go, tmp_path, ("example.org/m", "config"), tmp_path / "bin", dict(os.environ))
+    kept = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
+    assert kept == ["a.yaml"]
 
 
 def test_helm_alone_is_prepared_without_the_control_plane_and_kept_for_it(

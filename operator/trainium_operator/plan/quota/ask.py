@@ -35,8 +35,10 @@ _AT_ONCE = frozenset({"Preempted", "NodeFailures"})
 def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Bring the job's Workloads in line with what it wants, and tell Kueue how its pods are."""
     quota, grant = facts.observed.quota, facts.grant
-    if grant is None or quota is None:
+    if quota is None:
         return Answer(status=status)
+    if grant is None:  # its queue was cleared
+        return Answer(status=status, actions=_dropped(quota.workloads))
     if facts.job.spec.suspend or not facts.size.desired:
         return Answer(status=status, actions=_dropped(quota.workloads) if not _pods(facts) else ())
     base = needed(quota)

@@ -109,6 +109,9 @@ def _waiting(queue: str, base: WorkloadView) -> Grant:
     evicted = base.find(WorkloadCondition.EVICTED)
     pending = base.find(WorkloadCondition.QUOTA_RESERVED)
     told = pending.message if pending is not None and not pending.true else ""
+    if base.deleting or base.finished:
+        over = "is being deleted" if base.deleting else "is finished, though the job is not"
+        return Grant(stand=Stand.WAITING, message=f"Workload {base.name} {over}; then quota is asked for anew")
     if not base.active:
         message = f"Workload {base.name} is not active: set its spec.active to true to let the job go on"
         return Grant(stand=Stand.EVICTED, message=message)

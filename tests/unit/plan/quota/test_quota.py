@@ -173,6 +173,7 @@ def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_
     assert of(result, TellQuota) == of(result, DropQuota) == [] or all(
         not each.returns for each in of(result, TellQuota)
     )
+    assert "the queue grants 3 of 4" in result.status.history[-1].message
     (published,) = of(result, PublishMembership)
     assert len(published.membership.members) == 3
     assert published.membership.transition.value == "Graceful"
@@ -327,6 +328,19 @@ def test_without_kueue_a_job_with_a_queue_does_not_begin_and_one_that_runs_goes_
     result = plan(at_work(), settings)
     assert deleted(result) == {}
     assert result.status.membership.size == 4
+
+
+def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
+    seen = in_queue(running(4), workload(0, 4))
+    result = plan(seen, READY)
+    assert of(result, DropQuota) == [DropQuota("demo-quota-0", "workload-0")]
+    assert deleted(result) == {}
+
+
+def test_a_workload_on_its_way_out_is_waited_for() -> None:
+    result = plan(in_queue(new(), workload(0, 4, 1, deleting=True)), READY)
+    assert of(result, AskQuota) == of(result, DropQuota) == of(result, TellQuota) == []
+    assert "is being deleted" in condition(result).message
 
 
 def test_a_job_without_a_queue_asks_for_nothing() -> None:
