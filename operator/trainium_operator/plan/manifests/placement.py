@@ -28,7 +28,7 @@ def merged(placements: Iterable[Placement]) -> tuple[Placement, str]:
         ):
             for key, value in more.items():
                 if into.setdefault(key, value) != value and not problem:
-                    problem = f"Kueue's flavors and admission checks want {what} {key} to be {into[key]} and {value}"
+                    problem = f"flavors, admission checks and the job want {what} {key} to be {into[key]} and {value}"
         tolerations += [toleration for toleration in each.tolerations if toleration not in tolerations]
     found = Placement(labels=labels, annotations=annotations, node_selector=selector, tolerations=tuple(tolerations))
     return found, problem

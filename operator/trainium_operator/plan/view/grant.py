@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trainium_operator.plan.manifests.placement import merged
+from trainium_operator.plan.manifests.worker_pod import pod_template
 from trainium_operator.plan.model.quota import SPARES, WORKERS, KueueState, Placement, WorkloadCondition
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def granted(observed: Observed, settings: PlanSettings) -> Grant | None:
         return Grant(stand=Stand.WAITING, message=f"quota is asked for in queue {queue}")
     if not base.admitted:
         return _waiting(queue, base)
-    return _admitted(observed.quota, base)
+    return _admitted(observed.quota, base, _own(observed, settings, base))
 
 
 def needed(quota: QuotaView) -> WorkloadView | None:
@@ -81,7 +82,14 @@ def steps(quota: QuotaView) -> tuple[WorkloadView, ...]:
     return tuple(each for each in quota.workloads if each.part > 0)
 
 
-def _admitted(quota: QuotaView, base: WorkloadView) -> Grant:
+def _own(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:
+    """Where the job's own template wants its pods. Kueue heeds it for flavors; what checks add may contradict it."""
+    if not base.updates:
+        return Placement()
+    return Placement(node_selector=pod_template(observed.job, settings)["spec"].get("nodeSelector") or {})
+
+
+def _admitted(quota: QuotaView, base: WorkloadView, own: Placement) -> Grant:
     placements: list[tuple[str, Placement]] = []
     counts: dict[str, int] = {}
     for each in base.grants:
@@ -90,7 +98,7 @@ def _admitted(quota: QuotaView, base: WorkloadView) -> Grant:
         if missing:
             return Grant(stand=Stand.CONTRADICTION, message=f"ResourceFlavor {missing[0]} does not exist any more")
         parts = [quota.flavors[name] for name in each.flavors]
-        found, problem = merged([*parts, *([base.updates[each.name]] if each.name in base.updates else [])])
+        found, problem = merged([own, *parts, *([base.updates[each.name]] if each.name in base.updates else [])])
         if problem:
             message = f"{problem}: correct them, and delete Workload {base.name}"
             return Grant(stand=Stand.CONTRADICTION, message=message)

@@ -144,6 +144,10 @@ def test_what_checks_add_is_added_and_a_contradiction_begins_nothing() -> None:
     result = plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: other})), READY)
     assert created(result) == []
     assert "want node selector pool to be blue and red" in condition(result).message
+    own = {"spec": {"nodeSelector": {"zone": "b"}}}
+    result = plan(in_queue(new(template=own), workload(0, 4, 1, updates={WORKERS: check})), READY)
+    assert created(result) == []
+    assert "want node selector zone to be b and a" in condition(result).message
 
 
 def test_a_flavor_that_is_gone_begins_nothing() -> None:
