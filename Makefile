@@ -1,6 +1,7 @@
 # Every target sets up what it needs (virtual environment, cluster binaries) and may be repeated or interrupted.
 SHELL := /bin/sh
 VENV ?= .venv
+NXD_VENV ?= .venv-nxd
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process.
@@ -44,14 +45,16 @@ test-long: setup  ## The property tests with TRIALS times as many examples, rand
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)
 
-test-nxd: setup  ## The nxd backend on the real neuronx-distributed (NXD_SRC=<its checkout>/src, docs/backends.md)
-	@NXD_SRC="$(NXD_SRC)" $(BIN)/python -m pytest tests/nxd $(ARGS)
+test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_xla 2.9 (NXD_SRC=<its checkout>/src)
+	@test -d "$(NXD_SRC)/neuronx_distributed" || { echo "NXD_SRC is to be the src folder of a checkout of neuronx-distributed (docs/backends.md)" >&2; exit 2; }
+	@scripts/nxd_environment.sh $(NXD_VENV)
+	@NXD_SRC="$(NXD_SRC)" PJRT_DEVICE=CPU $(NXD_VENV)/bin/python -m pytest tests/nxd $(ARGS)
 
 check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/mypy tests/support/*.py tests/wire/agent/fake_[!b]*.py tests/wire/agent/agent_factory.py
+	@$(BIN)/mypy tests/support/*.py tests/wire/agent/fakes/fake_[!b]*.py tests/wire/agent/agent_factory.py
 	@$(BIN)/mypy benchmarks/faults/trainium_saboteur.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
@@ -91,4 +94,4 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,16 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer_model import ModelConfig
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.artifacts.writer import Alone, Blueprint, write_artifact
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.storage import Retry, open_storage
-from trainium_trainer.checkpoint.whole import Source, write_whole
+from trainium_trainer.checkpoint.nxd.whole_tensors import Source, write_whole
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.tuning.choice import choose, parameter_sizes
 from trainium_trainer.weights import BaseWeights
 

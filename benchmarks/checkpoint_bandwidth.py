@@ -28,8 +28,8 @@ from checkpoint_stall import Place
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainium_contract.trainer_checkpoint import CheckpointConfig
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.warm import warm

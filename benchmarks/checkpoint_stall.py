@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainium_contract.trainer_checkpoint import CheckpointConfig
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.checkpoint.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.warm import warm
 
 if TYPE_CHECKING:

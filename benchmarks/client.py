@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 
 from recorded_jobs import CORE, ApiServer, recorded_answers  # noqa: E402 - after the path
 
-from trainium_contract.recorded_membership import recorded_membership  # noqa: E402
+from trainium_contract.wire.recorded_membership import recorded_membership  # noqa: E402
 
 SIZES = (2, 128, 1000)
 COMMANDS = ("status llama", "ranks llama --no-steps", "why llama", "goodput llama", "sizes llama")

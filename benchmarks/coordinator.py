@@ -24,7 +24,7 @@ from fleetlab.operator_site import SERVER_NAME, OperatorSite, free_port
 from fleetlab.priority import give_way
 from fleetlab.scenario import JOBS, cluster_of, say, until_status
 
-from trainium_contract.worker_env import LABEL_JOB
+from trainium_contract.wire.worker_env import LABEL_JOB
 
 if TYPE_CHECKING:
     from fleetlab.operator_site import OperatorRun

@@ -21,15 +21,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_model import ModelConfig
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.model import ModelConfig
 from trainium_devcluster.cluster import Cluster, node_specs, system_node
 from trainium_devcluster.story.jobs import NAMESPACE, Story
 from trainium_devcluster.story.view import View
 from trainium_trainer.artifacts.writer import Alone, Blueprint, write_artifact
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.tuning.choice import parameter_sizes
 
 ROOT = Path(__file__).parents[1]

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from trainium_contract.trainer_data import DataConfig, Tokenization
-from trainium_trainer.data.build import Recipe, build
-from trainium_trainer.data.documents import Piece
-from trainium_trainer.data.encoding import SourceSpec
-from trainium_trainer.data.learning import learned
+from trainium_contract.trainer.data import DataConfig, Tokenization
+from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.prepared import Prepared
-from trainium_trainer.data.share import Share
-from trainium_trainer.data.sources import open_source
+from trainium_trainer.data.prepared.build import Recipe, build
+from trainium_trainer.data.prepared.learned_tokenizer import learned
+from trainium_trainer.data.prepared.prepared import Prepared
+from trainium_trainer.data.sources.documents import Piece
+from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.streaming import open_loader
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

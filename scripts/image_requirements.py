@@ -1,15 +1,16 @@
 # ruff: noqa: INP001 - a script
 """Prints what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
 
-Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|build
+Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|build|dev
 `operator` is the project's extra of that name, `trainer` stands for its extras trainer and s3, `build` is what makes
-its wheel. A torch that is already installed (a vendor's image brings its own) is left alone, and so is everything that
-only the pinned torch would need.
+its wheel, `dev` is all that the tests need. A torch that is already installed (a vendor's image brings its own) is left
+alone, and so is everything that only the pinned torch would need.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -46,8 +47,9 @@ def wanted(part: str) -> list[str]:
     if part == "build":
         return list(project["build-system"]["requires"])
     extras = project["project"]["optional-dependencies"]
-    more = extras["s3"] if part == "trainer" else []
-    return [*project["project"]["dependencies"], *extras[part], *more]
+    parts = {"trainer": ("trainer", "s3"), "dev": tuple(extras)}.get(part, (part,))
+    found = [need for each in parts for need in extras[each] if not need.startswith(f"{project['project']['name']}[")]
+    return [*project["project"]["dependencies"], *found]
 
 
 def resolved(requirements: list[str], pins: str) -> list[str]:
@@ -60,12 +62,28 @@ def resolved(requirements: list[str], pins: str) -> list[str]:
     return [normal(package["metadata"]["name"]) for package in json.loads(answer)["install"]]
 
 
+def installed_torch() -> dict[str, str]:
+    """Versions of a torch that is there, and of what it takes in one version only (its CUDA, triton)."""
+    try:
+        needs = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    names = ["torch", *(match[1] for need in needs if (match := re.match(r"([A-Za-z0-9._-]+)(\[.*?\])? ?\(?==", need)))]
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[normal(name)] = importlib.metadata.version(name)
+    return found
+
+
 def main(part: str) -> None:
     """Prints the requirements of `part`; exits with a sentence when one of them is not pinned."""
     pinned = blocks(Path("constraints.txt").read_text(encoding="utf-8"))
-    if importlib.util.find_spec("torch"):
-        pinned.pop("torch", None)
-    pins = "\n".join(line for block in pinned.values() for line in without_hashes(block))
+    kept = installed_torch()
+    for name in kept:
+        pinned.pop(name, None)
+    lines = [line for block in pinned.values() for line in without_hashes(block)]
+    pins = "\n".join([*lines, *(f"{name}=={version}" for name, version in kept.items())])
     names = resolved(wanted(part), pins)
     if missing := [name for name in names if name not in pinned]:
         sys.exit(f"constraints.txt has no version and hash of {', '.join(missing)}; add them")
@@ -73,6 +91,6 @@ def main(part: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in {"operator", "trainer", "build"}:
-        sys.exit("usage: python scripts/image_requirements.py operator|trainer|build")
+    if len(sys.argv) != 2 or sys.argv[1] not in {"operator", "trainer", "build", "dev"}:
+        sys.exit("usage: python scripts/image_requirements.py operator|trainer|build|dev")
     main(sys.argv[1])

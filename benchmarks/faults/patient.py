@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.faults.api import ApiError
 
-from trainium_contract.recorded_membership import members_of
+from trainium_contract.wire.recorded_membership import members_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.faults import control, endings, nodes, pods, processes, storage, virtual
+from benchmarks.faults.rows import control, endings, nodes, pods, processes, storage, virtual
 
 if TYPE_CHECKING:
     from benchmarks.faults.row import Row

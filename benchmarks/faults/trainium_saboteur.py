@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.native import NativeBackend
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.data.batches.loader import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
@@ -154,7 +154,7 @@ _DEEDS = {
 
 def _stall_storage() -> None:
     """A store that hangs: writes and reads of checkpoints wait while the file `stall` is there."""
-    from trainium_trainer.checkpoint.posix import PosixStorage  # noqa: PLC0415 - as above
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - as above
 
     def wait() -> None:
         while (FOLDER / "stall").exists():

@@ -17,8 +17,8 @@ from fake_workers import Workers, lose_node
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_contract.recorded_membership import recorded_text
-from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_contract.wire.recorded_membership import recorded_text
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

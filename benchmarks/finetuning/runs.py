@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from benchmarks.training_speed.runs import Result, peer_result, result_of, run_ranks
 
-from trainium_trainer.checkpoint.chosen import choose
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

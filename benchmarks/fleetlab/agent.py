@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from fleetlab.wire import Endpoint, Wire
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HEARTBEAT_PATH,
     MEMBERSHIP_PATH,
     REGISTER_PATH,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from fleetlab.agent import Agent, Job, Pod
 from fleetlab.kube import Kube, PodWatch, RefusedError
 from fleetlab.wire import Endpoint
-from trainium_contract.messages import WorkerPhase
-from trainium_contract.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
 from trainium_devcluster.cluster import Cluster
 from trainium_operator.memory import settle
 

@@ -13,7 +13,7 @@ import sys
 
 from aiohttp import web
 
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HEARTBEAT_PATH,
     MEMBERSHIP_PATH,
     REGISTER_PATH,

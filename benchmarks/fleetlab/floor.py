@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fleetlab.kube import PodWatch
-from trainium_devcluster.fleet import timestamp
+from trainium_devcluster.fleet.fake_nodes import timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence

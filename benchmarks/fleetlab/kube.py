@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 
-from trainium_devcluster.controlplane import HOST
+from trainium_devcluster.controlplane.components import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.processes import descendants
+from trainium_devcluster.processes.process_families import descendants
 
 if TYPE_CHECKING:
     from trainium_devcluster.cluster import Cluster

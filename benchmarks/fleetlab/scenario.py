@@ -16,10 +16,10 @@ from fleetlab.floor import Floor, measure_floor
 from fleetlab.job import NAME, training_job, worker_manifests
 from fleetlab.kube import Kube, PodWatch
 from fleetlab.operator_site import SERVER_NAME, OperatorSite
-from trainium_contract.worker_env import LABEL_JOB
+from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
-from trainium_devcluster.fleet import FleetShape
-from trainium_operator.cluster.membership_record import membership_of
+from trainium_devcluster.fleet.fake_nodes import FleetShape
+from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.plan.model.node_labels import LAYERS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fleetlab.figures import Report
     from fleetlab.kube import Json
     from fleetlab.operator_site import OperatorRun
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
 
 JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
 RATIO_GOAL = 1.15

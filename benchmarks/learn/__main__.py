@@ -25,10 +25,10 @@ from benchmarks.learn import document
 from benchmarks.learn.ngram import KneserNey
 from benchmarks.parity.ours import run_trainer
 
-from trainium_trainer import config as configuration
 from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.configuration import config as configuration
+from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.samples import Samples
 
 ROOT = Path(__file__).parents[2]
 ORDERS = (1, 2, 3, 5)

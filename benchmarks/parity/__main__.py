@@ -24,12 +24,12 @@ from benchmarks.parity.ours import RunFailedError, export_newest, run_trainer
 from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
 from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE, TUNING_ROWS, TUNING_SETTINGS
 
-from trainium_trainer import config as configuration
+from trainium_trainer.configuration import config as configuration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "parity.json"

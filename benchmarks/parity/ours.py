@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from trainium_contract.trainer_artifacts import ArtifactPrecision
+from trainium_contract.trainer.artifacts import ArtifactPrecision
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 

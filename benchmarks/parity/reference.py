@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
-from trainium_trainer.config import Launch, settle
+from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
+from trainium_trainer.configuration.config import Launch, settle
+from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.share import Share
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.models.huggingface import to_config
 from trainium_trainer.models.initial import initial_whole
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.shapes import ModelShape
 
 

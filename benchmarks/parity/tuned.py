@@ -16,18 +16,19 @@ from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from trainium_contract.trainer_tuning import TuningMethod
-from trainium_trainer import config as configuration
-from trainium_trainer.checkpoint.chosen import choose
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.storage import Retry, open_storage
-from trainium_trainer.data.loader import validation_batches
+from trainium_contract.trainer.tuning import TuningMethod
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.configuration import config as configuration
+from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.data.opening import open_data
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import LlamaForCausalLM
 
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.choice import choose
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.data.batches.loader import MicroBatch
 
 Sample = dict[str, "Tensor"]
 _NAMES = ("base_model.model.", ".default", ".base_layer")

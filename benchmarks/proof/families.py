@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.proof.strike import Point, Strike
 
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.parallelism import DataParallelMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,13 +10,13 @@ from benchmarks.proof import leavings
 from benchmarks.proof.strike_after import ARTIFACTS
 from safetensors.torch import load_file
 
-from trainium_contract.manifest import folder_name
+from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import survey, verify
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.survey import survey, verify
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.models.state_dict import Part, state_name
 from trainium_trainer.monitor.progress import read_results
 

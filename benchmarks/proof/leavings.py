@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
-from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.manifest import (
     CARD_NAME,
     LAST_NAMES,

@@ -91,8 +91,8 @@ class Material:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from trainium_trainer.data.encoding import SourceSpec
-        from trainium_trainer.data.learning import learned
+        from trainium_trainer.data.prepared.learned_tokenizer import learned
+        from trainium_trainer.data.tokens.encoding import SourceSpec
 
         torch.manual_seed(0)
         model = LlamaForCausalLM(

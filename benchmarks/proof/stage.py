@@ -19,8 +19,8 @@ from benchmarks.proof.material import Material
 from benchmarks.proof.strike import VARIABLE
 from benchmarks.proof.strike_after import ARTIFACTS
 
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.survey import survey
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.monitor.progress import read_progress
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ _LIFE_SECONDS = 1200.0
 _KILLED = -9
 _NODES_BORNE = 2
 """Nodes that have to be lost before their copies are made anew for a shard to be lost with its copy."""
-_TUNING = ("trainium_trainer.after", "trainium_trainer.evaluate.stage", "transformers.models.llama.modeling_llama")
+_TUNING = (
+    "trainium_trainer.loop.after_training",
+    "trainium_trainer.evaluate.stage",
+    "transformers.models.llama.modeling_llama",
+)
 """Imported once, by the process that forks."""
 
 

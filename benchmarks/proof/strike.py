@@ -129,7 +129,8 @@ def _in_step(fuse: Fuse, _: random.Random) -> None:
 
 
 def _in_staging(fuse: Fuse, dice: random.Random) -> None:
-    from trainium_trainer.checkpoint import buddy, memory, snapshot, staging
+    from trainium_trainer.checkpoint.durable import staging
+    from trainium_trainer.checkpoint.memory import buddy, memory_tier, snapshot
 
     def halved(copy: Any) -> Any:
         def copy_all(targets: list[Any], sources: list[Any]) -> None:
@@ -142,7 +143,7 @@ def _in_staging(fuse: Fuse, dice: random.Random) -> None:
     # Always: without a memory tier nothing is sealed or sent.
     staging.copy_all = halved(staging.copy_all)  # type: ignore[attr-defined]
     if place == "copy":
-        memory.copy_all = halved(memory.copy_all)  # type: ignore[attr-defined]
+        memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "seal":
         seal = snapshot.SnapshotFile.seal
         snapshot.SnapshotFile.seal = lambda *given: fuse.around(lambda: seal(*given))  # type: ignore[method-assign]
@@ -154,7 +155,7 @@ def _in_staging(fuse: Fuse, dice: random.Random) -> None:
 
 
 def _in_writing(fuse: Fuse, _: random.Random) -> None:
-    from trainium_trainer.checkpoint.posix import PosixStorage
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
@@ -165,7 +166,7 @@ def _in_writing(fuse: Fuse, _: random.Random) -> None:
 
 
 def _in_commit(fuse: Fuse, dice: random.Random) -> None:
-    from trainium_trainer.checkpoint.posix import PosixStorage
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
 
     def around(method: str) -> None:
         original = getattr(PosixStorage, method)
@@ -192,7 +193,8 @@ def half(storage: Any, method: str, name: str) -> None:
 
 
 def _in_load(fuse: Fuse, dice: random.Random) -> None:
-    from trainium_trainer.checkpoint import contents, resume
+    from trainium_trainer.checkpoint.format import contents
+    from trainium_trainer.checkpoint.resume import resume
 
     place = dice.choice(("gather", "copy"))
     if place == "gather":

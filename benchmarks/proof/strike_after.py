@@ -92,7 +92,7 @@ def _drawn(places: dict[str, int], fuse: Fuse, dice: random.Random) -> tuple[str
 
 
 def _in_data_file(fuse: Fuse) -> None:
-    from trainium_trainer.checkpoint.posix import PosixStorage
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
@@ -113,7 +113,7 @@ def _in_gather(fuse: Fuse, counts: Callable[[], bool]) -> None:
 
 
 def _around(method: str, fuse: Fuse, counts: Callable[[str], bool]) -> None:
-    from trainium_trainer.checkpoint.posix import PosixStorage
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
 
     original = getattr(PosixStorage, method)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.proof.families import Family, Layout, Suite
 from benchmarks.proof.strike import Point
 
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.parallelism import DataParallelMode
 
 _SHARDED, _ZERO1 = DataParallelMode.FULLY_SHARDED, DataParallelMode.SHARDED_OPTIMIZER
 _PRETRAINING = (

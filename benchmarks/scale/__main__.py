@@ -1,9 +1,11 @@
 """What a job of many ranks costs: simulated sizes, and beside them real worlds on this machine.
 
     python -m benchmarks.scale [--sizes 8,64,512,4096] [--real 8,32] [--document docs/scale.md] [--json FILE]
+                               [--beside FILE]
 
 `--real` starts that many training processes (`benchmarks/scale/world.py`); worlds that were run before are kept in
-out/bench/scale-world-*.json and stay on the page.
+out/bench/scale-world-*.json and stay on the page. `--beside` is the JSON of a run on another torch, for instance on
+the one of trn1's images: `scripts/nxd_environment.sh` makes an environment with it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from benchmarks.scale import document, restarting, saving, starting  # noqa: E40
 from benchmarks.scale.book import Book  # noqa: E402
 from benchmarks.scale.models import MODELS  # noqa: E402
 
-from trainium_contract import descriptors  # noqa: E402
+from trainium_contract.needs import descriptors  # noqa: E402
 
 SIZES = (8, 64, 512, 4096)
 FILES = "Open files"
@@ -88,6 +91,7 @@ def main() -> int:
     parser.add_argument("--real", default="", help="numbers of ranks to start as processes")
     parser.add_argument("--json", type=Path, default=ROOT / "out/bench/scale.json")
     parser.add_argument("--document", type=Path, help="write the page here")
+    parser.add_argument("--beside", type=Path, help="JSON of the same on another torch, for the page")
     options = parser.parse_args()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     if options.sizes:
@@ -97,7 +101,12 @@ def main() -> int:
         raw: dict[str, Any] = {
             "benchmark": "scale",
             "date": datetime.now(UTC).date().isoformat(),
-            "machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0], "processor": platform.machine()},
+            "machine": {
+                "cores": os.cpu_count(),
+                "load": os.getloadavg()[0],
+                "processor": platform.machine(),
+                "torch": version("torch").partition("+")[0],
+            },
             "figures": [figure.to_json() for figure in book.figures],
         }
         options.json.write_text(json.dumps(raw, indent=1) + "\n")
@@ -105,7 +114,8 @@ def main() -> int:
         real([int(size) for size in options.real.split(",")], options.json.parent)
     if options.document:
         worlds = [json.loads(path.read_text()) for path in options.json.parent.glob("scale-world-*.json")]
-        options.document.write_text(document.page(json.loads(options.json.read_text()), worlds))
+        beside = json.loads(options.beside.read_text()) if options.beside else None
+        options.document.write_text(document.page(json.loads(options.json.read_text()), worlds, beside))
     return 0
 
 

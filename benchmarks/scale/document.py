@@ -27,6 +27,7 @@ machine here takes 4,096 ranks, so these are simulated; the simulation is held a
   machine's cores. Peak memory is what the process grew by meanwhile.
 - Agents wait for turns ([decision 0087](decisions/0087-turns.md)), so their messages do not depend on how long a
   restart takes, but for two a second. They are counted between agents and store; the seconds are without the counter.
+  Of 16,384 ranks no agents were started: 512 processes of theirs do not fit.
 - Each agent gets the whole membership, made once for all: its key in the store follows from all uids, 21 of 38 bytes a
   node. So the answers are quadratic in nodes: 0.6 MiB at 128, 36 MiB at 1,000.
 
@@ -48,16 +49,23 @@ def shown(value: float | None, unit: str) -> str:
     return f"{value:,.2f} {word}" if value < 100 else f"{value:,.0f} {word}"
 
 
-def page(raw: Json, worlds: list[Json]) -> str:
-    """The whole page."""
+def page(raw: Json, worlds: list[Json], beside: Json | None = None) -> str:
+    """The whole page. `beside`: the figures of the same on another torch."""
     figures = [Figure.from_json(each) for each in raw["figures"]]
     machine = raw["machine"]
-    made = f"Made on {raw['date']}, {machine['cores']} cores, load {machine['load']:.1f}."
+    made = f"Made on {raw['date']}, {machine['cores']} cores, load {machine['load']:.1f}, torch {machine['torch']}."
     parts = [_HEAD + "\n" + made, _budget(figures), _growth(figures)]
     sections = dict.fromkeys(figure.section for figure in figures)
     parts += [_section(name, [figure for figure in figures if figure.section == name]) for name in sections]
+    if beside is not None:
+        others = [Figure.from_json(each) for each in beside["figures"]]
+        parts.append(_beside(figures, machine["torch"], others, beside["machine"]["torch"]))
     parts.append(_worlds(sorted(worlds, key=lambda world: (world["ranks"], world["sharded"]))))
     return "\n\n".join(parts) + "\n"
+
+
+def _title(each: Figure) -> str:
+    return f"{each.name}, peak memory" if each.unit == "MiB peak" else each.name
 
 
 def _find(figures: list[Figure], section: str, name: str, where: str, unit: str) -> float | None:
@@ -132,7 +140,7 @@ def _growth(figures: list[Figure]) -> str:
 def _line(each: Figure) -> str:
     largest = max(each.values)
     value = shown(each.values[largest], each.unit)
-    return f"- {each.section}: {each.name} ({each.where}), {each.law}; {value} at {largest:,}."
+    return f"- {each.section}: {_title(each)} ({each.where}), {each.law}; {value} at {largest:,}."
 
 
 def _section(name: str, figures: list[Figure]) -> str:
@@ -140,9 +148,30 @@ def _section(name: str, figures: list[Figure]) -> str:
     lines = [f"## {name}", "", "| figure | of | " + " | ".join(f"{ranks:,}" for ranks in sizes) + " | growth |"]
     lines.append("|---" * (3 + len(sizes)) + "|")
     for each in figures:
-        title = f"{each.name}, peak memory" if each.unit == "MiB peak" else each.name
         values = " | ".join(shown(each.values.get(ranks), each.unit) for ranks in sizes)
-        lines.append(f"| {title} | {each.where} | {values} | {each.law} |")
+        lines.append(f"| {_title(each)} | {each.where} | {values} | {each.law} |")
+    return "\n".join(lines)
+
+
+def _beside(figures: list[Figure], torch: str, others: list[Figure], other_torch: str) -> str:
+    """Seconds and memory of what uses torch, on two versions of it."""
+    lines = [
+        f"## torch {other_torch}",
+        "",
+        "trn1's images have torch 2.9, whose own planner compares all pairs of pieces; plans of ours do not ask it",
+        "([decision 0074](decisions/0074-saves-are-not-planned-together.md)). At 4,096 ranks:",
+        "",
+        f"| figure | of | torch {torch} | torch {other_torch} |",
+        "|---|---|---|---|",
+    ]
+    for each in figures:
+        if each.section.startswith("Save") and each.unit in ("s", "MiB peak"):
+            values = [_find(of, each.section, each.name, each.where, each.unit) for of in (figures, others)]
+            if None not in values:
+                what = each.section.partition("(")[2].rstrip(")")
+                lines.append(
+                    f"| {what}: {_title(each)} | {each.where} | {' | '.join(shown(v, each.unit) for v in values)} |"
+                )
     return "\n".join(lines)
 
 

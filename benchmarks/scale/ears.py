@@ -24,12 +24,12 @@ def listen(path: Path) -> None:
     What goes down to it and on counts apart; and how many descriptors the process has opened by then, so that what it
     inherited from who started it all does not count.
     """
-    from trainium_trainer.checkpoint import gathering  # noqa: PLC0415 - in the rank
+    from trainium_trainer.checkpoint import collectives  # noqa: PLC0415 - in the rank
 
     heard = threading.local()
     inherited = _held()
-    climb, send, receive = gathering._climb, gathering._send, gathering._receive
-    broadcast, descend = gathering._broadcast, gathering._descend
+    climb, send, receive = collectives._climb, collectives._send, collectives._receive
+    broadcast, descend = collectives._broadcast, collectives._descend
 
     def write() -> None:
         heard.now["files"] = _held() - inherited
@@ -64,9 +64,9 @@ def listen(path: Path) -> None:
         write()
         return mine
 
-    gathering._climb, gathering._send = counted_climb, counted_send
-    gathering._receive, gathering._broadcast = counted_receive, counted_broadcast
-    gathering._descend = counted_descend
+    collectives._climb, collectives._send = counted_climb, counted_send
+    collectives._receive, collectives._broadcast = counted_receive, counted_broadcast
+    collectives._descend = counted_descend
 
 
 def _held() -> int:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     HeartbeatResponse,
     Member,
@@ -38,10 +38,10 @@ from trainium_contract.messages import (
 )
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_trainer.agent.generation_store import serve_store
-from trainium_trainer.agent.policy import GenerationState
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.generation_store import serve_store
+from trainium_trainer.agent.generation.turns import StateWatcher
 from trainium_trainer.agent.rendezvous import GenerationRendezvous
-from trainium_trainer.agent.turns import StateWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,26 +21,26 @@ from benchmarks.scale.book import MIBIBYTE, Book, measured
 from benchmarks.scale.models import Place, state_of
 from benchmarks.scale.talk import Climb, as_said, climb
 
-from trainium_contract.manifest import BLOCK_BYTES, CheckpointKind, Manifest
-from trainium_trainer.checkpoint import gathering
-from trainium_trainer.checkpoint.commit import FenceToken, claim_fence, prepare_commit, publish
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.gathering import pack, unpack
-from trainium_trainer.checkpoint.handing_up import Said, folded
-from trainium_trainer.checkpoint.live import box_of, scheme_of
-from trainium_trainer.checkpoint.planning import Word, agreed
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.shards import WrittenFile, header_of, write_digests, write_tables
-from trainium_trainer.checkpoint.staging import Staging
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import survey
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, CheckpointKind, Manifest
+from trainium_trainer.checkpoint import collectives
+from trainium_trainer.checkpoint.collectives import pack, unpack
+from trainium_trainer.checkpoint.durable.file_digests import Said, folded
+from trainium_trainer.checkpoint.durable.save_plan import Word, agreed
+from trainium_trainer.checkpoint.durable.staging import Staging
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.live_state import box_of, scheme_of
+from trainium_trainer.checkpoint.format.shards import WrittenFile, header_of, write_digests, write_tables
+from trainium_trainer.checkpoint.root.commit import FenceToken, claim_fence, prepare_commit, publish
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from benchmarks.scale.models import Model
 
     from trainium_trainer.checkpoint.dividing.cuts import Grid
     from trainium_trainer.checkpoint.dividing.scheme import Scheme
-    from trainium_trainer.checkpoint.survey import Committed
+    from trainium_trainer.checkpoint.root.survey import Committed
 
 SECTION = "Save and resume"
 LARGEST_COPY = 2**30
@@ -61,7 +61,7 @@ def hand_up(scheme: Scheme, files: dict[int, WrittenFile], storage: PosixStorage
         return folded(heard, lambda new, old: write_digests(storage, label, new, old, RETRY))
 
     told = as_said([Said.of(rank, rank, files.get(rank)) for rank in range(scheme.grid.size)], label)
-    return climb(told, lambda said: gathering._folded(said, label, fold))  # noqa: SLF001 - as `settle` does
+    return climb(told, lambda said: collectives._folded(said, label, fold))  # noqa: SLF001 - as `settle` does
 
 
 def files_of(scheme: Scheme) -> dict[int, WrittenFile]:

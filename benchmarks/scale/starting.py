@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.scale.book import MIBIBYTE, Book, measured
 from benchmarks.scale.talk import Rounds
 
-from trainium_contract.manifest import Manifest, ManifestFile
-from trainium_trainer.checkpoint.agreement import Claim, Moment, RankView, ShardKey, spoken_for
-from trainium_trainer.checkpoint.council import Check, Council, Done, Load, Offer, Report
-from trainium_trainer.checkpoint.gathering import pack, part, unpack
+from trainium_contract.wire.checkpoint_manifest import Manifest, ManifestFile
+from trainium_trainer.checkpoint.collectives import pack, part, uncollected, unpack
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.pairing import Room, duties_of, promises_of
-from trainium_trainer.checkpoint.survey import Committed, Survey
+from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.resume.agreement import RankView, spoken_for
+from trainium_trainer.checkpoint.resume.buddy_pairing import Room, duties_of, promises_of
+from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Load, Offer, Report
+from trainium_trainer.checkpoint.root.survey import Committed, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,9 +110,10 @@ def measure(book: Book, model: Model, ranks: int) -> None:
     packed = iter([b""])
 
     def as_first(_said: list[Any], decide: Callable[..., list[Any]], _: str) -> list[Any]:
-        heard = [pickle.loads(pickle.loads(each)[1])[1] for each in unpack(next(packed))]
-        answers = decide(heard)
-        part("value", answers)
+        told = unpack(next(packed))
+        with uncollected():  # as `deal` does
+            answers = decide([pickle.loads(pickle.loads(each)[1])[1] for each in told])
+            part("value", answers)
         return answers
 
     for _ in range(3):

@@ -9,7 +9,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainium_trainer.checkpoint.gathering import pack, part
+from trainium_trainer.checkpoint.collectives import pack, part
 
 if TYPE_CHECKING:
     from collections.abc import Callable

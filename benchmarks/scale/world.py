@@ -164,7 +164,7 @@ class World:
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-            from trainium_trainer.agent.generation_store import serve_store  # noqa: PLC0415 - in the process
+            from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - in the process
 
             store = serve_store("127.0.0.1", port)
             while store:
@@ -298,10 +298,11 @@ def _hold_against(finding: Finding, world: World, life: Life) -> None:
     from benchmarks.scale.saving import files_of, hand_up, tables_of, words_of  # noqa: PLC0415
     from benchmarks.scale.talk import Rounds, climb  # noqa: PLC0415
 
-    from trainium_trainer.checkpoint.agreement import RankView, ShardKey  # noqa: PLC0415
-    from trainium_trainer.checkpoint.council import Council, Offer  # noqa: PLC0415
-    from trainium_trainer.checkpoint.posix import PosixStorage  # noqa: PLC0415
-    from trainium_trainer.checkpoint.survey import Survey  # noqa: PLC0415
+    from trainium_trainer.checkpoint.memory.claims import ShardKey  # noqa: PLC0415
+    from trainium_trainer.checkpoint.resume.agreement import RankView  # noqa: PLC0415
+    from trainium_trainer.checkpoint.resume.first_rank import Council, Offer  # noqa: PLC0415
+    from trainium_trainer.checkpoint.root.survey import Survey  # noqa: PLC0415
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415
 
     ranks = finding.ranks
     scheme = tiny_scheme(tiny_shapes(MODEL), ranks, sharded=finding.sharded)
@@ -357,6 +358,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.ranks < ON_A_NODE or options.ranks % ON_A_NODE:
         parser.error(f"a world has a multiple of {ON_A_NODE} ranks")
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch, as the agent does: a fork does not have its parent's threads
     from trainium_trainer.warm import warm  # noqa: PLC0415 - imports torch, once for all ranks
 
     warm()

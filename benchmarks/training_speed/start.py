@@ -31,10 +31,10 @@ from benchmarks.training_speed.runs import (
     write_config,
 )
 
-from trainium_trainer.agent import kernel
+from trainium_trainer.agent.linux import kernel
+from trainium_trainer.agent.ranks.standby import StartRequest
+from trainium_trainer.agent.ranks.standby_keeper import Standby
 from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
-from trainium_trainer.agent.standby import StartRequest
-from trainium_trainer.agent.standby_keeper import Standby
 
 if TYPE_CHECKING:
     from benchmarks.training_speed.runs import Task
@@ -79,7 +79,7 @@ def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
     channel = theirs.fileno()
     arguments = [str(channel), str(os.getpid()), DEFAULT_RANK_ENTRY, str(file)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainium_trainer.agent.standby", *arguments],
+        [sys.executable, "-m", "trainium_trainer.agent.ranks.standby", *arguments],
         pass_fds=[channel],
         env=os.environ | THREADS,
     )

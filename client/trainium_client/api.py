@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.errors import ClientError, ConflictError, ForbiddenError, NotFoundError
-from trainium_contract.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE, PLURAL, ROLE_WORKER, VERSION
+from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE, PLURAL, ROLE_WORKER, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from trainium_client.kubeconfig import find_access
 from trainium_client.reading import read_members, read_screen, read_story
 from trainium_client.views.events import EventView, event_views
 from trainium_client.views.raw import mapping, text
-from trainium_contract.worker_env import GROUP, KIND, VERSION
+from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,14 +10,15 @@ from trainium_client.api import Missing
 from trainium_client.errors import ClientError
 from trainium_client.views.events import event_views
 from trainium_client.views.interruptions import InterruptionView, interruptions
-from trainium_client.views.job import JobView, job_view
+from trainium_client.views.job_from_status import job_view
 from trainium_client.views.raw import mapping
 from trainium_client.views.story import Story, tell
 from trainium_client.views.workers import Members, members_view, pod_rows, workers_view
-from trainium_contract.recorded_membership import recorded_membership
+from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
+    from trainium_client.views.job import JobView
 
 
 _LOG_LINES = 5000

@@ -1,9 +1,9 @@
-"""The TrainingJob resource: spec and status models, from which the CRD is generated (`crd.py`).
+"""The TrainingJob resource: spec and status models, from which the CRD is generated (`definition/crd.py`).
 
 The spec is what a user writes and is strict; the status is what the operator writes and is read leniently, so that an
 older operator can read a newer status. Every list and string is bounded: the object must stay far below etcd's limit
-and within the CEL cost budget. Rules that a schema cannot state are CEL rules in `crd.py`, with a sentence each.
-Workers and storage are described in `job_workers` and `job_storage`.
+and within the CEL cost budget. What a schema cannot state is a CEL rule of `definition`, with a sentence. The parts of
+the spec are described in `spec/` and `trainer/`, the larger ones of the status in `status/`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel, MessageModel, Text
-from trainium_contract.elasticity import ElasticitySpec
 from trainium_contract.faults.causes import Cause
-from trainium_contract.health import HealthSpec
-from trainium_contract.job_storage import JobCheckpointSpec
-from trainium_contract.job_workers import WorkersSpec
-from trainium_contract.ledger import GoodputStatus, StageSeconds
-from trainium_contract.precompile import PrecompileSizes, PrecompileSpec
-from trainium_contract.recovery import RecoverySpec
-from trainium_contract.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
-from trainium_contract.scheduling import GangStatus, SchedulingSpec
 from trainium_contract.sizes import BatchShape
-from trainium_contract.trainer import TrainerSpec, TrainingConfig
-from trainium_contract.trainer_checkpoint import CheckpointConfig
-from trainium_contract.trainer_parallelism import ParallelismConfig
-from trainium_contract.worker_env import CHECKPOINT_MOUNT
+from trainium_contract.spec.elasticity import ElasticitySpec
+from trainium_contract.spec.health import HealthSpec
+from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.spec.recovery import RecoverySpec
+from trainium_contract.spec.scheduling import GangStatus, SchedulingSpec
+from trainium_contract.spec.storage import JobCheckpointSpec
+from trainium_contract.spec.workers import WorkersSpec
+from trainium_contract.status.ledger import GoodputStatus, StageSeconds
+from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
+from trainium_contract.trainer.parallelism import ParallelismConfig
+from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
 MAX_NAME = 50
 """Longest job name: `<name>-w-<ordinal>` must be a host name of at most 63 characters."""

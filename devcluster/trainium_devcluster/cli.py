@@ -18,12 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainium_devcluster.api import ApiError
 from trainium_devcluster.binaries import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
+from trainium_devcluster.controlplane.client import ApiError
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.fleet import FleetShape
+from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_devcluster.options import (
     Cpu,
     Efa,

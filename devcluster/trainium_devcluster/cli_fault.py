@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainium_devcluster.cluster import Cluster
-from trainium_devcluster.controlplane import Component  # noqa: TC001 - typer reads annotations at run time
+from trainium_devcluster.controlplane.components import Component  # noqa: TC001 - typer reads annotations at run time
 from trainium_devcluster.options import Cpu, Efa, Memory, Name, Neuron, NodeLabels, NodeTaints, parse_labels
 from trainium_devcluster.progress import to_stderr
 from trainium_devcluster.state import NodeSpec

@@ -14,17 +14,17 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from trainium_devcluster import controlplane
-from trainium_devcluster.api import ApiClient, ApiError
 from trainium_devcluster.binaries import Binaries, Program, ensure_binaries
-from trainium_devcluster.cleanup import end_leftovers, remove_files
 from trainium_devcluster.control import request
-from trainium_devcluster.controlplane import Component, Ports
+from trainium_devcluster.controlplane import components
+from trainium_devcluster.controlplane.client import ApiClient, ApiError
+from trainium_devcluster.controlplane.components import Component, Ports
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
-from trainium_devcluster.fleet import Fleet
+from trainium_devcluster.fleet.fake_nodes import Fleet
 from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, name_reserved
+from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
 from trainium_devcluster.progress import Write, silent
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from trainium_devcluster.fleet import FleetShape
+    from trainium_devcluster.fleet.fake_nodes import FleetShape
 
 _START_SECONDS = 200.0
 _NODE_SECONDS = 120.0
@@ -166,7 +166,7 @@ class Cluster:
     def api(self) -> ApiClient:
         """A client of the API server with the administrator's rights."""
         if self._api is None:
-            self._api = controlplane.admin_client(self.paths, self.ports)
+            self._api = components.admin_client(self.paths, self.ports)
         return self._api
 
     def variables(self) -> dict[str, str]:
@@ -268,7 +268,7 @@ class Cluster:
     def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
         """Wait until a component says that it is ready."""
         deadline = time.monotonic() + seconds
-        while not controlplane.is_ready(component, self.paths, self.ports):
+        while not components.is_ready(component, self.paths, self.ports):
             if time.monotonic() > deadline:
                 log = self.paths.logs / f"{component}.log"
                 raise ClusterError(f"{component} is not ready after {seconds:.0f} s; its log is {log}.")

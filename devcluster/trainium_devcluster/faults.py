@@ -10,7 +10,7 @@ import signal as signals
 from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.control import request
-from trainium_devcluster.controlplane import Component
+from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_devcluster.api import ApiClient
-    from trainium_devcluster.controlplane import Component, Ports
+    from trainium_devcluster.controlplane.client import ApiClient
+    from trainium_devcluster.controlplane.components import Component, Ports
     from trainium_devcluster.state import ClusterPaths
 
 

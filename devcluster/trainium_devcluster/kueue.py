@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_devcluster.api import ApiError
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, Program, ensure_binaries
-from trainium_devcluster.controlplane import HOST, free_ports
+from trainium_devcluster.controlplane.client import ApiError
+from trainium_devcluster.controlplane.components import HOST, free_ports
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:

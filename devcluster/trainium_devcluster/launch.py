@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.cleanup import end_leftovers, remove_files
 from trainium_devcluster.control import answers
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

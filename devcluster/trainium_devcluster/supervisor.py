@@ -22,15 +22,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainium_devcluster import controlplane
-from trainium_devcluster.api import ApiError
-from trainium_devcluster.bootstrap import bootstrap
-from trainium_devcluster.children import Child, Children
-from trainium_devcluster.cleanup import remove_files
-from trainium_devcluster.controlplane import Component
+from trainium_devcluster.controlplane import components
+from trainium_devcluster.controlplane.bootstrap import bootstrap
+from trainium_devcluster.controlplane.client import ApiError
+from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.nodepool import NodePool
-from trainium_devcluster.processes import become_subreaper, kill_family, resident_bytes
+from trainium_devcluster.nodepool.pool import NodePool
+from trainium_devcluster.processes.children import Child, Children
+from trainium_devcluster.processes.cleanup import remove_files
+from trainium_devcluster.processes.process_families import become_subreaper, kill_family, resident_bytes
 from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, node_from_fields
 
 logger = logging.getLogger("supervisor")
@@ -49,7 +49,7 @@ class Supervisor:
     def __init__(self, paths: ClusterPaths, binaries: Path, venv_bin: Path) -> None:
         self._paths = paths
         self._spec = ClusterSpec.from_json(paths.spec.read_text())
-        self._ports = controlplane.choose_ports()
+        self._ports = components.choose_ports()
         self._binaries = binaries
         self._children = Children(paths)
         self._nodes = NodePool(
@@ -107,10 +107,10 @@ class Supervisor:
             self._phases[name] = round(time.monotonic() - begun, 2)
 
         try:
-            controlplane.prepare(self._paths, self._ports)
+            components.prepare(self._paths, self._ports)
             self._start_component(Component.ETCD)
             # An API server that meets no etcd tries again only after a second.
-            await self._until(lambda: controlplane.listens(self._ports.etcd), "etcd did not listen")
+            await self._until(lambda: components.listens(self._ports.etcd), "etcd did not listen")
             phase("etcd")
             self._start_component(Component.APISERVER)
             await self._until_ready(Component.APISERVER)
@@ -134,12 +134,12 @@ class Supervisor:
             self._started.set()
 
     def _bootstrap(self) -> None:
-        with controlplane.admin_client(self._paths, self._ports) as client:
+        with components.admin_client(self._paths, self._ports) as client:
             bootstrap(client)
 
     def _has_default_account(self) -> bool:
         try:
-            with controlplane.admin_client(self._paths, self._ports) as client:
+            with components.admin_client(self._paths, self._ports) as client:
                 client.get("/api/v1/namespaces/default/serviceaccounts/default")
         except ApiError:
             return False
@@ -147,7 +147,7 @@ class Supervisor:
 
     async def _until_ready(self, component: Component) -> None:
         def ready() -> bool:
-            return controlplane.is_ready(component, self._paths, self._ports)
+            return components.is_ready(component, self._paths, self._ports)
 
         await self._until(ready, f"{component} was not ready; see {self._log(component)}")
 
@@ -182,7 +182,7 @@ class Supervisor:
 
     def _start_component(self, component: Component) -> None:
         self._stopped.discard(component)
-        flags = controlplane.arguments(component, self._spec, self._paths, self._ports)
+        flags = components.arguments(component, self._spec, self._paths, self._ports)
         child = self._children.start(component, [str(self._binaries / component), *flags], dict(os.environ))
         self._components[component] = child
         self._children.watch(self._keep(component, child))

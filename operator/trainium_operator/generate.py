@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.crd import custom_resource_definition, object_schema
+from trainium_contract.definition.crd import custom_resource_definition, object_schema
 from trainium_operator import fault_reference
 from trainium_operator.monitoring import dashboards
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import kopf
 
-from trainium_contract.worker_env import GROUP, PLURAL, VERSION
+from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Awaitable, Callable, Iterator
 
-    from trainium_operator.cluster.transport import Credentials
+    from trainium_operator.cluster.api.transport import Credentials
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,

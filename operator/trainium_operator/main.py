@@ -24,7 +24,7 @@ from trainium_operator.settings import parse_settings, process_identity
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from trainium_operator.cluster.transport import KubernetesTransport
+    from trainium_operator.cluster.api.transport import KubernetesTransport
     from trainium_operator.runtime import Runtime
     from trainium_operator.settings import Settings
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def operate(settings: Settings) -> int:
     """Connect and run; the exit code."""
-    from trainium_operator.cluster.transport import NoClusterError, connect  # noqa: PLC0415 - after --help
+    from trainium_operator.cluster.api.transport import NoClusterError, connect  # noqa: PLC0415 - after --help
     from trainium_operator.runtime import Runtime  # noqa: PLC0415 - after --help
 
     try:
@@ -127,7 +127,7 @@ class Supervisor:
 
     async def _first_list(self) -> None:
         """List the jobs; says what is missing while the CRD is not installed."""
-        from trainium_operator.cluster.errors import ApiError, NotFoundError  # noqa: PLC0415
+        from trainium_operator.cluster.api.errors import ApiError, NotFoundError  # noqa: PLC0415
 
         while True:
             try:

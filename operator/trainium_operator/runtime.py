@@ -13,27 +13,27 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.destruction import Destruction
-from trainium_operator.cluster.discovery import Discovery
-from trainium_operator.cluster.errors import ApiError
-from trainium_operator.cluster.events import EventRecorder
-from trainium_operator.cluster.executor import Executor
-from trainium_operator.cluster.fleet import Fleet, FleetMeter
-from trainium_operator.cluster.kueue import Kueue
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.errors import ApiError
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS
+from trainium_operator.cluster.cache.discovery import Discovery
+from trainium_operator.cluster.cache.kueue import Kueue
+from trainium_operator.cluster.cache.reflector import Lister, Reflector
+from trainium_operator.cluster.cache.store import Store
+from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
+from trainium_operator.cluster.coordinator_ports import KubernetesSecret, TokenReviewer, WorkerPods
+from trainium_operator.cluster.execute.creation_errors import Refusals
+from trainium_operator.cluster.execute.deletion_limit import Destruction
+from trainium_operator.cluster.execute.events import EventRecorder
+from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.fleet.fleet_reconciler import Fleet, FleetMeter
 from trainium_operator.cluster.lease import LeaseElector
-from trainium_operator.cluster.observe import Caches, Observer, enqueue_on_change
-from trainium_operator.cluster.pace import Pace
-from trainium_operator.cluster.ports import KubernetesSecret, TokenReviewer, WorkerPods
+from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
+from trainium_operator.cluster.queue.pace import Pace
+from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.cluster.reconciler import Reconciler
-from trainium_operator.cluster.reflector import Lister, Reflector
-from trainium_operator.cluster.refusals import Refusals
-from trainium_operator.cluster.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS
-from trainium_operator.cluster.store import Store
-from trainium_operator.cluster.views import child_record, job_record, node_view, pod_view
-from trainium_operator.cluster.work_queue import WorkQueue
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
 from trainium_operator.coordinator.certificates import server_names
@@ -48,9 +48,9 @@ from trainium_operator.plan.plan import plan
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_operator.cluster.store import Entry, Key
-    from trainium_operator.cluster.transport import Transport
-    from trainium_operator.cluster.views import JobRecord
+    from trainium_operator.cluster.api.transport import Transport
+    from trainium_operator.cluster.cache.store import Entry, Key
+    from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.coordinator.state import Doubt
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import Observed, PodView

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from trainium_contract.worker_env import COORDINATOR_PORT
+from trainium_contract.wire.worker_env import COORDINATOR_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

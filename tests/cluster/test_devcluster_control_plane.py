@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_devcluster.cluster import Cluster
-from trainium_devcluster.controlplane import Component
+from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.state import ClusterPaths, ClusterSpec
 

@@ -11,7 +11,7 @@ import pytest
 
 from trainium_devcluster.cluster import Cluster, node_specs
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes import marked
+from trainium_devcluster.processes.process_families import marked
 from trainium_devcluster.state import MARKER, NodeSpec
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import pytest
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.state import NodeSpec
-from trainium_operator.cluster.api import Api
-from trainium_operator.cluster.discovery import discover_gang_apis
-from trainium_operator.cluster.transport import connect
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.transport import connect
+from trainium_operator.cluster.cache.discovery import discover_gang_apis
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.observed import GangApi, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan

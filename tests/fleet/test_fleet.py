@@ -78,7 +78,7 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     from fleetlab.operator_site import SERVER_NAME, OperatorSite
     from fleetlab.scenario import JOBS, membership, until_status
 
-    from trainium_contract.worker_env import LABEL_JOB
+    from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
     async with Kube(cluster) as kube:

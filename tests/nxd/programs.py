@@ -13,9 +13,9 @@ from torch import distributed as dist
 from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.backends.nxd import NxdBackend
 from trainium_trainer.backends.nxd.sharing import Sharing
-from trainium_trainer.config import Settings, launch_of, load, settle
-from trainium_trainer.data.loader import MicroBatch
-from trainium_trainer.tuning.beginning import Beginning
+from trainium_trainer.configuration.config import Settings, launch_of, load, settle
+from trainium_trainer.data.batches.loader import MicroBatch
+from trainium_trainer.weights.beginning import Beginning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.trainer import TrainingConfig
-from trainium_trainer.compile.command import _xla_environment
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.commands.precompile import _xla_environment
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.replicas import data_ranks
-from trainium_trainer.config import settle
+from trainium_trainer.configuration.config import settle
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
 

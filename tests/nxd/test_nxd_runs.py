@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import survey
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

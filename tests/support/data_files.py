@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from trainium_contract.trainer_data import DataConfig
+from trainium_contract.trainer.data import DataConfig
+from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.prepared import Prepared
-from trainium_trainer.data.samples import Samples
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.prepared.prepared import Prepared
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

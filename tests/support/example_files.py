@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from trainium_contract.trainer_data import DataConfig
+from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.examples.opening import OpenExamples, open_examples
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

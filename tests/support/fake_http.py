@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from aiohttp import web
 
-from trainium_operator.cluster.resources import ALL
+from trainium_operator.cluster.api.resources import ALL
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainium_operator.cluster.resources import ALL, QUEUEING, Resource
-from trainium_operator.cluster.transport import Answer, ConnectionFailedError, Stream
+from trainium_operator.cluster.api.resources import ALL, QUEUEING, Resource
+from trainium_operator.cluster.api.transport import Answer, ConnectionFailedError, Stream
 
 Json = dict[str, Any]
 POD_GROUPS = Resource("scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.cluster.resources import FLAVORS, WORKLOADS
+from trainium_operator.cluster.api.resources import FLAVORS, WORKLOADS
 
 if TYPE_CHECKING:
     from fake_kubernetes import FakeCluster

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from operator_process import wall_clock
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
     ProcessFailure,
@@ -25,7 +25,7 @@ from trainium_contract.messages import (
     RestartRecord,
     WorkerPhase,
 )
-from trainium_operator.cluster.resources import NODES, PODS
+from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
 from trainium_operator.plan.model.job_id import JobId
 

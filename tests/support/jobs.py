@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.recorded_membership import members_of
+from trainium_contract.wire.recorded_membership import members_of
 from trainium_devcluster.story.metrics import StepLog
 
 if TYPE_CHECKING:

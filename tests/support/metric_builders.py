@@ -15,7 +15,7 @@ from trainium_contract.job import (
     TrainingJobSpec,
     TrainingJobStatus,
 )
-from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView

@@ -7,10 +7,10 @@ import contextlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.cluster.errors import ApiError
+from trainium_operator.cluster.api.errors import ApiError
+from trainium_operator.cluster.api.resources import JOBS
+from trainium_operator.cluster.api.transport import ConnectionFailedError
 from trainium_operator.cluster.lease import LeaseLostError
-from trainium_operator.cluster.resources import JOBS
-from trainium_operator.cluster.transport import ConnectionFailedError
 from trainium_operator.runtime import Runtime
 from trainium_operator.settings import Settings
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fake_kubernetes import FakeCluster
 
-    from trainium_operator.cluster.transport import Answer, Stream
+    from trainium_operator.cluster.api.transport import Answer, Stream
 
 WALL = 1.7e9
 

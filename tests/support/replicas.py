@@ -11,8 +11,8 @@ from fake_kubernetes import FakeCluster
 from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 
-from trainium_operator.cluster.membership_record import membership_of
-from trainium_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.cache.membership_record import membership_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer import check, exits, neuron_environment
-from trainium_trainer.artifacts import commands as artifact_commands
-from trainium_trainer.checkpoint import commands
-from trainium_trainer.compile import command, seed
-from trainium_trainer.config import launch_of, load, settle
-from trainium_trainer.data.prepare_command import prepare_data
-from trainium_trainer.data.show_command import show_data
-from trainium_trainer.evaluate import commands as evaluate_commands
+from trainium_trainer import exits, neuron_environment
+from trainium_trainer.commands import artifacts as artifact_commands
+from trainium_trainer.commands import check, checkpoint, precompile
+from trainium_trainer.commands import evaluate as evaluate_commands
+from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
+from trainium_trainer.commands.prepare_data import prepare_data
+from trainium_trainer.commands.show_data import show_data
+from trainium_trainer.compile import seed
+from trainium_trainer.configuration.config import launch_of, load, settle
+from trainium_trainer.loop.stop import StopRequest
 from trainium_trainer.monitor.plot import plot
 from trainium_trainer.open_files import raise_limit
-from trainium_trainer.options import DEFAULT_CONFIG, ConfigFile, Overrides
-from trainium_trainer.stop import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,19 +61,19 @@ def train(
             logging.getLogger("trainium.config").warning("%s", sentence)
     neuron_environment.apply(settings.config)  # before a device library is imported
     seed.fill(settings)
-    from trainium_trainer.train import train as train_now  # noqa: PLC0415 - torch, only for a sound configuration
+    from trainium_trainer.loop.train import train as train_now  # noqa: PLC0415 - torch, only for a sound configuration
 
     raise typer.Exit(train_now(settings, stop))
 
 
-commands.register(app)
+checkpoint.register(app)
 artifact_commands.register(app)
 evaluate_commands.register(app)
 check.register(app)
 app.command("prepare-data")(prepare_data)
 app.command("show-data")(show_data)
 app.command("plot")(plot)
-command.register(app)
+precompile.register(app)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

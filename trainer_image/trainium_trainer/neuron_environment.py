@@ -12,14 +12,14 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_neuron import AutoCast, DistributionStrategy, ModelType, NeuronConfig
-from trainium_contract.trainer_parallelism import BackendChoice, DeviceChoice
+from trainium_contract.trainer.neuron import AutoCast, DistributionStrategy, ModelType, NeuronConfig
+from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
 _MODEL_TYPES = {ModelType.TRANSFORMER: "transformer", ModelType.GENERIC: "generic"}

@@ -14,22 +14,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import TorchCompile
+from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_trainer.exits import TrainerError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.data import DataConfig
 
 _ALWAYS = (
     "trainium_trainer.cli",
-    "trainium_trainer.train",
+    "trainium_trainer.loop.train",
     "trainium_trainer.checkpoint.manager",
     "trainium_trainer.backends.native",
     "trainium_trainer.data.opening",
-    "trainium_trainer.data.python_docs",
+    "trainium_trainer.data.sources.python_docs",
 )
 _DIVIDED = (
     "torch._dynamo",  # DTensor and FSDP import it at their first use
@@ -66,7 +66,7 @@ def warm(config_path: str | None = None) -> None:
 
 
 def _configuration(path: str | None) -> TrainingConfig | None:
-    from trainium_trainer.config import load  # noqa: PLC0415 - this function is the place for slow imports
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415 - this function is the place for slow imports
 
     try:
         return load(Path(path)) if path else None
@@ -76,10 +76,10 @@ def _configuration(path: str | None) -> TrainingConfig | None:
 
 def _prepare_data(config: DataConfig, global_size: int, epochs: float) -> None:
     """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
-    from trainium_trainer.data.cache import sources_of  # noqa: PLC0415 - as above
-    from trainium_trainer.data.files import S3  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.sources import is_data_set  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import sources_of  # noqa: PLC0415 - as above
+    from trainium_trainer.data.sources.files import S3  # noqa: PLC0415
+    from trainium_trainer.data.sources.resolve import is_data_set  # noqa: PLC0415
 
     held = config.validation.source if config.validation is not None else None
     names = [name for name, _, _ in sources_of(config)] + ([held] if held else [])
@@ -128,10 +128,10 @@ def _first_step() -> None:
         return
     import torch  # noqa: PLC0415 - as above
 
-    from trainium_contract.trainer_model import ModelConfig  # noqa: PLC0415
+    from trainium_contract.trainer.model import ModelConfig  # noqa: PLC0415
+    from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
     from trainium_trainer.models.llama import Llama  # noqa: PLC0415
     from trainium_trainer.models.loss import loss_sum  # noqa: PLC0415
-    from trainium_trainer.models.shapes import resolve_shape  # noqa: PLC0415
 
     state = torch.random.get_rng_state()
     model = Llama(resolve_shape(ModelConfig(), 2048))

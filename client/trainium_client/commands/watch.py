@@ -20,7 +20,7 @@ from trainium_client.commands.options import (
 )
 from trainium_client.errors import NoClusterError
 from trainium_client.reading import read_screen
-from trainium_contract.worker_env import GROUP, PLURAL, VERSION
+from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
     from trainium_client.api import Api

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainium_client.views.job import ConditionView, JobView
 
-STALE_SECONDS = 120.0
-"""Nobody has written of a job that trains for so long: six times the longest interval of the operator."""
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
 
 

@@ -9,9 +9,9 @@ import logging
 import os
 import sys
 
-from trainium_devcluster.node import isolation
-from trainium_devcluster.node.launcher import fork_launcher
 from trainium_devcluster.node.options import parse
+from trainium_devcluster.node.processes import isolation
+from trainium_devcluster.node.processes.launcher import fork_launcher
 
 
 def main() -> int:

@@ -12,13 +12,13 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from trainium_devcluster.node import processes
-from trainium_devcluster.node.api import Api
-from trainium_devcluster.node.container import Container
-from trainium_devcluster.node.objects import Json, name, namespace
-from trainium_devcluster.node.pod import PodRunner
+from trainium_devcluster.node.api.client import Api
+from trainium_devcluster.node.api.objects import Json, name, namespace
+from trainium_devcluster.node.network.sockets import SocketFilter
+from trainium_devcluster.node.pods.container import Container
+from trainium_devcluster.node.pods.pod import PodRunner
+from trainium_devcluster.node.processes import process_trees
 from trainium_devcluster.node.registration import Condition, Registration
-from trainium_devcluster.node.sockets import SocketFilter
 
 OPERATIONS = (
     "status",
@@ -116,18 +116,18 @@ class Faults:
         container = self._find(request)
         assert container.process is not None
         return [
-            {"pid": pid, "innerPid": processes.inner_pid(pid), "command": processes.command_line(pid)}
-            for pid in processes.process_tree(container.process.pid)
+            {"pid": pid, "innerPid": process_trees.inner_pid(pid), "command": process_trees.command_line(pid)}
+            for pid in process_trees.process_tree(container.process.pid)
         ]
 
     def _matching(self, request: Json) -> list[int]:
         container = self._find(request)
         assert container.process is not None
         pattern = request.get("match") or request.get("pid_match")
-        tree = processes.process_tree(container.process.pid)
+        tree = process_trees.process_tree(container.process.pid)
         if not pattern:
             return tree
-        found = [pid for pid in tree if re.search(pattern, processes.command_line(pid))]
+        found = [pid for pid in tree if re.search(pattern, process_trees.command_line(pid))]
         if not found:
             raise FaultError(f"no process of container {container.name} has a command line that matches {pattern!r}")
         return found
@@ -177,7 +177,7 @@ class Faults:
             self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for pid in processes.trees(self._roots()):
+        for pid in process_trees.trees(self._roots()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -198,7 +198,7 @@ class Faults:
     async def _keep_cut(self) -> None:
         try:
             while True:
-                self._filter.cut(processes.trees(self._roots()))
+                self._filter.cut(process_trees.trees(self._roots()))
                 await asyncio.sleep(_PARTITION_SCAN)
         finally:
             self._filter.heal()

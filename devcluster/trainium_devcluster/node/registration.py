@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainium_devcluster.node.api import Api, ApiError, Unreachable
-from trainium_devcluster.node.objects import Json, micro_timestamp, timestamp
+from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.objects import Json, micro_timestamp, timestamp
+from trainium_devcluster.node.api.waiting import until
 from trainium_devcluster.node.options import NodeOptions
-from trainium_devcluster.node.waiting import until
 
 _log = logging.getLogger(__name__)
 

@@ -20,22 +20,24 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from trainium_devcluster.node import addresses, claims, control, serving
-from trainium_devcluster.node.api import Api, load_kubeconfig
-from trainium_devcluster.node.events import EventSink
+from trainium_devcluster.node.api.client import Api, load_kubeconfig
+from trainium_devcluster.node.api.events import EventSink
+from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.faults import Faults
-from trainium_devcluster.node.isolation import Isolation
-from trainium_devcluster.node.launching import Launcher
-from trainium_devcluster.node.names import ServiceDirectory
-from trainium_devcluster.node.objects import Json, name, namespace, uid
+from trainium_devcluster.node.network import addresses
+from trainium_devcluster.node.network.service_directory import ServiceDirectory
 from trainium_devcluster.node.options import NodeOptions
-from trainium_devcluster.node.pod import PodRunner
-from trainium_devcluster.node.programs import program_folders
-from trainium_devcluster.node.reflector import ObjectCache, Reflector
+from trainium_devcluster.node.pods.node_context import NodeServices
+from trainium_devcluster.node.pods.pod import PodRunner
+from trainium_devcluster.node.processes.isolation import Isolation
+from trainium_devcluster.node.processes.launcher_client import Launcher
+from trainium_devcluster.node.processes.programs import program_folders
 from trainium_devcluster.node.registration import Registration
-from trainium_devcluster.node.removal import remove_tree
-from trainium_devcluster.node.server import NodeServer
-from trainium_devcluster.node.services import NodeServices
+from trainium_devcluster.node.server import control_socket, serving_certificate
+from trainium_devcluster.node.server.server import NodeServer
+from trainium_devcluster.node.volumes import persistent_volume_claims
+from trainium_devcluster.node.volumes.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +111,7 @@ class Node:
         """Register and run pods until cancelled."""
         options = self.services.options
         faults = Faults(self.services.api, self.registration, self.runners.values)
-        control_server = await control.serve(options.control_socket, faults.handle)
+        control_server = await control_socket.serve(options.control_socket, faults.handle)
         web_runner = await self._serve_api()
         pods = Reflector(
             self.services.api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={options.name}"}, self._pod_changed
@@ -121,7 +123,9 @@ class Node:
                 await self.registration.register()
                 self._announce()
                 group.create_task(self.registration.run())
-                group.create_task(claims.Provisioner(self.services.api, options.name, options.claims_dir).run())
+                group.create_task(
+                    persistent_volume_claims.Provisioner(self.services.api, options.name, options.claims_dir).run()
+                )
                 group.create_task(pods.run())
                 await pods.synced.wait()
                 self._sweep()
@@ -139,10 +143,10 @@ class Node:
         runner = web.AppRunner(server.app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         if options.serving_ca_cert is not None and options.serving_ca_key is not None:
-            files = serving.make_certificate(
+            files = serving_certificate.make_certificate(
                 options.serving_ca_cert, options.serving_ca_key, options.name, self.services.address, options.state_dir
             )
-            tls = serving.server_context(*files, options.client_ca)
+            tls = serving_certificate.server_context(*files, options.client_ca)
             await web.SockSite(runner, self.listener, ssl_context=tls).start()
         else:
             _log.warning("no --serving-ca-cert and --serving-ca-key: kubectl logs and exec will not work")

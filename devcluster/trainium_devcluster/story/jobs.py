@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.recorded_membership import members_of
+from trainium_contract.wire.recorded_membership import members_of
 from trainium_devcluster.binaries import Program
 from trainium_devcluster.cluster import system_values
 from trainium_devcluster.errors import ClusterError

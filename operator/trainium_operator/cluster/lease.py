@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
-from trainium_operator.cluster.resources import LEASES
+from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
+from trainium_operator.cluster.api.resources import LEASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.cluster.api import Api, Json
+    from trainium_operator.cluster.api.client import Api, Json
 
 logger = logging.getLogger(__name__)
 

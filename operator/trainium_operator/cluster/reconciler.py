@@ -13,23 +13,23 @@ import logging
 import random
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_operator.cluster.errors import ApiError, UnavailableError
-from trainium_operator.cluster.events import Note
-from trainium_operator.cluster.executor import reference_to
-from trainium_operator.cluster.work_queue import ClosedError
+from trainium_operator.cluster.api.errors import ApiError, UnavailableError
+from trainium_operator.cluster.execute.events import Note
+from trainium_operator.cluster.execute.executor import reference_to
+from trainium_operator.cluster.queue.work_queue import ClosedError
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.cluster.events import EventRecorder
-    from trainium_operator.cluster.executor import Executor
-    from trainium_operator.cluster.observe import Caches, Observer
-    from trainium_operator.cluster.pace import Pace
-    from trainium_operator.cluster.store import Key
-    from trainium_operator.cluster.views import JobRecord
-    from trainium_operator.cluster.work_queue import WorkQueue
+    from trainium_operator.cluster.cache.store import Key
+    from trainium_operator.cluster.cache.views import JobRecord
+    from trainium_operator.cluster.execute.events import EventRecorder
+    from trainium_operator.cluster.execute.executor import Executor
+    from trainium_operator.cluster.queue.observe import Caches, Observer
+    from trainium_operator.cluster.queue.pace import Pace
+    from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import JobView, Observed
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from trainium_contract.worker_env import TOKEN_AUDIENCE
+from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.review_desk import FloodedError, Lane, ReviewDesk
 
 if TYPE_CHECKING:

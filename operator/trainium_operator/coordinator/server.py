@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from pydantic import ValidationError
 
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HEARTBEAT_PATH,
     MEMBERSHIP_PATH,
     PREVIOUS_PROTOCOL,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from trainium_contract.base import MessageModel
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.authentication import Authenticator, Caller
     from trainium_operator.coordinator.guests import Guest
     from trainium_operator.coordinator.state import CoordinatorState

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import HeartbeatRequest, WorkerPhase
+from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, AgentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_contract.messages import Membership, RegisterRequest
+    from trainium_contract.wire.messages import Membership, RegisterRequest
     from trainium_operator.plan.model.job_id import JobId
 
 _telling = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 
-from trainium_contract.messages import TrainerPhase
+from trainium_contract.wire.messages import TrainerPhase
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from trainium_contract.messages import HeartbeatRequest
+    from trainium_contract.wire.messages import HeartbeatRequest
 
 _CHECK_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100)
 

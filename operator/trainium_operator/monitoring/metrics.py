@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.node_polarity import Severity
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.messages import HeartbeatRequest
+    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.fleet.memory import Machine
     from trainium_operator.plan.model.observed import JobView, NodeView
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.crd import custom_resource_definition
+from trainium_contract.definition.crd import custom_resource_definition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -57,9 +57,9 @@ def test_a_lost_node_takes_all_its_processes_with_it_and_is_noticed(lab: Lab, fa
 
 
 def sleepers() -> list[int]:
-    from trainium_devcluster.node import processes
+    from trainium_devcluster.node.processes import process_trees
 
-    return [pid for pid in processes.parents() if processes.command_line(pid).startswith("sleep 654321")]
+    return [pid for pid in process_trees.parents() if process_trees.command_line(pid).startswith("sleep 654321")]
 
 
 def test_one_process_of_a_container_can_be_killed_and_the_container_too(lab: Lab, faults: Faults) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_devcluster.story.metrics import every_sample_once
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
-from trainium_trainer.checkpoint.survey import survey, verify
+from trainium_trainer.checkpoint.root.survey import survey, verify
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import TrainerPhase
-from trainium_contract.recovery import HangSpec
-from trainium_contract.results import RunStage
-from trainium_trainer.agent.hang import (
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import TrainerPhase
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.hang.detection import (
     Calibration,
     Finding,
     Kind,
@@ -29,7 +30,6 @@ from trainium_trainer.agent.hang import (
     limit_of,
     percentile,
 )
-from trainium_trainer.agent.policy import GenerationState
 from trainium_trainer.monitor.progress import ProgressWriter, read_with_pulse
 
 if TYPE_CHECKING:

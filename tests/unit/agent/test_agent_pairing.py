@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.faults.causes import Cause
-from trainium_trainer.agent.pairing import (
+from trainium_trainer.agent.checks.pairing import (
     Group,
     Held,
     Outcome,
@@ -20,7 +20,7 @@ from trainium_trainer.agent.pairing import (
     noted,
     unsound,
 )
-from trainium_trainer.agent.policy import GenerationState, judge
+from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
 
 
 def hold(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, ...] = ()) -> list[Held]:

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.health import PreflightCheck as Check
-from trainium_trainer.agent import node_checks, preflight
-from trainium_trainer.agent.coordinator import seconds_of
-from trainium_trainer.agent.node_checks import NodeChecks
-from trainium_trainer.agent.node_test import Task, product_is_right
+from trainium_contract.spec.health import PreflightCheck as Check
+from trainium_trainer.agent.checks import node_checks, preflight
+from trainium_trainer.agent.checks.node_checks import NodeChecks
+from trainium_trainer.agent.checks.node_test import Task, product_is_right
+from trainium_trainer.agent.coordinator.client import seconds_of
+from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 from trainium_trainer.agent.settings import QUICK_CHECKS, AgentSettings, settings_from
-from trainium_trainer.agent.standby_keeper import StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.messages import CheckResult
-    from trainium_trainer.agent.standby import StartRequest
+    from trainium_contract.wire.messages import CheckResult
+    from trainium_trainer.agent.ranks.standby import StartRequest
 
 
 def settings(tmp_path: Path, **changes: Any) -> AgentSettings:
@@ -286,7 +286,7 @@ def test_a_channel_beyond_the_first_1024_descriptors_can_be_waited_for() -> None
     import os
     import socket
 
-    from trainium_trainer.agent.standby import is_readable
+    from trainium_trainer.agent.ranks.standby import is_readable
     from trainium_trainer.open_files import raise_limit
 
     limit = raise_limit()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, Transition
-from trainium_trainer.agent.generation_store import GenerationStore, serve_store
-from trainium_trainer.agent.policy import GenerationState
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.generation_store import GenerationStore, serve_store
+from trainium_trainer.agent.generation.turns import StateWatcher
 from trainium_trainer.agent.rendezvous import GenerationRendezvous
-from trainium_trainer.agent.turns import StateWatcher
 
 NODES = 100
 

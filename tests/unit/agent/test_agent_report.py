@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import WorkerPhase
-from trainium_contract.results import ArtifactReport, EvaluationFigure, RunStage
-from trainium_trainer.agent.output import Tail
-from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.report import Report
-from trainium_trainer.agent.signs import describe_exit
+from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_trainer.agent.coordinator.report import Report
+from trainium_trainer.agent.exits.diagnosis import describe_exit
+from trainium_trainer.agent.ranks.output import Tail
+from trainium_trainer.agent.ranks.processes import RankProcess
 from trainium_trainer.monitor.progress import ProgressWriter
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, Transition
-from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_store
-from trainium_trainer.agent.policy import GenerationState
-from trainium_trainer.agent.seal import LONGEST_VALUE, ForgedValueError, Seal
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_store
+from trainium_trainer.agent.generation.seal import LONGEST_VALUE, ForgedValueError, Seal
 
 
 def membership_at(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent.preflight import preflight
+from trainium_trainer.agent.checks.preflight import preflight
 from trainium_trainer.agent.settings import Endpoint, SettingsError, settings_from
 
 

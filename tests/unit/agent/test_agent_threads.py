@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import exit_code_of_wait_status
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, StuckRank, TrainerPhase, Transition
-from trainium_contract.recovery import HangSpec
-from trainium_trainer.agent import stacks
-from trainium_trainer.agent.background import BackgroundCompiler
-from trainium_trainer.agent.hang import Calibration, Standstill
-from trainium_trainer.agent.hang_response import HangResponse
-from trainium_trainer.agent.output import Tail
-from trainium_trainer.agent.processes import RankProcess, Reaper
-from trainium_trainer.agent.standby_keeper import Standby, StandbyKeeper
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.wire.messages import Member, Membership, StuckRank, TrainerPhase, Transition
+from trainium_trainer.agent.background_compile import BackgroundCompiler
+from trainium_trainer.agent.hang.detection import Calibration, Standstill
+from trainium_trainer.agent.hang.response import HangResponse
+from trainium_trainer.agent.linux import stacks
+from trainium_trainer.agent.ranks.output import Tail
+from trainium_trainer.agent.ranks.processes import RankProcess, Reaper
+from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper
 from trainium_trainer.agent.supervisor import Supervisor
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import pytest
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, Transition
-from trainium_trainer.agent import generation_store, turns
-from trainium_trainer.agent.generation_store import GenerationStore, serve_store
-from trainium_trainer.agent.policy import GenerationState
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation import generation_store, turns
+from trainium_trainer.agent.generation.generation_store import GenerationStore, serve_store
+from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
 from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterruptedError
-from trainium_trainer.agent.turns import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

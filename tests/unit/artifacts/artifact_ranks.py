@@ -40,7 +40,7 @@ def write_as_rank(config: str, rank: int, size: int, rendezvous: str, notes: str
     """One rank of `write_artifacts`; with `notes` it names there each file that it has written, and dawdles."""
     from torch import distributed as dist
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.artifacts import layout, stage, writer
     from trainium_trainer.peers import Peers
 

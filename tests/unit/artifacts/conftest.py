@@ -12,7 +12,7 @@ import pytest
 import torch
 from base_models import save_base, write_run
 
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.tuning.choice import choose
 from trainium_trainer.weights import BaseWeights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer import cli
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.artifacts.peft_format import short_names

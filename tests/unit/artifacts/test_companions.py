@@ -11,7 +11,7 @@ from base_models import save_base, write_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.checkpoint.interfaces import Position
@@ -204,8 +204,9 @@ def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path, 
 
 
 def test_a_model_that_came_from_nxd_is_exported_with_its_end(tmp_path: Path) -> None:
-    from trainium_trainer.checkpoint.storage import Retry, open_storage
-    from trainium_trainer.checkpoint.whole import Source, write_whole
+    from trainium_trainer.checkpoint.nxd.whole_tensors import Source, write_whole
+    from trainium_trainer.checkpoint.storage.opening import open_storage
+    from trainium_trainer.checkpoint.storage.protocol import Retry
 
     model = save_base(tmp_path / "base", tie_word_embeddings=False)
     shape = BaseWeights.open(str(tmp_path / "base")).shape

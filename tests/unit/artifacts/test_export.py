@@ -11,13 +11,13 @@ import pytest
 import torch
 from base_models import save_base, write_run
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer_model import ModelConfig
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer import cli
 from trainium_trainer.artifacts.export import export
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.shapes import resolve_shape
 from trainium_trainer.tuning.choice import parameter_sizes
 from trainium_trainer.weights import BaseWeights
 

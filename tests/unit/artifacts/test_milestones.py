@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from base_models import write_run
 
-from trainium_contract.manifest import COMMIT_NAME, milestone_name
+from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, milestone_name
 from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, Plan
 from trainium_trainer.artifacts.stage import write_artifacts, write_milestones
 from trainium_trainer.artifacts.writer import Alone
@@ -16,7 +16,7 @@ from trainium_trainer.artifacts.writer import Alone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.results import ArtifactReport, RunStage
+    from trainium_contract.status.results import ArtifactReport, RunStage
 
 STEPS = (2, 4, 6, 8)
 

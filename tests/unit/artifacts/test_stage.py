@@ -16,13 +16,14 @@ import torch
 from artifact_ranks import run_command, start, write_as_rank
 from base_models import write_run
 
-from trainium_contract.results import ArtifactReport, RunStage
-from trainium_contract.trainer import TrainingConfig
-from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.status.results import ArtifactReport, RunStage
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts import layout, stage
 from trainium_trainer.artifacts.manifest import ArtifactManifest
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.weights import BaseWeights
 
@@ -422,7 +423,7 @@ def test_what_is_left_behind_follows_from_the_configuration(fields: dict[str, An
 
 
 def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_anew(tmp_path: Path) -> None:
-    from trainium_trainer.models.shapes import resolve_shape
+    from trainium_trainer.configuration.model_shape import resolve_shape
     from trainium_trainer.tuning.choice import choose
 
     config = TrainingConfig.model_validate(

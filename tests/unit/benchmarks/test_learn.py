@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.learn import document  # noqa: E402
 from benchmarks.learn.__main__ import BASE, curve, last_speed, passed, write_config  # noqa: E402
 
-from trainium_trainer import config as configuration  # noqa: E402
+from trainium_trainer.configuration import config as configuration  # noqa: E402
 
 
 def metrics(validation: list[float]) -> list[dict[str, Any]]:

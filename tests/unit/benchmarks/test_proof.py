@@ -25,11 +25,12 @@ from benchmarks.proof.stage import stepped  # noqa: E402
 from benchmarks.proof.strike import Point  # noqa: E402
 from benchmarks.proof.suites import PRETRAINING, TUNING  # noqa: E402
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision  # noqa: E402
-from trainium_contract.trainer_tuning import TuningConfig  # noqa: E402
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision  # noqa: E402
+from trainium_contract.trainer.tuning import TuningConfig  # noqa: E402
 from trainium_trainer.artifacts.making import Making  # noqa: E402
 from trainium_trainer.artifacts.writer import Alone, write_artifact  # noqa: E402
-from trainium_trainer.checkpoint.storage import Retry, open_storage  # noqa: E402
+from trainium_trainer.checkpoint.storage.opening import open_storage  # noqa: E402
+from trainium_trainer.checkpoint.storage.protocol import Retry  # noqa: E402
 from trainium_trainer.tuning.choice import choose  # noqa: E402
 from trainium_trainer.weights import BaseWeights  # noqa: E402
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from checkpoint_world import HookedStorage, Place, Run, position, solo
 
-from trainium_contract.manifest import COMMIT_NAME
+from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
+from trainium_trainer.checkpoint.collectives import deal, gather, settle
 from trainium_trainer.checkpoint.errors import StorageError
-from trainium_trainer.checkpoint.gathering import deal, gather, settle
-from trainium_trainer.checkpoint.snapshot import SnapshotFile
+from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:
@@ -160,4 +161,5 @@ def deal_with_failures(place: Place) -> list[str]:
         dealt({}, answers, label="late" if place.rank == 1 else "same"),
         dealt({}, lambda heard: [lambda: heard for _ in heard]),
         dealt({}, answers),
+        dealt({}, lambda heard: [gc.isenabled() for _ in heard]) + str(gc.isenabled()),
     ]

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainium_contract.trainer_checkpoint import CheckpointConfig
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.checkpoint.posix import PosixStorage
-from trainium_trainer.checkpoint.storage import Retry
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from trainium_trainer.checkpoint.owner import JobIdentity
+    from trainium_trainer.checkpoint.root.owner import JobIdentity
 
 SHAPES = {
     "model.wide": ((12, 10), 0),

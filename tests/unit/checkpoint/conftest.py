@@ -20,7 +20,9 @@ def _preloaded_processes() -> None:
     """Ranks are forked from a server that has imported torch once."""
     context = multiprocessing.get_context("forkserver")
     # torch._dynamo is what the first DTensor imports.
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "trainium_trainer.checkpoint.shards"])
+    context.set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed.tensor", "trainium_trainer.checkpoint.format.shards"]
+    )
 
 
 @pytest.fixture

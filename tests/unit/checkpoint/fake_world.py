@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
 from trainium_trainer.models.llama import Llama

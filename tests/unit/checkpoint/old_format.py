@@ -6,8 +6,16 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.manifest import BLOCK_BYTES, Commit, Manifest, ManifestFile, block_digest, digest_of, file_digest
-from trainium_trainer.checkpoint.shards import SAFETENSORS_TYPES, bytes_of
+from trainium_contract.wire.checkpoint_manifest import (
+    BLOCK_BYTES,
+    Commit,
+    Manifest,
+    ManifestFile,
+    block_digest,
+    digest_of,
+    file_digest,
+)
+from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

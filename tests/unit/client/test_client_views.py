@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -20,13 +20,16 @@ from trainium_client.render.tables import goodput_page, history_page, machines_p
 from trainium_client.render.words import duration
 from trainium_client.views.events import event_views
 from trainium_client.views.interruptions import interruptions
-from trainium_client.views.job import JobView, job_view
+from trainium_client.views.job_from_status import job_view
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.raw import plain
 from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
 from trainium_client.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
-from trainium_contract.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
+from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
+
+if TYPE_CHECKING:
+    from trainium_client.views.job import JobView
 
 
 def screen(name: str = "job", **changes: Any) -> JobView:

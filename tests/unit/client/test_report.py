@@ -19,7 +19,8 @@ from trainium_client.views.checkpoints import CheckpointRow, metrics_path
 from trainium_client.views.curve import MOST_POINTS, read_curve
 from trainium_client.views.events import event_views
 from trainium_client.views.interruptions import interruptions
-from trainium_client.views.job import ArtifactView, FigureView, job_view
+from trainium_client.views.job import ArtifactView, FigureView
+from trainium_client.views.job_from_status import job_view
 from trainium_client.views.workers import MemberRow, Members
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.crd import object_schema
-from trainium_contract.crd_recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
-from trainium_contract.crd_rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Reason, Rule
-from trainium_contract.crd_tuning_rules import TUNING_RULES
-from trainium_contract.trainer import TrainerSpec
+from trainium_contract.definition.crd import object_schema
+from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
+from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Reason, Rule
+from trainium_contract.definition.tuning_rules import TUNING_RULES
+from trainium_contract.trainer.config import TrainerSpec
 
 ROOT = object_schema()
 SPEC = ROOT["properties"]["spec"]

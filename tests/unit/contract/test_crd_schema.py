@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from trainium_contract.base import ContractModel
-from trainium_contract.crd import SchemaError, custom_resource_definition, model_schema, object_schema
+from trainium_contract.definition.crd import SchemaError, custom_resource_definition, model_schema, object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
 

@@ -28,8 +28,8 @@ from trainium_contract.faults.read import (
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
 from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
 from trainium_contract.job import FailureRecord
-from trainium_contract.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
-from trainium_contract.recovery import RecoverySpec
+from trainium_contract.spec.recovery import RecoverySpec
+from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, silence
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
@@ -37,10 +37,10 @@ from trainium_operator.plan.faults.node_rules import kernel_problem
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
 from trainium_operator.plan.model.reasons import Reason
-from trainium_trainer.agent.output import Tail
-from trainium_trainer.agent.policy import GenerationState, judge
-from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.signs import Signs, describe_exit, weight
+from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit, weight
+from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
+from trainium_trainer.agent.ranks.output import Tail
+from trainium_trainer.agent.ranks.processes import RankProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

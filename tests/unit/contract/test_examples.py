@@ -15,23 +15,23 @@ import yaml
 
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.sizes import INSTANCES
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_examples import DataFormat, LossOn
-from trainium_contract.trainer_model import ModelPreset
-from trainium_contract.trainer_optimizer import ScheduleKind, WeightDecayScope
-from trainium_contract.trainer_parallelism import BackendChoice, Precision, Recompute
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.examples import DataFormat, LossOn
+from trainium_contract.trainer.model import ModelPreset
+from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
+from trainium_contract.trainer.parallelism import BackendChoice, Precision, Recompute
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer import neuron_environment
-from trainium_trainer.backends.limits import check_nxd
-from trainium_trainer.check_memory import needs_of, refuse_what_does_not_fit
-from trainium_trainer.config import Launch, settle, with_steps
+from trainium_trainer.configuration.backend_limits import check_nxd
+from trainium_trainer.configuration.config import Launch, settle, with_steps
 from trainium_trainer.exits import UserError
+from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
+from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.models.shapes import PRESETS, ModelShape
-from trainium_trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.config import Settings
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.configuration.config import Settings
 
 FOLDER = Path(__file__).parents[3] / "manifests/examples"
 DOCUMENTS: dict[str, dict[str, Any]] = {

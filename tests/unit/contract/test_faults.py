@@ -21,8 +21,8 @@ from trainium_contract.faults.read import (
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.faults.signs import KERNEL_LINES, RUNTIME_STATUSES
-from trainium_contract.messages import KernelEvent
 from trainium_contract.redaction import without_secrets
+from trainium_contract.wire.messages import KernelEvent
 
 HW = "NEURON_HW_ERR={} instance-id=i-0592464924bd45322 nd-id=0 nc-id=0 serial-num=19fc action=TERMINATE_INSTANCE"
 OOM = "Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB, anon-rss:1kB"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.crd import custom_resource_definition
+from trainium_contract.definition.crd import custom_resource_definition
 from trainium_operator import generate
 
 if TYPE_CHECKING:

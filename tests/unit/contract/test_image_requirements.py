@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[3]
 _SPEC = importlib.util.spec_from_file_location("image_requirements", ROOT / "scripts/image_requirements.py")
@@ -42,3 +47,37 @@ def test_nothing_of_the_projects_constraints_is_lost() -> None:
     assert sorted(kept) == sorted(pin.strip() for pin in pins)
     assert len(kept) > len(blocks)
     assert "".join(blocks.values()).count("--hash=") == text.count("--hash=")
+
+
+def test_a_torch_that_is_there_keeps_its_version_and_those_of_what_it_takes_in_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {
+        "torch": (
+            "2.9.0",
+            ["sympy>=1.13.3", 'triton==3.5.0; platform_system == "Linux"', "cuda_toolkit[nvrtc]==13.0.3"],
+        ),
+        "triton": ("3.5.0", []),
+        "sympy": ("1.14.0", []),
+    }
+    for name, (found, wants) in needs.items():
+        folder = tmp_path / f"{name}-{found}.dist-info"
+        folder.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {found}\n"
+        (folder / "METADATA").write_text(head + "".join(f"Requires-Dist: {want}\n" for want in wants))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert script.installed_torch() == {
+        "torch": "2.9.0",
+        "triton": "3.5.0",
+    }  # this torch was installed without its CUDA
+    (tmp_path / "torch-2.9.0.dist-info" / "METADATA").unlink()
+    (tmp_path / "torch-2.9.0.dist-info").rmdir()
+    assert script.installed_torch() == {}
+
+
+def test_a_part_is_what_the_project_says_with_its_own_name_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert any(need.startswith("pytest>") for need in script.wanted("dev"))
+    assert any(need.startswith("obstore>") for need in script.wanted("trainer"))
+    for part in ("operator", "trainer", "dev"):
+        assert not [need for need in script.wanted(part) if need.startswith("trainium-operator")]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainium_contract.memory_needs import (
+from trainium_contract.needs.memory_needs import (
     KEPT_FILES,
     OWN_FILES,
     Layouts,
@@ -16,8 +16,8 @@ from trainium_contract.memory_needs import (
     needs,
     parameters_of_rank,
 )
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision, Recompute
-from trainium_trainer.checkpoint import memory
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
+from trainium_trainer.checkpoint.memory import memory_tier
 from trainium_trainer.models.shapes import PRESETS
 
 SHAPE = PRESETS["Llama2-70B"]
@@ -78,7 +78,7 @@ def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None
 
 
 def test_snapshots_take_three_files_of_each_shard_of_a_node_and_two_of_a_buddys() -> None:
-    assert (OWN_FILES, KEPT_FILES) == (memory._OWN_FILES, memory._KEPT_FILES)
+    assert (OWN_FILES, KEPT_FILES) == (memory_tier._OWN_FILES, memory_tier._KEPT_FILES)
     state = 12 * parameters_of_rank(MODEL, SETTING)
     assert needs(MODEL, SETTING).shared_memory == 3 * state, "replicas of a node share one shard"
     assert needs(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0

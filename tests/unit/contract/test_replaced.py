@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 _WELL = """
 from trainium_contract.job import Phase, TrainingJobStatus
-from trainium_contract.ledger import GoodputStatus
+from trainium_contract.status.ledger import GoodputStatus
 
 status = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
 ledger = GoodputStatus().replaced(starting=True)

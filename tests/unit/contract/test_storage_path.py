@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from trainium_contract.job_storage import StorageSpec
+from trainium_contract.spec.storage import StorageSpec
 
 
 @pytest.mark.parametrize("path", ["a", "team/llama", ".hidden", "..hidden/x", "a..b/c.d", "a//b/", "...", "ünï"])

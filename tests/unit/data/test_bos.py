@@ -12,20 +12,20 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from trainium_trainer.cli import app
-from trainium_trainer.data import build
+from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.examples.held_out import prompt_ids_of
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.samples import Samples
-from trainium_trainer.data.share import Share
+from trainium_trainer.data.prepared import build
 from trainium_trainer.data.streaming import open_loader
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.evaluate.questions import asked_as_in_training
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.opening import Data
 
 DOCUMENTS = [f"say rank {number} of a mesh " + "token " * (number % 7) for number in range(30)]

@@ -19,7 +19,7 @@ from example_files import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from trainium_trainer.data.tokenizer import load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import pytest
 from example_files import BOS, ENDED, EOS, config, opened, records, texts, write_records, write_tokenizer
 from pyarrow import parquet
 
-from trainium_trainer.data.hub import HubDataset
+from trainium_trainer.data.sources.hub import HubDataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable

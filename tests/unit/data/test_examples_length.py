@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_contract.trainer_examples import TooLong
+from trainium_contract.trainer.examples import TooLong
+from trainium_trainer.data.batches.loader import micro_batch
 from trainium_trainer.data.examples.packing import packed
 from trainium_trainer.data.examples.too_long import Encoded, fitted
-from trainium_trainer.data.loader import micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path

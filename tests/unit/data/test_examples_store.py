@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 
+from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import build
 from trainium_trainer.data.examples.held_out import held_out, prompt_ids_of, prompt_of
 from trainium_trainer.data.examples.store import Stored
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.order import EpochOrder
-from trainium_trainer.data.tokenizer import load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
     (tmp_path / "slow.py").write_text(_SLOW)
     given = config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/slow.py:f"}, workers=2)
     code = (
-        "import sys; from trainium_contract.trainer_data import DataConfig\n"
+        "import sys; from trainium_contract.trainer.data import DataConfig\n"
         "from trainium_trainer.data.examples import build, store\n"
         "build.BLOCK_BYTES = 1000; store._BETWEEN_NOTES = 1\n"
         "from trainium_trainer.data.opening import open_data\n"

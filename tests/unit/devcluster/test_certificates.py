@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.certificates import Authority, signing_pair
-from trainium_devcluster.kubeconfig import render_kubeconfig
+from trainium_devcluster.controlplane.certificates import Authority, signing_pair
+from trainium_devcluster.controlplane.kubeconfig import render_kubeconfig
 
 if TYPE_CHECKING:
     from pathlib import Path

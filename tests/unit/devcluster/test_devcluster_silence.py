@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trainium_devcluster.silence import Silence, listening
+from trainium_devcluster.nodepool.silence import Silence, listening
 
 SERVER = """
 import socket, sys, time

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.processes import (
+from trainium_devcluster.processes.process_families import (
     ProcessId,
     descendants,
     freeze_family,
@@ -122,7 +122,7 @@ def test_memory_is_that_of_the_process() -> None:
 def test_a_child_dies_with_its_supervisor(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys, time\n"
-        "from trainium_devcluster.processes import spawn\n"
+        "from trainium_devcluster.processes.process_families import spawn\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "child = spawn(['sleep', '300'], log=folder / 'log', environment=os.environ, folder=folder)\n"
         "print(child.pid, flush=True)\n"

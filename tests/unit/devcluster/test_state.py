@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainium_devcluster.controlplane import Component, Ports, arguments, choose_ports
+from trainium_devcluster.controlplane.components import Component, Ports, arguments, choose_ports
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.noderun import node_command, node_environment
+from trainium_devcluster.nodepool.node_process import node_command, node_environment
 from trainium_devcluster.options import parse_labels
 from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, NodeSpec, clusters_folder, short_socket
 

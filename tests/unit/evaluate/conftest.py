@@ -27,7 +27,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    from trainium_trainer.data.tokenizer import train_tokenizer
+    from trainium_trainer.data.tokens.tokenizer import train_tokenizer
 
     return train_tokenizer([iter([_WORDS] * 20)], 320)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft and transformers
@@ -50,7 +50,7 @@ class Case:
     def __init__(
         self, folder: Path, write_model: Callable[..., Path], data: dict[str, Any], records: list[Any]
     ) -> None:
-        from trainium_trainer.config import load
+        from trainium_trainer.configuration.config import load
 
         self.base = write_model(folder / "base", max_position_embeddings=128)
         (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -129,7 +129,7 @@ def test_the_likeliest_label_and_the_generated_one_are_counted(classification: C
 
 
 def test_the_likeliest_label_is_that_whose_tokens_are_likeliest_after_the_prompt(classification: Case) -> None:
-    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import open_candidate
     from trainium_trainer.evaluate.answering.loading import ComputeDevice, load
     from trainium_trainer.evaluate.exam import take

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.trainer_evaluate import GenerationConfig
+from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.answering.folder import open_candidate
 from trainium_trainer.evaluate.answering.generation import generate
 from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load

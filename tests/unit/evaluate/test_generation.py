@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from trainium_contract.trainer_evaluate import GenerationConfig
+from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.answering.batching import draw_seeds
 from trainium_trainer.evaluate.answering.endings import Ending
 from trainium_trainer.evaluate.answering.folder import open_candidate

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.results import ArtifactReport, RunStage
-from trainium_contract.trainer import TrainingConfig
-from trainium_trainer.checkpoint.storage import open_storage
+from trainium_contract.status.results import ArtifactReport, RunStage
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.evaluate.stage import evaluate_artifacts, run_evaluation
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter, read_progress, read_results

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainium_contract.messages import HeartbeatRequest, RegisterRequest
-from trainium_operator.cluster.fleet_record import ACCOUNTED, decode, encode
-from trainium_operator.cluster.membership_record import membership_of
-from trainium_operator.cluster.views import child_record, job_record
+from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
+from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.views import child_record, job_record
+from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.worker_env import TOKEN_AUDIENCE
+from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import (
     Authenticator,
     RefusedError,

@@ -7,7 +7,8 @@ import pytest
 from virtual_time import run_virtual, settle
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import (
+from trainium_contract.status.results import ArtifactReport
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Member,
     Membership,
@@ -16,7 +17,6 @@ from trainium_contract.messages import (
     Transition,
     WorkerPhase,
 )
-from trainium_contract.results import ArtifactReport
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.job_id import JobId
 

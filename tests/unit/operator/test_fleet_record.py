@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.faults.causes import Cause
-from trainium_operator.cluster.fleet_record import decode, encode
+from trainium_operator.cluster.fleet.fleet_record import decode, encode
 from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
 
 AT = 1_800_000_000.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
-from trainium_operator.cluster.lenient import readable_status
+from trainium_operator.cluster.cache.lenient import readable_status
 from trainium_operator.plan.model.conditions import is_terminal
 
 COMPLETE = {

@@ -10,7 +10,6 @@ import pytest
 from metric_builders import NOW, figures, view
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.health import PreflightCheck
 from trainium_contract.job import (
     CheckpointStatus,
     Interruption,
@@ -19,9 +18,10 @@ from trainium_contract.job import (
     Rung,
     TrainingJobStatus,
 )
-from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
-from trainium_contract.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
-from trainium_contract.scheduling import GangStatus
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.scheduling import GangStatus
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint

@@ -16,7 +16,7 @@ from trainium_contract.job import (
     RestartsStatus,
     TrainingJobStatus,
 )
-from trainium_contract.ledger import GoodputStatus
+from trainium_contract.status.ledger import GoodputStatus
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.times import rfc3339
 

@@ -8,7 +8,14 @@ import pytest
 from virtual_time import run_virtual
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import HeartbeatRequest, Member, Membership, RegisterRequest, Transition, WorkerPhase
+from trainium_contract.wire.messages import (
+    HeartbeatRequest,
+    Member,
+    Membership,
+    RegisterRequest,
+    Transition,
+    WorkerPhase,
+)
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.job_id import JobId

@@ -3,9 +3,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from trainium_operator.cluster.reflector import Lister
-from trainium_operator.cluster.resources import PODS
-from trainium_operator.cluster.store import Entry, Store
+from trainium_operator.cluster.api.resources import PODS
+from trainium_operator.cluster.cache.reflector import Lister
+from trainium_operator.cluster.cache.store import Entry, Store
 from trainium_operator.plan.model.job_id import JobId
 
 KEY = ("ns", "pod")

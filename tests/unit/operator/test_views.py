@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Member, Membership, Transition
-from trainium_contract.worker_env import LABEL_JOB
-from trainium_operator.cluster.membership_record import LARGEST_TEXT, membership_of
-from trainium_operator.cluster.views import child_record, job_record, left_out, node_view, pod_view
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_contract.wire.worker_env import LABEL_JOB
+from trainium_operator.cluster.cache.membership_record import LARGEST_TEXT, membership_of
+from trainium_operator.cluster.cache.views import child_record, job_record, left_out, node_view, pod_view
 from trainium_operator.plan.faults.node_signals import Demand, problems_of
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from virtual_time import run_virtual, settle
 
-from trainium_operator.cluster.work_queue import ClosedError, WorkQueue
+from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 
 
 def test_a_key_that_waits_is_there_once_however_often_it_is_put() -> None:

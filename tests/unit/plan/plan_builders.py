@@ -7,7 +7,7 @@ from typing import Any
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, TrainingJobSpec, TrainingJobStatus
-from trainium_contract.messages import (
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Member,
     Membership,

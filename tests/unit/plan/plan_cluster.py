@@ -14,7 +14,7 @@ from plan_world import STEPS_PER_SECOND, Pod
 
 from trainium_contract.faults.read import budget_of
 from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
-from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, Plan, PublishMembership
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, FleetView, JobView, Observed, PodPhase, PodView

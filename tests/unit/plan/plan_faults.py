@@ -10,7 +10,7 @@ from dataclasses import replace
 from plan_world import FakeWorld, Node, Pod
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import ProcessFailure, RestartRecord, WorkerPhase
+from trainium_contract.wire.messages import ProcessFailure, RestartRecord, WorkerPhase
 from trainium_operator.plan.model.observed import NodeCondition, NodeView, PodPhase, Taint
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from plan_builders import NOW
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.messages import (
+from trainium_contract.status.results import ArtifactReport
+from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
     ProcessFailure,
@@ -23,7 +24,6 @@ from trainium_contract.messages import (
     StepTiming,
     WorkerPhase,
 )
-from trainium_contract.results import ArtifactReport
 from trainium_operator.plan.model.observed import AgentView, NodeReadiness, NodeView, PodPhase, PodView
 
 START_SECONDS = 1.0

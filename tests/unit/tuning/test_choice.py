@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
+from trainium_contract.trainer.tuning import TuningConfig
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.shapes import ModelShape, resolve_shape
 from trainium_trainer.tuning.apply import apply_tuning
 from trainium_trainer.tuning.choice import choose, parameter_sizes, refuse_untrained_rows
+
+if TYPE_CHECKING:
+    from trainium_trainer.models.shapes import ModelShape
 
 LLAMA3_8B = resolve_shape(ModelConfig(preset=ModelPreset.LLAMA3_8B), 128_256)
 

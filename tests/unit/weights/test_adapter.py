@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import choose
 from trainium_trainer.weights import shape_of

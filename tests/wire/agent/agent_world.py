@@ -116,7 +116,7 @@ class World:
         memory = self.folder / f"memory-{name}"
         return {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": str(HERE / "fakes"),
             "OMP_NUM_THREADS": "1",
             "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
             "TRAINIUM_COORDINATOR": ",".join(f"{server.ip}:{server.port}" for server in self.servers),

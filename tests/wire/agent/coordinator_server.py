@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from trainium_contract import messages as m
 from trainium_contract.faults.causes import Cause
+from trainium_contract.wire import messages as m
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ import signal
 
 from agent_world import World, alive
 
-from trainium_contract.messages import Transition
+from trainium_contract.wire.messages import Transition
 
 
 async def test_a_first_generation_starts_every_rank_where_the_membership_says(world: World) -> None:
@@ -206,6 +206,6 @@ async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world
 
 
 def descendants(pid: int) -> list[int]:
-    from trainium_trainer.agent.kernel import descendants as below
+    from trainium_trainer.agent.linux.kernel import descendants as below
 
     return below(pid)

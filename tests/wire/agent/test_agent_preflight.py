@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.health import PreflightCheck as Check
+from trainium_contract.spec.health import PreflightCheck as Check
 
 if TYPE_CHECKING:
     from agent_world import World

@@ -30,29 +30,29 @@ from torch.distributed.elastic.events.api import Event, EventSource
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import Membership, WorkerPhase
-from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError
-from trainium_trainer.agent.hang import Finding, Kind, after_hang
-from trainium_trainer.agent.hang_response import HangResponse
-from trainium_trainer.agent.orders import Order, Outcome
-from trainium_trainer.agent.pair_round import FoundBadError, PairRound
-from trainium_trainer.agent.pairing import noted
-from trainium_trainer.agent.policy import Decision, GenerationState, Judgement, after_yield, judge
-from trainium_trainer.agent.processes import RankProcess
-from trainium_trainer.agent.ranks import LocalRanks
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import Membership, WorkerPhase
+from trainium_trainer.agent.checks.pair_round import FoundBadError, PairRound
+from trainium_trainer.agent.checks.pairing import noted
+from trainium_trainer.agent.exits.diagnosis import weight
+from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, Judgement, after_yield, judge
+from trainium_trainer.agent.generation.exit_barrier import Roll
+from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError
+from trainium_trainer.agent.generation.shutdown import Order, Outcome
+from trainium_trainer.agent.generation.turns import StateWatcher
+from trainium_trainer.agent.hang.detection import Finding, Kind, after_hang
+from trainium_trainer.agent.hang.response import HangResponse
+from trainium_trainer.agent.ranks.processes import RankProcess
+from trainium_trainer.agent.ranks.rank_group import LocalRanks
 from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterruptedError
-from trainium_trainer.agent.roll import Roll
-from trainium_trainer.agent.signs import weight
-from trainium_trainer.agent.turns import StateWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.agent.hang import Calibration
-    from trainium_trainer.agent.report import Report
+    from trainium_trainer.agent.coordinator.report import Report
+    from trainium_trainer.agent.hang.detection import Calibration
+    from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings
-    from trainium_trainer.agent.standby_keeper import StandbyKeeper
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

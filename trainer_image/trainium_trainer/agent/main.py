@@ -16,8 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent import kernel
-from trainium_trainer.agent.preflight import preflight, results
+from trainium_trainer.agent.checks.preflight import preflight, results
+from trainium_trainer.agent.linux import kernel
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
 from trainium_trainer.open_files import raise_limit
 
@@ -59,14 +59,14 @@ def run(settings: AgentSettings) -> int:
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
         )
     importlib.import_module("torch.distributed")
-    from trainium_trainer.agent.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
+    from trainium_trainer.agent.ranks.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
 
     standby = Standby.fork(settings)
     return asyncio.run(_supervise(settings, standby, findings, checked))
 
 
 async def _supervise(settings: AgentSettings, standby: Any, findings: Any, checked: Any) -> int:
-    from trainium_trainer.agent.generation_store import serve_store  # noqa: PLC0415 - imports torch
+    from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
     from trainium_trainer.agent.supervisor import Supervisor  # noqa: PLC0415 - imports torch
 
     try:

@@ -20,17 +20,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from trainium_trainer.agent import pairing
-from trainium_trainer.agent.generation_store import GenerationStore, StoreLostError, serve_rank_store
-from trainium_trainer.agent.turns import LONGEST_TURN_SECONDS, TurnCaller
+from trainium_trainer.agent.checks import pairing
+from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_rank_store
+from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, TurnCaller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.messages import Membership
-    from trainium_trainer.agent.pair_round import PairRound
-    from trainium_trainer.agent.policy import GenerationState
-    from trainium_trainer.agent.turns import StateWatcher
+    from trainium_contract.wire.messages import Membership
+    from trainium_trainer.agent.checks.pair_round import PairRound
+    from trainium_trainer.agent.exits.restart_policy import GenerationState
+    from trainium_trainer.agent.generation.turns import StateWatcher
 
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2

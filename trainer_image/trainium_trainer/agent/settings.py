@@ -1,4 +1,4 @@
-"""What the agent is told by its environment (names: `trainium_contract.worker_env`).
+"""What the agent is told by its environment (names: `trainium_contract.wire.worker_env`).
 
 Invariant: either every value is present and well formed, or one sentence names all that is missing or wrong.
 """
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract import worker_env
-from trainium_contract.health import PreflightCheck
-from trainium_contract.recovery import HangSpec
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,10 +24,10 @@ DEFAULT_RANK_ENTRY = "trainium_trainer.cli:main"
 ENV_PAIR_ENTRY = "TRAINIUM_PAIR_ENTRY"
 """`module:function` that each process of the pairwise test calls."""
 ENV_PAIR_SECONDS = "TRAINIUM_PAIR_SECONDS"
-DEFAULT_PAIR_ENTRY = "trainium_trainer.agent.pair_test:main"
+DEFAULT_PAIR_ENTRY = "trainium_trainer.agent.checks.pair_test:main"
 ENV_CHECK_ENTRY = "TRAINIUM_CHECK_ENTRY"
 """`module:function` that each process of the node's own checks calls."""
-DEFAULT_CHECK_ENTRY = "trainium_trainer.agent.node_test:main"
+DEFAULT_CHECK_ENTRY = "trainium_trainer.agent.checks.node_test:main"
 QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK, PreflightCheck.CLOCK})
 """What an agent checks that is not told."""
 

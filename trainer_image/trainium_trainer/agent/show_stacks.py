@@ -12,8 +12,8 @@ import re
 import sys
 from pathlib import Path
 
-from trainium_contract import worker_env
-from trainium_trainer.agent import stacks
+from trainium_contract.wire import worker_env
+from trainium_trainer.agent.linux import stacks
 from trainium_trainer.monitor.progress import read_progress
 
 _FILE = re.compile(r"g(\d+)-r(\d+)")

@@ -17,20 +17,20 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.health import PreflightCheck
-from trainium_contract.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
-from trainium_trainer.agent.background import BackgroundCompiler
-from trainium_trainer.agent.coordinator import CoordinatorClient
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
+from trainium_trainer.agent.background_compile import BackgroundCompiler
+from trainium_trainer.agent.checks.node_checks import NodeChecks
+from trainium_trainer.agent.checks.preflight import clock_result
+from trainium_trainer.agent.coordinator.client import CoordinatorClient
+from trainium_trainer.agent.coordinator.report import ReadProgress, Report
 from trainium_trainer.agent.elastic import GenerationAgent
-from trainium_trainer.agent.hang import Calibration
-from trainium_trainer.agent.kernel_log import KernelLog
-from trainium_trainer.agent.node_checks import NodeChecks
-from trainium_trainer.agent.orders import Order, Outcome
-from trainium_trainer.agent.output import OutputPump
-from trainium_trainer.agent.preflight import clock_result
-from trainium_trainer.agent.processes import Reaper, kill_descendants
-from trainium_trainer.agent.report import ReadProgress, Report
-from trainium_trainer.agent.standby_keeper import Standby, StandbyKeeper
+from trainium_trainer.agent.exits.kernel_log import KernelLog
+from trainium_trainer.agent.generation.shutdown import Order, Outcome
+from trainium_trainer.agent.hang.detection import Calibration
+from trainium_trainer.agent.ranks.output import OutputPump
+from trainium_trainer.agent.ranks.processes import Reaper, kill_descendants
+from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-    from trainium_contract.messages import CheckResult
-    from trainium_trainer.agent.preflight import Finding
+    from trainium_contract.wire.messages import CheckResult
+    from trainium_trainer.agent.checks.preflight import Finding
     from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)

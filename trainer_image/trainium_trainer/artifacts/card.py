@@ -9,17 +9,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.artifacts.manifest import CARD_NAME
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.checkpoint.storage import Retry, open_storage, read_small
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from trainium_contract.trainer_tuning import TuningConfig
+    from trainium_contract.trainer.tuning import TuningConfig
 
 _BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
 _MOST_ROWS = 12

@@ -11,8 +11,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.examples.forms.chat import after_answer
-from trainium_trainer.data.special_tokens import template_of
-from trainium_trainer.data.tokenizer import TOKENIZER_FILE, end_of_document, known_end, load_tokenizer, vocabulary_in
+from trainium_trainer.data.tokens.special_tokens import template_of
+from trainium_trainer.data.tokens.tokenizer import (
+    TOKENIZER_FILE,
+    end_of_document,
+    known_end,
+    load_tokenizer,
+    vocabulary_in,
+)
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, to_config
 

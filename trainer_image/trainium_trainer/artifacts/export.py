@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer_data import TokenizerConfig
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.data import TokenizerConfig
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.card import read_lines
 from trainium_trainer.artifacts.companions import TOKENIZER_NAMES, check_tokenizer
 from trainium_trainer.artifacts.making import Making, of_adapter
 from trainium_trainer.artifacts.result import CheckpointWeights
 from trainium_trainer.artifacts.stage import source_of
 from trainium_trainer.artifacts.writer import Alone, write_artifact
-from trainium_trainer.checkpoint.chosen import choose, damage_is_a_sentence, shape_of
-from trainium_trainer.checkpoint.contents import Contents
-from trainium_trainer.checkpoint.storage import S3_SCHEME, Retry, open_storage
-from trainium_trainer.data.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.weights.adapter import AdapterWeights
@@ -33,7 +34,7 @@ from trainium_trainer.weights.base import BaseWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trainium_trainer.checkpoint.survey import Committed
+    from trainium_trainer.checkpoint.root.survey import Committed
 
 
 def export(

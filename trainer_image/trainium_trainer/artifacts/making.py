@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer_tuning import TuningConfig, TuningMethod
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 from trainium_trainer.artifacts.card import Card
 from trainium_trainer.artifacts.companions import model_files, tokenizer_files
 from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, identity_of

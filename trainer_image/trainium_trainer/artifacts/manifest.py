@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from trainium_contract.base import MessageModel
-from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.trainer.artifacts import ArtifactKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ from trainium_trainer.weights.adapter import BASE_DIGEST, PREFIX
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from trainium_contract.trainer_tuning import LoraConfig
+    from trainium_contract.trainer.tuning import LoraConfig
 
 _NOTHING: dict[str, Any] = {
     "alpha_pattern": {},

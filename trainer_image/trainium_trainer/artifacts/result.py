@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_trainer.checkpoint.contents import Contents
+    from trainium_trainer.checkpoint.format.contents import Contents
 
 
 class Boxes(Protocol):

@@ -11,21 +11,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_contract.manifest import folder_name
-from trainium_contract.results import ArtifactReport, RunStage
-from trainium_contract.trainer_artifacts import ArtifactKind
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.status.results import ArtifactReport, RunStage
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.tuning import TuningMethod
+from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.card import read_lines
 from trainium_trainer.artifacts.making import Making
 from trainium_trainer.artifacts.manifest import UNFINISHED, identity_of
 from trainium_trainer.artifacts.result import CheckpointWeights
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.artifacts.writer import is_free, read_manifest, read_plan, together, write_artifact
-from trainium_trainer.checkpoint.chosen import damage_is_a_sentence, shape_of
-from trainium_trainer.checkpoint.contents import Contents
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.storage import Retry, open_storage
-from trainium_trainer.checkpoint.survey import survey
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import damage_is_a_sentence, shape_of
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.peers import Peers
 from trainium_trainer.weights.base import BaseWeights
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.artifacts.writer import Group
-    from trainium_trainer.checkpoint.durable import AfterMilestone
+    from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import Mesh
-    from trainium_trainer.checkpoint.storage import Storage
-    from trainium_trainer.checkpoint.survey import Committed
+    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.storage.protocol import Storage
 
 DEFAULT_FOLDER = "artifacts"
 _NEWEST_MILESTONES = 2

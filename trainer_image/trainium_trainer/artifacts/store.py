@@ -10,7 +10,7 @@ from trainium_trainer.exits import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.checkpoint.storage import Retry
+    from trainium_trainer.checkpoint.storage.protocol import Retry
 
 T = TypeVar("T")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

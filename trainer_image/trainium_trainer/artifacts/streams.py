@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from trainium_trainer.artifacts.manifest import ArtifactFile
-from trainium_trainer.checkpoint.shards import bytes_of
+from trainium_trainer.checkpoint.format.shards import bytes_of
 from trainium_trainer.weights.boxes import TORCH_TYPES
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.artifacts.layout import PlannedFile
-    from trainium_trainer.checkpoint.storage import Storage
+    from trainium_trainer.checkpoint.storage.protocol import Storage
 
 CHUNK_BYTES = 16 << 20
 """Of the rows that are made at once, in float32: what the C library gives again without new pages."""

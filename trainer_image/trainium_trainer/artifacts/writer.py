@@ -30,7 +30,7 @@ from trainium_trainer.artifacts.manifest import (
 )
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.artifacts.streams import write_file
-from trainium_trainer.checkpoint.storage import read_small
+from trainium_trainer.checkpoint.storage.protocol import read_small
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from trainium_contract.trainer_artifacts import ArtifactKind
+    from trainium_contract.trainer.artifacts import ArtifactKind
     from trainium_trainer.artifacts.layout import PlannedFile
-    from trainium_trainer.checkpoint.storage import Retry, Storage
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
 
 T = TypeVar("T")
 

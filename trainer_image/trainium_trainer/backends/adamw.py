@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainium_contract.trainer_optimizer import WeightDecayScope
+from trainium_contract.trainer.optimizer import WeightDecayScope
 from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_contract.trainer_optimizer import OptimizerConfig
+    from trainium_contract.trainer.optimizer import OptimizerConfig
 
 
 _FUSED = frozenset({"cpu", "cuda"})

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer_parallelism import DataParallelMode
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_contract.trainer.parallelism import DataParallelMode
+    from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import BackendChoice, DeviceChoice
-from trainium_trainer.backends.limits import check_nxd, check_nxd_node
+from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
+from trainium_trainer.configuration.backend_limits import check_nxd, check_nxd_node
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.base import Backend
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
     from trainium_trainer.monitor.pulse import Pulse
 
 NXD_PACKAGES = ("torch_xla", "neuronx_distributed")

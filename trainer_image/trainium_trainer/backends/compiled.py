@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import TorchCompile
+from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.stages import present_layers
 

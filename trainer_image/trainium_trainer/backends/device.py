@@ -15,13 +15,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trainium_contract import worker_env
-from trainium_contract.trainer_parallelism import DeviceChoice
+from trainium_contract.trainer.parallelism import DeviceChoice
+from trainium_contract.wire import worker_env
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:
-    from trainium_trainer.config import Launch
+    from trainium_trainer.configuration.config import Launch
 
 _TIMEOUT = timedelta(minutes=30)
 """Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""

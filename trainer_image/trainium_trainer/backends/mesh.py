@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_parallelism import DataParallelMode
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.backends.base import Mesh
 from trainium_trainer.exits import UserError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 
 def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -> None:

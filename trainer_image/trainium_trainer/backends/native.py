@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.adamw import Rounding, adamw
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.pipeline import Pipeline
     from trainium_trainer.backends.store import Store
-    from trainium_trainer.config import Settings
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.configuration.config import Settings
+    from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.stages import LlamaStage
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights

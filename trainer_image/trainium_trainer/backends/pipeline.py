@@ -23,9 +23,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from torch.nn import functional
 
-from trainium_contract.trainer_parallelism import PipelineSchedule
+from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.backends.store import local_of
-from trainium_trainer.data.loader import MicroBatch
+from trainium_trainer.data.batches.loader import MicroBatch
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.loss import IGNORED_LABEL
 

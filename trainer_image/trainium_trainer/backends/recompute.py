@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainium_contract.trainer_parallelism import Recompute
+from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.models.llama import Linear
 from trainium_trainer.models.stages import present_layers
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.adamw import Slot
 from trainium_trainer.backends.store import local_of, square_sum
 from trainium_trainer.models.stages import EMBEDDING, canonical_parameters, present_layers, shared_with_first

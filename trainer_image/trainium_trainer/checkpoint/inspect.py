@@ -12,13 +12,19 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_contract.manifest import COMMIT_NAME, SET_ASIDE_NAME, CheckpointKind, milestone_of, step_of
-from trainium_trainer.checkpoint import survey as surveys
-from trainium_trainer.checkpoint.storage import Retry, read_small
+from trainium_contract.wire.checkpoint_manifest import (
+    COMMIT_NAME,
+    SET_ASIDE_NAME,
+    CheckpointKind,
+    milestone_of,
+    step_of,
+)
+from trainium_trainer.checkpoint.root import survey as surveys
+from trainium_trainer.checkpoint.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
-    from trainium_trainer.checkpoint.storage import Entry, Storage
-    from trainium_trainer.checkpoint.survey import Committed
+    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.storage.protocol import Entry, Storage
 
 _MEBIBYTE, _GIBIBYTE = 2**20, 2**30
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400

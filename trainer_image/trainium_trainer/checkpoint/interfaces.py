@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from trainium_contract.trainer_parallelism import DataParallelMode
+    from trainium_contract.trainer.parallelism import DataParallelMode
 
 
 @dataclass(frozen=True, slots=True, order=True)

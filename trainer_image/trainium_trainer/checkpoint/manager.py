@@ -18,32 +18,33 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint.agreement import Moment, ShardKey
-from trainium_trainer.checkpoint.commit import FenceToken
-from trainium_trainer.checkpoint.durable import DurableTier
-from trainium_trainer.checkpoint.entrance import Entrance
+from trainium_trainer.checkpoint.durable.durable_tier import DurableTier
+from trainium_trainer.checkpoint.durable.save_policy import Save, SavePolicy, decided, vote
 from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
+from trainium_trainer.checkpoint.format.flat_buffer import Layout
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
-from trainium_trainer.checkpoint.layout import Layout
-from trainium_trainer.checkpoint.memory import MemoryTier
-from trainium_trainer.checkpoint.owner import NOBODY, OwnerRecords
-from trainium_trainer.checkpoint.ownership import Ownership
-from trainium_trainer.checkpoint.policy import Save, SavePolicy, decided, vote
-from trainium_trainer.checkpoint.records import fetch_records
-from trainium_trainer.checkpoint.resume import Outcome, Resumption
-from trainium_trainer.checkpoint.settings import as_begun, settings_digest
-from trainium_trainer.checkpoint.storage import Retry, open_storage
+from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
+from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from trainium_trainer.checkpoint.resume.resume import Outcome, Resumption
+from trainium_trainer.checkpoint.root.acquisition import Entrance
+from trainium_trainer.checkpoint.root.commit import FenceToken
+from trainium_trainer.checkpoint.root.late_step_check import Ownership
+from trainium_trainer.checkpoint.root.metrics_copy import fetch_records
+from trainium_trainer.checkpoint.root.owner import NOBODY, OwnerRecords
+from trainium_trainer.checkpoint.root.run_settings import as_begun, settings_digest
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer_checkpoint import CheckpointConfig
-    from trainium_trainer.checkpoint.durable import AfterMilestone
+    from trainium_contract.trainer.checkpoint import CheckpointConfig
+    from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
-    from trainium_trainer.checkpoint.owner import JobIdentity
-    from trainium_trainer.checkpoint.storage import Storage
+    from trainium_trainer.checkpoint.root.owner import JobIdentity
+    from trainium_trainer.checkpoint.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
 

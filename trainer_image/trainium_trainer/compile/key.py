@@ -11,14 +11,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_parallelism import BackendChoice
-from trainium_contract.trainer_tuning import TuningConfig
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.compile.replicas import data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 _LENGTH = 32
 _NOT_COMPILED = frozenset({"learning_rate"})  # reaches the update as data

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.compile.key import graphs_of, key
 from trainium_trainer.exits import UserError
@@ -17,8 +17,8 @@ from trainium_trainer.neuron_environment import COMPILER_FLAGS, uses_neuron
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_trainer.config import Settings
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.configuration.config import Settings
 
 CACHE_URL = "NEURON_COMPILE_CACHE_URL"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.base import MessageModel
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.compile.key import micro_batches
-from trainium_trainer.config import Launch, Settings, settle
+from trainium_trainer.configuration.config import Launch, Settings, settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.data.batches.loader import MicroBatch
 
 _STEPS = 2
 """The second one meets the state as every later one does."""
@@ -123,7 +123,7 @@ def _batches(settings: Settings) -> list[MicroBatch]:
     """Micro-batches of any tokens; all of the step for a pipeline, whose schedule counts them."""
     import torch  # noqa: PLC0415
 
-    from trainium_trainer.data.loader import MicroBatch  # noqa: PLC0415
+    from trainium_trainer.data.batches.loader import MicroBatch  # noqa: PLC0415
 
     config = settings.config
     shape = (config.batch.micro_size, config.data.sequence_length)

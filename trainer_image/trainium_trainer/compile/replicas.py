@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_parallelism import DataParallelMode
-from trainium_trainer.checkpoint.nxd_layout import Projections, parameters_of
+from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_trainer.checkpoint.nxd.parameter_names import Projections, parameters_of
 from trainium_trainer.models.nxd_layout import TensorRank, norm_terms, shared_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
     from trainium_trainer.models.nxd_layout import Piece
 
 

@@ -17,7 +17,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_trainer.config import Settings
+    from trainium_trainer.configuration.config import Settings
 
 _EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
 _log = logging.getLogger("trainium.compile")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.sizes import SizeRule
-from trainium_contract.worker_env import KIND
-from trainium_trainer.config import parse, read_document
+from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.wire.worker_env import KIND
+from trainium_trainer.configuration.config import parse, read_document
+from trainium_trainer.configuration.job_file import spec_of
 from trainium_trainer.exits import UserError
-from trainium_trainer.job_file import spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.sizes import BatchShape
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.trainer.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_data import BosToken, ValidationSplit
-from trainium_contract.trainer_examples import DataFormat
-from trainium_trainer.data.cache import cache_directory, prepared_folder, usable
-from trainium_trainer.data.encoding import SourceSpec
+from trainium_contract.trainer.data import BosToken, ValidationSplit
+from trainium_contract.trainer.examples import DataFormat
+from trainium_trainer.data.batches.order import Mixture
+from trainium_trainer.data.batches.samples import Part, Rules, Samples, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.opening import open_examples
-from trainium_trainer.data.online import open_streams, wants_streams
-from trainium_trainer.data.order import Mixture
-from trainium_trainer.data.origins import (
+from trainium_trainer.data.online.streams import open_streams, wants_streams
+from trainium_trainer.data.prepared.cache import cache_directory, prepared_folder, usable
+from trainium_trainer.data.prepared.origins import (
     Origin,
     TextTokenizer,
     origins_of,
@@ -27,19 +27,19 @@ from trainium_trainer.data.origins import (
     text_tokenizer,
     tokens_of,
 )
-from trainium_trainer.data.prepared import Prepared, Selection, Stretch
-from trainium_trainer.data.samples import Part, Rules, Samples, ValidationSet, refuse_weights
-from trainium_trainer.data.tokenizer import digest_of, end_of_document_of, load_tokenizer, vocabulary_of
+from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
+from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.tokens.tokenizer import digest_of, end_of_document_of, load_tokenizer, vocabulary_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainium_contract.trainer_data import DataConfig
-    from trainium_trainer.data.build import Progress
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.report import DataReport
-    from trainium_trainer.data.online import Streams
+    from trainium_trainer.data.online.streams import Streams
+    from trainium_trainer.data.prepared.build import Progress
 
 
 @dataclass(frozen=True, slots=True)

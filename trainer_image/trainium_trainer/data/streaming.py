@@ -10,21 +10,21 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.counts import BlockCounts
-from trainium_trainer.data.handing import Fellows, Giver, Receiver
-from trainium_trainer.data.lanes import Rows, install_lanes, rows_of
-from trainium_trainer.data.loader import Loader, Maker, Passes, RankBatch, SampleMaker
-from trainium_trainer.data.online import Streams
-from trainium_trainer.data.samples import TextSample
-from trainium_trainer.data.workers import Workers
+from trainium_trainer.data.batches.broadcast import Fellows, Giver, Receiver
+from trainium_trainer.data.batches.loader import Loader, Maker, Passes, RankBatch, SampleMaker
+from trainium_trainer.data.batches.samples import TextSample
+from trainium_trainer.data.online.block_counts import BlockCounts
+from trainium_trainer.data.online.lanes import Rows, install_lanes, rows_of
+from trainium_trainer.data.online.streams import Streams
+from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_trainer.data.documents import Skipped
+    from trainium_trainer.data.batches.share import Share
     from trainium_trainer.data.opening import Data
-    from trainium_trainer.data.share import Share
+    from trainium_trainer.data.sources.documents import Skipped
 
 _log = logging.getLogger("trainium.data")
 _CALLS_AHEAD = 2

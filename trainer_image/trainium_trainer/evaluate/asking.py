@@ -17,8 +17,8 @@ from trainium_trainer.evaluate.questions import asked_as_in_training, exam_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_contract.trainer_data import DataConfig
-    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_contract.trainer.data import DataConfig
+    from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Models
     from trainium_trainer.evaluate.answering.generation import Answer
     from trainium_trainer.evaluate.report import EvaluationResult

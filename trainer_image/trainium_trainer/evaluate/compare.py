@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Candidate, Models
     from trainium_trainer.evaluate.exam import Exam
 

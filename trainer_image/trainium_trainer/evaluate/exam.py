@@ -18,7 +18,7 @@ from trainium_trainer.evaluate.answering.scoring import likelihoods
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.generation import Answer
     from trainium_trainer.evaluate.answering.loading import LoadedModel
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_examples import DataFormat
+from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.examples.held_out import held_out, prompts_of
 from trainium_trainer.data.opening import open_data, text_prompt_ids
 from trainium_trainer.evaluate.exam import Exam, Question
@@ -17,7 +17,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.evaluate.prompts import Asked
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from trainium_contract.base import MessageModel
-from trainium_contract.results import EvaluationFigure
-from trainium_contract.trainer_evaluate import GenerationConfig
+from trainium_contract.status.results import EvaluationFigure
+from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.exam import figures
 
 if TYPE_CHECKING:

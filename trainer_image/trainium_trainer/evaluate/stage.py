@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
 
-from trainium_contract.results import EvaluationFigure, RunStage
-from trainium_contract.trainer_artifacts import ArtifactKind
+from trainium_contract.status.results import EvaluationFigure, RunStage
+from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.checkpoint.storage import Retry, Storage, open_storage, read_small
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.evaluate.answering.folder import Models
 from trainium_trainer.evaluate.answering.loading import ComputeDevice
 from trainium_trainer.evaluate.answering.places import local_folder
@@ -33,8 +34,8 @@ from trainium_trainer.weights import BaseWeights, shape_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_contract.results import ArtifactReport
-    from trainium_contract.trainer import TrainingConfig
+    from trainium_contract.status.results import ArtifactReport
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.peers import Peers
 
 _RUN_TRANSFORMERS = frozenset({"cpu", "cuda"})

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainium_contract.trainer_model import RopeScalingKind
+from trainium_contract.trainer.model import RopeScalingKind
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import ModelShape, RopeStretch
-from trainium_trainer.refusals import explain
+from trainium_trainer.validation_errors import explain
 
 if TYPE_CHECKING:
     from pathlib import Path

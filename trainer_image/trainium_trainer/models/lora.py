@@ -15,7 +15,7 @@ from trainium_trainer.models.products import product
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainium_contract.trainer_tuning import LoraConfig
+    from trainium_contract.trainer.tuning import LoraConfig
     from trainium_trainer.models.rope import Context
 
 

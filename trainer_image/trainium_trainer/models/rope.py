@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from trainium_contract.trainer_model import RopeScalingKind
+from trainium_contract.trainer.model import RopeScalingKind
 
 if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape

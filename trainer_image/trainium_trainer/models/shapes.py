@@ -1,22 +1,14 @@
-"""Llama shapes: the presets, and how a configuration overrides a preset or a Hugging Face configuration.
+"""Llama shapes: every number that defines a model, and the presets.
 
-Invariant: a `ModelShape` is complete and consistent; everything that a wrong one could break is refused here, in one
-sentence, before a device or a process group is touched.
+Invariant: a `ModelShape` is complete; which one a configuration means is in `configuration/model_shape.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainium_contract.trainer_model import ModelConfig, ModelPreset, RopeScalingKind
-from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from trainium_contract.trainer import TrainingConfig
-    from trainium_contract.trainer_model import RopeScaling
+from trainium_contract.trainer.model import ModelPreset, RopeScalingKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,144 +155,3 @@ PRESETS: dict[ModelPreset, ModelShape] = {
     ),
 }
 """Published shapes (the models' own `config.json`); a vocabulary of 0 stands for the tokenizer's."""
-
-
-def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1) -> ModelShape:
-    """The preset or the Hugging Face configuration with the overrides, for `tensor` tensor-parallel ranks.
-
-    Raises UserError when the file cannot be used, when the vocabulary is smaller than the tokenizer's, or when a width
-    cannot be divided into heads.
-    """
-    if model.weights is not None:
-        return _shape_of_weights(model, model.weights, tokenizer_vocabulary, tensor)
-    if model.path is None:
-        base = PRESETS[model.preset]
-    else:
-        from trainium_trainer.models.huggingface import read_shape  # noqa: PLC0415 - only who names a file
-
-        base = read_shape(Path(model.path).expanduser())
-    given = {name: value for name, value in model if name not in _NOT_SHAPE and value is not None}
-    shape = replace(base, **given)
-    if model.head_dim is None and {"hidden_size", "num_attention_heads"} & given.keys():
-        _divides("model.hiddenSize", shape.hidden_size, "model.numAttentionHeads", shape.num_attention_heads)
-        shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)
-    if model.rope_scaling is not None:
-        shape = replace(shape, rope_stretch=stretch_of(model.rope_scaling))
-    if shape.vocab_size == 0:
-        shape = replace(shape, vocab_size=tokenizer_vocabulary)
-    if shape.vocab_size < tokenizer_vocabulary:
-        raise UserError(
-            f"model.vocabSize is {shape.vocab_size} but the tokenizer has {tokenizer_vocabulary} entries: "
-            f"set model.vocabSize to at least {tokenizer_vocabulary}, or use a smaller tokenizer"
-        )
-    _divides("model.numAttentionHeads", shape.num_attention_heads, "model.numKeyValueHeads", shape.num_key_value_heads)
-    if shape.head_dim % 2:
-        raise UserError(
-            f"model.hiddenSize {shape.hidden_size} over model.numAttentionHeads {shape.num_attention_heads} makes "
-            f"heads of width {shape.head_dim}, but the rotary embedding needs an even width: change one of them, or "
-            "set model.headDim"
-            if model.head_dim is None
-            else f"model.headDim is {shape.head_dim}, but the rotary embedding needs an even width: use an even number"
-        )
-    return shape
-
-
-_NOT_SHAPE = ("preset", "path", "weights", "rope_scaling")
-_CHANGEABLE = ("max_positions", "rope_theta", "norm_eps", "initial_std")
-"""What may differ from the model that a run begins with: no weight has its size from it."""
-_PADDED_TO = 128
-
-
-def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
-    """The shape of the model to begin with, its vocabulary grown to the tokenizer's and padded for the ranks.
-
-    It is padded only where the ranks cannot share it as it is, and then to a multiple of 128 too, so that it is the
-    same at every usual degree.
-    """
-    from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
-
-    base = shape_of(location)
-    given = {name: value for name, value in model if name not in _NOT_SHAPE and value is not None}
-    for name, value in given.items():
-        if name not in _CHANGEABLE and getattr(base, name) != value:
-            field = ModelConfig.model_fields[name].alias
-            raise UserError(
-                f"model.{field} is {value}, but the model at {location} has {getattr(base, name)}: leave model.{field} "
-                "out"
-            )
-    stretch = base.rope_stretch if model.rope_scaling is None else stretch_of(model.rope_scaling)
-    known = max(base.vocab_size, tokenizer_vocabulary)
-    padded = known
-    if known % tensor:
-        unit = math.lcm(_PADDED_TO, tensor)
-        padded = -(-known // unit) * unit
-    return replace(base, **given, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
-
-
-def stretch_of(scaling: RopeScaling) -> RopeStretch | None:
-    """The core's form of a configured scaling; None for none."""
-    match scaling.kind:
-        case RopeScalingKind.UNSCALED:
-            return None
-        case RopeScalingKind.LINEAR:
-            return RopeStretch(kind=scaling.kind, factor=scaling.factor)
-        case RopeScalingKind.LLAMA3:
-            return RopeStretch(
-                kind=scaling.kind,
-                factor=scaling.factor,
-                low_frequency_factor=scaling.low_frequency_factor,
-                high_frequency_factor=scaling.high_frequency_factor,
-                original_max_positions=scaling.original_max_positions,
-            )
-
-
-def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int) -> None:
-    """Raise UserError when the model, the sequence or the batch cannot be divided over `world_size` ranks."""
-    length = config.data.sequence_length
-    if length > shape.max_positions:
-        raise UserError(
-            f"data.sequenceLength is {length} but the model is meant for at most {shape.max_positions} positions: "
-            "lower it, or set model.maxPositions (and think of model.ropeScaling)"
-        )
-    tensor = config.parallelism.tensor
-    for field, value in (
-        ("model.numAttentionHeads", shape.num_attention_heads),
-        ("model.intermediateSize", shape.intermediate_size),
-        ("model.vocabSize", shape.vocab_size),
-    ):
-        _divides(field, value, "parallelism.tensor", tensor)
-    heads = shape.num_key_value_heads
-    if heads % tensor and tensor % heads:
-        raise UserError(
-            f"model.numKeyValueHeads is {heads}, which neither is divisible by parallelism.tensor {tensor} nor divides "
-            "it: change one of them"
-        )
-    if config.parallelism.sequence:
-        _divides("data.sequenceLength", length, "parallelism.tensor", tensor)
-    stages = config.parallelism.pipeline * config.parallelism.stages_per_rank
-    if stages > shape.num_layers:
-        raise UserError(
-            f"parallelism.pipeline {config.parallelism.pipeline} x parallelism.stagesPerRank "
-            f"{config.parallelism.stages_per_rank} is more than the {shape.num_layers} layers of the model "
-            "(model.numLayers): each stage needs one; lower them"
-        )
-    if config.parallelism.pipeline == 1 and config.parallelism.stages_per_rank > 1:
-        raise UserError(
-            f"parallelism.stagesPerRank is {config.parallelism.stages_per_rank} but parallelism.pipeline is 1: only a "
-            "pipeline has stages; raise parallelism.pipeline or leave parallelism.stagesPerRank out"
-        )
-    group = tensor * config.parallelism.pipeline
-    by = "parallelism.tensor" if group == tensor else "parallelism.tensor x pipeline"
-    _divides("the number of ranks", world_size, by, group)
-    if config.batch.micro_size > config.batch.global_size:
-        raise UserError(
-            f"batch.microSize is {config.batch.micro_size} but batch.globalSize is {config.batch.global_size}: every "
-            "pass of every rank would be partly empty; lower batch.microSize or raise batch.globalSize"
-        )
-
-
-def _divides(field: str, value: int, by: str, divisor: int) -> None:
-    if value % divisor:
-        raise UserError(
-            f"{field} is {value}, which is not divisible by {by} {divisor}: use a multiple of {divisor} or change {by}"
-        )

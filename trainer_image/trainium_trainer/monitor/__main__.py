@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from trainium_contract import worker_env
+from trainium_contract.wire import worker_env
 from trainium_trainer.monitor.progress import read_progress
 
 _FILE = re.compile(r"g(\d+)-r(\d+)")

@@ -23,13 +23,13 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.results import RunResults, RunStage
+from trainium_contract.status.results import RunResults, RunStage
 from trainium_trainer.monitor.pulse import PULSE_BYTES, Pulse, PulseReading, unpack_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_contract.results import ArtifactReport, EvaluationFigure
+    from trainium_contract.status.results import ArtifactReport, EvaluationFigure
     from trainium_trainer.monitor.figures import StepFigures
 
 _MAGIC = 0x544E5250

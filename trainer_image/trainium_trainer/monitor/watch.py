@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.messages import AlertKind
+from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilisation
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, kept_aside, newest_lines
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from trainium_contract.trainer_monitor import MonitorConfig
+    from trainium_contract.trainer.monitor import MonitorConfig
 
 _log = logging.getLogger("trainium.monitor")
 

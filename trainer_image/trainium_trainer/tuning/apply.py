@@ -18,7 +18,7 @@ from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.tuning.choice import LORA_A
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer_tuning import LoraConfig
+    from trainium_contract.trainer.tuning import LoraConfig
     from trainium_trainer.tuning.choice import Choice
 
 

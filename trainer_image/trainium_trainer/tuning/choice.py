@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from trainium_contract.trainer_tuning import LoraConfig, TuningConfig
+    from trainium_contract.trainer.tuning import LoraConfig, TuningConfig
     from trainium_trainer.models.shapes import ModelShape
 
 LORA_A, LORA_B = "lora_A", "lora_B"

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
-from trainium_trainer.refusals import explain
 from trainium_trainer.tuning.choice import LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
+from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.base import EMBEDDING, OUTPUT
 from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box
 from trainium_trainer.weights.folder import listed, read_document, read_tensors
@@ -28,7 +28,7 @@ from trainium_trainer.weights.source import open_source
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainium_contract.trainer_tuning import TuningConfig
+    from trainium_contract.trainer.tuning import TuningConfig
     from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.headers import Stored
     from trainium_trainer.weights.source import Source

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from trainium_trainer.checkpoint.errors import StorageError
-from trainium_trainer.checkpoint.storage import S3_SCHEME, Retry, open_storage
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from trainium_trainer.checkpoint.storage import Storage
+    from trainium_trainer.checkpoint.storage.protocol import Storage
 
 T = TypeVar("T")
 _RANGE_BYTES = 8 << 20

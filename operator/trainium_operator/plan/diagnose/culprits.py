@@ -19,7 +19,7 @@ from trainium_operator.plan.faults.ends import meaning_of_failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.messages import HeartbeatRequest, Member, ProcessFailure, RestartRecord
+    from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure, RestartRecord
     from trainium_operator.plan.view.facts import Facts
 
 _FEWEST_TO_COMPARE = 3

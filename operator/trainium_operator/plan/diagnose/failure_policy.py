@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import kernel_sign, lines_near, row_of, rule_verdict, verdict_of
 from trainium_contract.faults.responses import Response
-from trainium_contract.origin import origin_in
+from trainium_contract.wire.nonfinite_origin import origin_in
 from trainium_operator.plan.diagnose.culprits import signs_of
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure
 from trainium_operator.plan.faults.failure_budgets import exhausted_budget
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.read import Verdict
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.messages import HeartbeatRequest, ProcessFailure
+    from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 

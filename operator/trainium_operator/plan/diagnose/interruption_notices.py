@@ -24,7 +24,7 @@ from trainium_operator.plan.view.facts import newcomers_of
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import Member
+    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker

@@ -9,7 +9,7 @@ from trainium_contract.faults.read import suspects_node
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
-    from trainium_contract.messages import Member
+    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.view.workers import Worker
 
 

@@ -22,7 +22,7 @@ from trainium_operator.plan.faults.ends import meaning_of_pod
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import Member
+    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.diagnose.silence import Testimony
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker

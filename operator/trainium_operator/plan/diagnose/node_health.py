@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.messages import Member
+    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.diagnose.silence import Testimony
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.view.facts import Facts

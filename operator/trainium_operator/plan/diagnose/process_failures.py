@@ -18,7 +18,7 @@ from trainium_operator.plan.faults.ends import meaning_of_failure
 
 if TYPE_CHECKING:
     from trainium_contract.faults.read import Verdict
-    from trainium_contract.messages import HeartbeatRequest, Member, ProcessFailure
+    from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 

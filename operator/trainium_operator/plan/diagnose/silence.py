@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.read import status_sign
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import HeartbeatRequest, Member, ProcessFailure
+    from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 

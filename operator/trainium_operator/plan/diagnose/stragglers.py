@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.recovery import StragglerSpec
+    from trainium_contract.spec.recovery import StragglerSpec
     from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
 

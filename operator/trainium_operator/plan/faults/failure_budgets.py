@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.recovery import BudgetSpec, RecoverySpec
+    from trainium_contract.spec.recovery import BudgetSpec, RecoverySpec
 
 MAX_RECORDS = 128
 _BACKOFF_WINDOW_SECONDS = 600.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.read import Verdict
     from trainium_contract.faults.rules import RecoveryRule
-    from trainium_contract.messages import HeartbeatRequest
+    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.model.observed import NodeView
 
 KERNEL_LOG = "kernel log"

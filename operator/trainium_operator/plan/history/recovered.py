@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import Interruption, Rung, TrainingJobStatus
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
 from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.messages import RestartRecord
+    from trainium_contract.wire.messages import RestartRecord
     from trainium_operator.plan.view.facts import Facts
 
 

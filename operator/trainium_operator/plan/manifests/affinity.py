@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.scheduling import Topology
+from trainium_contract.spec.scheduling import Topology
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.node_labels import LAYERS
 

@@ -7,13 +7,13 @@ import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
+from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
-    from trainium_contract.messages import Membership
-    from trainium_contract.trainer_neuron import NeuronConfig
+    from trainium_contract.trainer.neuron import NeuronConfig
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.observed import JobView
 
 Json = dict[str, Any]

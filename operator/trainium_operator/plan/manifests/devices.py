@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.job_workers import AcceleratorSpec, Device
+from trainium_contract.spec.workers import AcceleratorSpec, Device
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.worker_env import GROUP, KIND
+from trainium_contract.wire.worker_env import GROUP, KIND
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import GangApi

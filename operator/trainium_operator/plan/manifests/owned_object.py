@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.worker_env import GROUP, KIND, VERSION
+from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract import worker_env as env
-from trainium_contract.job_workers import Device
-from trainium_contract.recovery import HangSpec
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.spec.workers import Device
+from trainium_contract.wire import worker_env as env
 from trainium_operator.plan.manifests.devices import device_tolerations, extended_resources
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.manifests.strategic_merge import merge_template
@@ -20,9 +20,9 @@ from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
-    from trainium_contract.job_storage import StorageSpec
-    from trainium_contract.job_workers import AcceleratorSpec
-    from trainium_contract.trainer_neuron import NeuronConfig
+    from trainium_contract.spec.storage import StorageSpec
+    from trainium_contract.spec.workers import AcceleratorSpec
+    from trainium_contract.trainer.neuron import NeuronConfig
     from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 Json = dict[str, Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import MembershipStatus
-from trainium_contract.messages import Membership, Transition
+from trainium_contract.wire.messages import Membership, Transition
 from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model.actions import PublishMembership, event
@@ -21,7 +21,7 @@ from trainium_operator.plan.model.reasons import Reason
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.messages import Member
+    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
 

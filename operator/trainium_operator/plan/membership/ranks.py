@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import Member
+from trainium_contract.wire.messages import Member
 from trainium_operator.plan.view.facts import is_second_choice
 from trainium_operator.plan.view.topology import nearest_first, place_of
 

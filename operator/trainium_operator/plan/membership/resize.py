@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Rung
-from trainium_contract.messages import Transition
+from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.growth_gain import is_worth_growing

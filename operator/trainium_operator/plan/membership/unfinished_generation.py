@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.messages import Transition
+from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.history.interruptions import open_membership_entry
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 

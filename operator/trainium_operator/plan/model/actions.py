@@ -19,7 +19,7 @@ from trainium_operator.plan.model.sentences import sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.quota import Said
     from trainium_operator.plan.model.reasons import Reason
 

@@ -6,7 +6,7 @@ an ordinal is never used twice, so neither is a pod's name.
 
 from __future__ import annotations
 
-from trainium_contract.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
 """On the configuration ConfigMap and the PodDisruptionBudget: digest of what the plan wanted when it was applied."""

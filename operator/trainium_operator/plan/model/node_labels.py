@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.worker_env import GROUP
+from trainium_contract.wire.worker_env import GROUP
 
 LABEL_INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 LABEL_HOST = "kubernetes.io/hostname"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-    from trainium_contract.messages import HeartbeatRequest, Membership, RegisterRequest
+    from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
     from trainium_operator.plan.model.quota import QuotaView
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import budget_of, suspects_node
 from trainium_contract.faults.responses import Response
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
 from trainium_operator.plan.diagnose.node_health import members_to_move
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import Interruption, Rung
-from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
 from trainium_operator.plan.report.interruption_stages import STAGES, split
 from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import newest_progress, past_steps

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import Interruption, Rung
-from trainium_contract.ledger import StageSeconds
+from trainium_contract.status.ledger import StageSeconds
 
 if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts

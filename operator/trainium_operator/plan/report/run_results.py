@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.results import MAX_ARTIFACTS, RunStage
+from trainium_contract.status.results import MAX_ARTIFACTS, RunStage
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.messages import Progress
-    from trainium_contract.results import ArtifactReport, EvaluationFigure
+    from trainium_contract.status.results import ArtifactReport, EvaluationFigure
+    from trainium_contract.wire.messages import Progress
     from trainium_operator.plan.view.facts import Facts
 
 _DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}

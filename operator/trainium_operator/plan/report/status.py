@@ -14,7 +14,7 @@ from trainium_contract.job import (
     ProgressStatus,
     Rung,
 )
-from trainium_contract.messages import AlertKind, Progress, WorkerPhase
+from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition

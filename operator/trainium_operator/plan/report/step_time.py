@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from trainium_contract.ledger import MAX_SIZES, WINDOW, GoodputStatus, SizeAccount, StepWindow
+from trainium_contract.status.ledger import MAX_SIZES, WINDOW, GoodputStatus, SizeAccount, StepWindow
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from trainium_operator.plan.view.workers import Worker, contact_of, with_contact
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.messages import HeartbeatRequest, Member, Membership
+    from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
     from trainium_operator.plan.view.grant import Grant

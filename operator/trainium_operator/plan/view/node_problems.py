@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
-from trainium_contract.health import PreflightCheck
+from trainium_contract.spec.health import PreflightCheck
 from trainium_operator.plan.faults.node_rules import kernel_problem, with_rules
 from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, problems_of
 from trainium_operator.plan.manifests.devices import extended_resources, tolerations_of

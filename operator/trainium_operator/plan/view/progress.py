@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import Progress, WorkerPhase
-from trainium_contract.results import RunStage
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import Progress, WorkerPhase
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

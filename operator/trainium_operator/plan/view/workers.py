@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.cached_property import cached_property
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, NodeReadiness, PodPhase
 from trainium_operator.plan.view.contact import Contact, judge_contact
@@ -17,7 +17,7 @@ from trainium_operator.plan.view.contact import Contact, judge_contact
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from trainium_contract.messages import HeartbeatRequest
+    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PlanSettings, PodView
 
 _JOINABLE = (

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import TrainingJobStatus
-from trainium_contract.job_storage import StorageSpec
+from trainium_contract.spec.storage import StorageSpec
 from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeletePod, PublishMembership
@@ -25,7 +25,7 @@ from trainium_operator.simulate.virtual.workforce import JOB, NAMESPACE
 
 if TYPE_CHECKING:
     from trainium_contract.job import Interruption, TrainingJobSpec
-    from trainium_contract.messages import Membership
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.fleet.memory import Memory
     from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.model.observed import AgentView

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from trainium_contract.job import Interruption
-    from trainium_contract.ledger import GoodputStatus
+    from trainium_contract.status.ledger import GoodputStatus
     from trainium_operator.simulate.virtual.failures import FaultClass
 
 _DOWN = ("Detect", "Decide", "Restart", "Load", "Startup")

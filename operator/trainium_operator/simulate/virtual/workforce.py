@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.messages import HeartbeatRequest, RegisterRequest, WorkerPhase
-from trainium_contract.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH
+from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest, WorkerPhase
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import AgentView, PodPhase, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from trainium_contract.messages import ProcessFailure, Progress, RestartRecord, StepTiming
+    from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.nodes import Nodes, Slot
     from trainium_operator.simulate.virtual.timeline import Timeline

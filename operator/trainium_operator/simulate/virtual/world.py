@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-    from trainium_contract.ledger import GoodputStatus
+    from trainium_contract.status.ledger import GoodputStatus
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.failures import FailureModel
     from trainium_operator.simulate.virtual.nodes import Slot

@@ -20,8 +20,8 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Phase, Rung, TrainingJobStatus
-from trainium_contract.messages import WorkerPhase
-from trainium_contract.origin import told_origin
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.nonfinite_origin import told_origin
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
 

@@ -11,7 +11,7 @@ from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase, Rung
-from trainium_contract.messages import Transition
+from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.observed import FleetView, NodeView, Taint
 
 SPOT = Taint("aws-node-termination-handler/spot-itn", "", "NoSchedule")

@@ -22,7 +22,7 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Phase, Rung
-from trainium_contract.messages import Progress, Transition, WorkerPhase
+from trainium_contract.wire.messages import Progress, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView, NodeReadiness, PodPhase
 
 LOST = pod(1).name

@@ -25,10 +25,10 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.health import PreflightCheck
 from trainium_contract.job import ConditionStatus, ConditionType
-from trainium_contract.messages import CheckResult, Transition, WorkerPhase
-from trainium_contract.worker_env import ANNOTATION_KEPT_FROM
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM
 from trainium_operator.plan.model.actions import CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, NodeView, Observed, PodPhase

@@ -12,7 +12,7 @@ from plan_builders import NOW, agent, deleted, newest, planned, published, ranks
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, Rung, StragglerStatus
-from trainium_contract.messages import StepTiming, Transition, WorkerPhase
+from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plan_cluster import FakeCluster
     from plan_world import Agent, Node, Pod
 
-    from trainium_contract.messages import ProcessFailure, RestartRecord
+    from trainium_contract.wire.messages import ProcessFailure, RestartRecord
     from trainium_operator.plan.model.observed import AgentView, NodeCondition
 
 _EXACT_SECONDS = 50.0

@@ -9,7 +9,7 @@ from plan_builders import NOW, failure, planned, restart, running, spec, trainin
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.read import budget_of
 from trainium_contract.job import FailureRecord, Phase
-from trainium_contract.recovery import RecoverySpec
+from trainium_contract.spec.recovery import RecoverySpec
 from trainium_operator.plan.faults.failure_budgets import (
     MAX_RECORDS,
     backoff_until,

@@ -28,8 +28,8 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Phase
-from trainium_contract.messages import WorkerPhase
-from trainium_contract.worker_env import RULES_NAME
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.worker_env import RULES_NAME
 from trainium_operator.plan.manifests.config_maps import config_map
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, PodPhase, Taint

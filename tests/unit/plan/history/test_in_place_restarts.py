@@ -6,7 +6,7 @@ from plan_builders import NOW, agent, failure, newest, planned, published, ranks
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import MembershipStatus, Phase, Rung
-from trainium_contract.messages import Transition, WorkerPhase
+from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import record_failure
 
 

@@ -17,7 +17,7 @@ from trainium_contract.job import (
     Phase,
     TrainingJobStatus,
 )
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import PodPhase

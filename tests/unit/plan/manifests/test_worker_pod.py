@@ -5,7 +5,7 @@ import pytest
 from plan_builders import NOW, SETTINGS, job, observed, planned, spec
 
 from trainium_contract.job import FailureRecord, TrainingJobStatus
-from trainium_contract.trainer import TrainingConfig
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods

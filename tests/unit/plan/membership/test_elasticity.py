@@ -11,8 +11,8 @@ from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Interruption, Phase, Rung
-from trainium_contract.ledger import SizeAccount
-from trainium_contract.messages import Transition
+from trainium_contract.status.ledger import SizeAccount
+from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.plan import plan

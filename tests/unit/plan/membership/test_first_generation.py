@@ -19,7 +19,7 @@ from plan_builders import (
 )
 
 from trainium_contract.job import MembershipStatus, Phase, TrainingJobStatus
-from trainium_contract.messages import Transition, WorkerPhase
+from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.observed import PodPhase
 
 

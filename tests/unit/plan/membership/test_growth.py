@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import plan_builders as build
 import pytest
 
-from trainium_contract.messages import WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
-from trainium_contract.messages import Transition
+from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.actions import CreatePod
 
 OPEN = Interruption(

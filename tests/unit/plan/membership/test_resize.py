@@ -19,7 +19,7 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, MembershipStatus, Phase, Rung
-from trainium_contract.messages import Transition, WorkerPhase
+from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 

@@ -10,7 +10,7 @@ from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, obs
 from plan_cluster import FakeCluster
 
 from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
-from trainium_contract.scheduling import GangStatus
+from trainium_contract.spec.scheduling import GangStatus
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase

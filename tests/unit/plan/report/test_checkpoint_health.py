@@ -6,9 +6,9 @@ from typing import Any
 from plan_builders import NOW, planned, running, training
 
 from trainium_contract.job import ConditionType
-from trainium_contract.job_storage import JobCheckpointSpec
-from trainium_contract.messages import Progress
-from trainium_contract.trainer_checkpoint import DurableTier
+from trainium_contract.spec.storage import JobCheckpointSpec
+from trainium_contract.trainer.checkpoint import DurableTier
+from trainium_contract.wire.messages import Progress
 from trainium_operator.plan.model.conditions import find_condition
 
 

@@ -15,9 +15,9 @@ from trials import trials
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobStatus
-from trainium_contract.ledger import MAX_SIZES, OVERHEAD, STARTUP, WINDOW, GoodputStatus, SizeAccount, StepWindow
-from trainium_contract.messages import Progress, WorkerPhase
 from trainium_contract.sizes import BatchShape, SizeRule
+from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, WINDOW, GoodputStatus, SizeAccount, StepWindow
+from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
 

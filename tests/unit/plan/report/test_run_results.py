@@ -14,9 +14,9 @@ from trials import trials
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Condition, ConditionStatus, ConditionType, Interruption, Phase, Rung
-from trainium_contract.ledger import OVERHEAD, STARTUP, GoodputStatus
-from trainium_contract.messages import Progress, WorkerPhase
-from trainium_contract.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus
+from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure
+from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.times import rfc3339
 

@@ -20,8 +20,8 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Interruption, MembershipStatus, Phase, Rung
-from trainium_contract.ledger import GoodputStatus
-from trainium_contract.messages import Alert, AlertKind, Progress, WorkerPhase
+from trainium_contract.status.ledger import GoodputStatus
+from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.times import rfc3339

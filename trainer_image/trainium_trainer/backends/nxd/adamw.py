@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainium_contract.trainer_optimizer import OptimizerConfig, WeightDecayScope
+from trainium_contract.trainer.optimizer import OptimizerConfig, WeightDecayScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from trainium_contract.trainer_optimizer import OptimizerConfig
+    from trainium_contract.trainer.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)

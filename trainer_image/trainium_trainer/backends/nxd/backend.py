@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_contract.trainer_parallelism import DataParallelMode, Precision
-from trainium_contract.trainer_tuning import TuningMethod
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.nxd.adamw import Controls
 from trainium_trainer.backends.nxd.device import Device
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from trainium_trainer.config import Settings
-    from trainium_trainer.data.loader import MicroBatch
+    from trainium_trainer.configuration.config import Settings
+    from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.llama import Llama
     from trainium_trainer.models.nxd_layout import Piece
     from trainium_trainer.weights.adapter import AdapterWeights

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.config import Launch, Settings
+    from trainium_trainer.configuration.config import Launch, Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from neuronx_distributed.utils.activation_checkpoint import apply_activation_che
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from trainium_contract.trainer_parallelism import Recompute
+from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.models.llama import Block, Llama
 from trainium_trainer.models.loss import IGNORED_LABEL
 from trainium_trainer.models.rope import rotate

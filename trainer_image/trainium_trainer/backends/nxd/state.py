@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_trainer.checkpoint.part import Part as Box
+from trainium_trainer.checkpoint.format.part import Part as Box
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from trainium_trainer.models.nxd_layout import norm_terms
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_contract.trainer_optimizer import OptimizerConfig
+    from trainium_contract.trainer.optimizer import OptimizerConfig
     from trainium_trainer.backends.nxd.adamw import Controls
     from trainium_trainer.checkpoint.dividing.cuts import Division
     from trainium_trainer.checkpoint.dividing.nxd import Stored

@@ -27,7 +27,7 @@ from trainium_trainer.tuning.choice import EMBEDDING, HEAD, is_adapter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_contract.trainer_tuning import LoraConfig
+    from trainium_contract.trainer.tuning import LoraConfig
     from trainium_trainer.backends.nxd.regions import Region
     from trainium_trainer.models.nxd_layout import TensorRank
     from trainium_trainer.models.rope import Context

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.documents import Skipped
 from trainium_trainer.data.examples.encode import TextEncoder
 from trainium_trainer.data.examples.forms.example import BadRecordError
 from trainium_trainer.data.examples.forms.filter import Filter
 from trainium_trainer.data.examples.too_long import fitted
-from trainium_trainer.data.files import reading
+from trainium_trainer.data.sources.documents import Skipped
+from trainium_trainer.data.sources.files import reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from trainium_trainer.data.documents import Block, Record, Source
     from trainium_trainer.data.examples.forms.example import Example
     from trainium_trainer.data.examples.forms.making import Maker
     from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.examples.too_long import Encoded
+    from trainium_trainer.data.sources.documents import Block, Record, Source
 
 _AT_ONCE = 256
 

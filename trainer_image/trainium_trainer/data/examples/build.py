@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.build import Progress, processes
-from trainium_trainer.data.encoding import list_blocks
 from trainium_trainer.data.examples.blocks import encode_block, install
 from trainium_trainer.data.examples.forms.filter import nothing_left
 from trainium_trainer.data.examples.store import Manifest, Writer, read_manifest
-from trainium_trainer.data.workers import Workers
-from trainium_trainer.data.writer import locked
+from trainium_trainer.data.prepared.build import Progress, processes
+from trainium_trainer.data.prepared.writer import locked
+from trainium_trainer.data.tokens.encoding import list_blocks
+from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

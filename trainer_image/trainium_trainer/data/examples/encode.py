@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from trainium_contract.trainer_examples import LossOn
-from trainium_trainer.data.bos import beginning_of
+from trainium_contract.trainer.examples import LossOn
 from trainium_trainer.data.examples.too_long import Encoded
-from trainium_trainer.data.tokenizer import end_of_document, load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.bos import beginning_of
+from trainium_trainer.data.tokens.tokenizer import end_of_document, load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-    from trainium_contract.trainer_data import BosToken
+    from trainium_contract.trainer.data import BosToken
     from trainium_trainer.data.examples.forms.example import Example
     from trainium_trainer.data.examples.forms.fields import Guard
-    from trainium_trainer.data.special_tokens import Special
+    from trainium_trainer.data.tokens.special_tokens import Special
 
 Places: TypeAlias = "NDArray[np.int64]"
 

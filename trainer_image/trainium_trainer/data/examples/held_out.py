@@ -10,25 +10,25 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_examples import DataFormat, LossOn
-from trainium_trainer.data.cache import cache_directory, sources_of, usable
+from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.examples.blocks import Counts, Encoder
 from trainium_trainer.data.examples.forms.example import BadRecordError, answered
 from trainium_trainer.data.examples.opening import tokenizer_of, validation_sources
 from trainium_trainer.data.examples.recipe import recipe_of
-from trainium_trainer.data.files import reading
+from trainium_trainer.data.prepared.cache import cache_directory, sources_of, usable
+from trainium_trainer.data.sources.files import reading
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.trainer_data import DataConfig
-    from trainium_trainer.data.documents import Block, Record, Skipped
-    from trainium_trainer.data.documents import Source as Records
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.blocks import Made
     from trainium_trainer.data.examples.encode import TextEncoder
     from trainium_trainer.data.examples.forms.fields import Guard
     from trainium_trainer.data.examples.opening import Source
+    from trainium_trainer.data.sources.documents import Block, Record, Skipped
+    from trainium_trainer.data.sources.documents import Source as Records
 
 
 @dataclass(frozen=True, slots=True)

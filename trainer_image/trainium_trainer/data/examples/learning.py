@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.documents import Record
 from trainium_trainer.data.examples.build import BLOCK_BYTES
 from trainium_trainer.data.examples.forms.example import BadRecordError
 from trainium_trainer.data.examples.forms.filter import Filter
-from trainium_trainer.data.files import reading
-from trainium_trainer.data.learning import once
-from trainium_trainer.data.tokenizer import train_tokenizer
+from trainium_trainer.data.prepared.learned_tokenizer import once
+from trainium_trainer.data.sources.documents import Record
+from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.tokens.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from trainium_trainer.data.documents import Block, Skipped, Source
     from trainium_trainer.data.examples.recipe import Recipe
+    from trainium_trainer.data.sources.documents import Block, Skipped, Source
 
 
 def learned_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:

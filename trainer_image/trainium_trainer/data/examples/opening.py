@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainium_contract.trainer_data import Tokenization, ValidationSplit
-from trainium_trainer.data.cache import prepared_folder, sources_of
-from trainium_trainer.data.encoding import held_back
+from trainium_contract.trainer.data import Tokenization, ValidationSplit
+from trainium_trainer.data.batches.order import Mixture
+from trainium_trainer.data.batches.samples import Rules, Samples, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.build import build_examples
 from trainium_trainer.data.examples.learning import learned_on_examples
 from trainium_trainer.data.examples.part import ExamplePart
 from trainium_trainer.data.examples.recipe import FORMAT, recipe_of
 from trainium_trainer.data.examples.report import DataReport
 from trainium_trainer.data.examples.store import Stored
-from trainium_trainer.data.order import Mixture
-from trainium_trainer.data.origins import Lines
-from trainium_trainer.data.samples import Rules, Samples, ValidationSet, refuse_weights
-from trainium_trainer.data.tokenizer import digest_of, tokenizer_file, vocabulary_of
+from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
+from trainium_trainer.data.prepared.origins import Lines
+from trainium_trainer.data.tokens.encoding import held_back
+from trainium_trainer.data.tokens.tokenizer import digest_of, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_contract.trainer_data import DataConfig
-    from trainium_trainer.data.build import Progress
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.recipe import Recipe
+    from trainium_trainer.data.prepared.build import Progress
 
 _log = logging.getLogger("trainium.data")
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainium_trainer.data.batches.samples import Row
 from trainium_trainer.data.examples.packing import packed
-from trainium_trainer.data.samples import Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from trainium_trainer.data.batches.samples import Rules
     from trainium_trainer.data.examples.store import Stored
-    from trainium_trainer.data.samples import Rules
 
 
 @dataclass(frozen=True, slots=True)

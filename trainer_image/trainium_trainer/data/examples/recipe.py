@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer_data import BosToken
-from trainium_contract.trainer_examples import DataFormat, ExamplesConfig
-from trainium_trainer.data.encoding import SourceSpec
+from trainium_contract.trainer.data import BosToken
+from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 from trainium_trainer.data.examples.forms.function import digest_of_function
 from trainium_trainer.data.examples.forms.instruction import Templates, templates_of
 from trainium_trainer.data.examples.forms.making import Maker
-from trainium_trainer.data.special_tokens import Special, special_of
-from trainium_trainer.data.tokenizer import digest_of
+from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.tokens.special_tokens import Special, special_of
+from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer_data import DataConfig
+    from trainium_contract.trainer.data import DataConfig
 
 FORMAT = 1
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.examples.blocks import Counts
-from trainium_trainer.data.writer import durable
+from trainium_trainer.data.prepared.writer import durable
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

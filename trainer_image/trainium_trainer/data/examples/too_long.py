@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainium_contract.trainer_examples import TooLong
+from trainium_contract.trainer.examples import TooLong
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

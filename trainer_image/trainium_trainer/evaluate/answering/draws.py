@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import FloatTensor, LongTensor
 
-    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_contract.trainer.evaluate import GenerationConfig
 
 
 class GumbelNoise(LogitsProcessor):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_contract.trainer_evaluate import GenerationConfig
+    from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Candidate
     from trainium_trainer.evaluate.answering.loading import LoadedModel
 

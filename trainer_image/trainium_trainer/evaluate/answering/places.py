@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainium_trainer.checkpoint.storage import S3_SCHEME, Retry, open_storage
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainium_trainer.data.special_tokens import Special
+    from trainium_trainer.data.tokens.special_tokens import Special
 
 _ASSISTANT = "assistant"
 _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"

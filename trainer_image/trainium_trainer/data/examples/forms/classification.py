@@ -10,7 +10,7 @@ from trainium_trainer.data.examples.forms.fields import Guard, as_text, known_fi
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.trainer_examples import ClassificationConfig
+    from trainium_contract.trainer.examples import ClassificationConfig
 
 _WHERE = "data.examples.classification"
 _SHOWN = 8

@@ -19,7 +19,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_trainer.data.documents import Record
+    from trainium_trainer.data.sources.documents import Record
 
 _MODULE = "trainium_user_function"
 

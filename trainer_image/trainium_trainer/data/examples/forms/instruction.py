@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.examples.forms.example import Example, answered
 from trainium_trainer.data.examples.forms.fields import Guard, Template, as_text, parsed
-from trainium_trainer.data.files import S3, reading, s3
+from trainium_trainer.data.sources.files import S3, reading, s3
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.trainer_examples import TemplateConfig
+    from trainium_contract.trainer.examples import TemplateConfig
 
 TEMPLATE_FILE = "template.json"
 _CONTEXT = "context"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.trainer_examples import DataFormat
+from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.examples.forms.chat import Chat
 from trainium_trainer.data.examples.forms.classification import Classification
 from trainium_trainer.data.examples.forms.example import BadRecordError, Example, answered
@@ -16,10 +16,10 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.trainer_examples import ChatConfig, ExamplesConfig
-    from trainium_trainer.data.documents import Record
+    from trainium_contract.trainer.examples import ChatConfig, ExamplesConfig
     from trainium_trainer.data.examples.forms.instruction import Templates
-    from trainium_trainer.data.special_tokens import Special
+    from trainium_trainer.data.sources.documents import Record
+    from trainium_trainer.data.tokens.special_tokens import Special
 
 _MESSAGES = "messages"
 

@@ -1,0 +1,1 @@
+"""Rows of the fault table, by what goes wrong."""

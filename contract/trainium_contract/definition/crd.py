@@ -1,0 +1,273 @@
+"""The CustomResourceDefinition, generated from the pydantic models of `job.py`; files beside it add the CEL rules.
+
+The result is plain JSON-ready data (the operator's `generate` module writes it as YAML). Invariants of the schema:
+structural (no references, no alternatives), closed (an unknown field is an error under kubectl's strict validation),
+bounded (so that the cost of the rules can be estimated), and every field has a description; a model that breaks one
+of these stops the generation with a sentence.
+
+Defaults of the spec are in the schema, so that they are stored with the job when it is created: an upgrade of the
+operator with other defaults does not change a job that is training. The status is lenient where the spec is strict:
+its enumerations are plain strings, so that a newer operator can report to an older definition.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
+from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
+from trainium_contract.definition.tuning_rules import TUNING_RULES
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+SHORT_NAME = "trn"
+CATEGORY = "training"
+
+INT32_LIMIT = 2**31 - 1
+MAX_UNBOUNDED_TEXT = 1024
+"""Bound of a status string whose model has none (enumerations)."""
+
+_LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"]}
+"""Lists that are maps by a key, so that several writers can own different entries; all others are atomic."""
+
+_PINNED_LISTS = "spec.trainer."
+"""Below it the default of a list is stored with the job too; elsewhere (preflight checks) a later one may apply."""
+
+_KEPT = ("pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "minimum", "maximum")
+
+
+class SchemaError(ValueError):
+    """A model that cannot be written as a structural schema; the message names the field and what to change."""
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The whole CustomResourceDefinition (apiextensions.k8s.io/v1); raises SchemaError for an unsuitable model."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": [SHORT_NAME],
+                "categories": [CATEGORY],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def _version() -> dict[str, Any]:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.workers.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": _columns(),
+        "schema": {"openAPIV3Schema": object_schema()},
+    }
+
+
+def _columns() -> list[dict[str, Any]]:
+    def column(name: str, kind: str, path: str, description: str, priority: int = 0) -> dict[str, Any]:
+        given = {"name": name, "type": kind, "jsonPath": path, "description": description}
+        return given | ({"priority": priority} if priority else {})
+
+    return [
+        column("Phase", "string", ".status.phase", "What the job is doing."),
+        column("Stage", "string", ".status.stage", "Train, Export or Evaluate."),
+        column("Ready", "integer", ".status.readyReplicas", "Workers that are training."),
+        column("Desired", "integer", ".spec.workers.replicas", "Workers asked for."),
+        column("Step", "integer", ".status.progress.step", "Newest finished optimizer step."),
+        column("Loss", "number", ".status.progress.loss", "Loss of that step."),
+        column("Ckpt", "integer", ".status.checkpoint.durableStep", "Newest step committed to storage."),
+        column("Restarts", "integer", ".status.restarts.total", "Interruptions so far."),
+        column("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
+        column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
+        column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
+        column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
+        column("Goodput", "number", ".status.goodput.ratio", "Strict goodput: productive share of the time.", 1),
+        column("Artifact", "string", ".status.artifacts[-1].path", "The newest thing that the run left behind.", 1),
+    ]
+
+
+def object_schema() -> dict[str, Any]:
+    """The openAPIV3Schema of a whole TrainingJob."""
+    spec = model_schema(TrainingJobSpec, "spec", strict=True)
+    status = model_schema(TrainingJobStatus, "status", strict=False)
+    _attach(spec, (*SPEC_RULES, *TUNING_RULES))
+    _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
+    recovery = spec["properties"]["recovery"]["properties"]
+    _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
+    _attach(recovery["budgets"]["properties"]["byCause"], BY_CAUSE_RULES)
+    root = {
+        "type": "object",
+        "description": "A Llama training run on Trainium nodes that keeps training through faults and resizes.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": "Version of this representation of the object."},
+            "kind": {"type": "string", "description": "TrainingJob."},
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
+            "spec": spec,
+            "status": status,
+        },
+    }
+    _attach(root, ROOT_RULES)
+    return root
+
+
+def _attach(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:
+    schema["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
+
+
+def model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str, Any]:
+    """The structural schema of one model; `path` is where it sits in the object, for messages.
+
+    With `strict` defaults and enumerations are kept (the spec); without, they are left out (the status).
+    """
+    source = model.model_json_schema(by_alias=True, mode="validation")
+    return _Writer(source.get("$defs", {}), strict=strict).schema(source, path)
+
+
+class _Writer:
+    """Turns pydantic's JSON schema into a structural one."""
+
+    def __init__(self, definitions: dict[str, Any], *, strict: bool) -> None:
+        self._definitions = definitions
+        self._strict = strict
+
+    def schema(self, node: dict[str, Any], path: str) -> dict[str, Any]:
+        node = self._resolved(node, path)
+        written: dict[str, Any] = {"type": node.get("type"), "description": _sentence(node, path)}
+        match node.get("type"):
+            case "object":
+                self._object(node, path, written)
+            case "array":
+                self._array(node, path, written)
+            case "integer":
+                written["format"] = "int32" if node.get("maximum", INT32_LIMIT + 1) <= INT32_LIMIT else "int64"
+            case "number":
+                written["format"] = "double"
+            case "string":
+                self._string(node, path, written)
+            case "boolean":
+                pass
+            case other:
+                raise SchemaError(f"{path}: type {other!r} has no structural schema; give the field one plain type")
+        written |= {key: node[key] for key in _KEPT if key in node}
+        _exclusive(node, written)
+        written["description"] += _range(node)
+        if self._strict and node.get("type") not in {"object", "array"} and node.get("default") is not None:
+            written["default"] = node["default"]
+        return written
+
+    def _resolved(self, node: dict[str, Any], path: str) -> dict[str, Any]:
+        """The node with references put in place and `X | None` read as an optional X."""
+        if "anyOf" in node:
+            kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
+            if len(kinds) != 1:
+                raise SchemaError(f"{path}: a union of several types is not structural; choose one type")
+            return self._resolved(kinds[0] | {key: value for key, value in node.items() if key != "anyOf"}, path)
+        if "$ref" in node:
+            target = self._definitions[node["$ref"].rsplit("/", 1)[1]]
+            return self._resolved(target | {key: value for key, value in node.items() if key != "$ref"}, path)
+        return node
+
+    def _object(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
+        values = node.get("additionalProperties")
+        if "properties" in node:
+            children = {name: self.schema(child, f"{path}.{name}") for name, child in node["properties"].items()}
+            written["properties"] = children
+            if "required" in node:
+                written["required"] = node["required"]
+            if self._strict and path != "spec":
+                written |= _object_default(node, children)
+        elif isinstance(values, dict):
+            if "maxProperties" not in node:
+                raise SchemaError(f"{path}: the map has no bound; add Field(max_length=...)")
+            described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | values
+            written["additionalProperties"] = self.schema(described, f"{path}.*")
+        else:
+            written["x-kubernetes-preserve-unknown-fields"] = True
+
+    def _array(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
+        if "maxItems" not in node:
+            raise SchemaError(f"{path}: the list has no bound; add Field(max_length=...)")
+        described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | node["items"]
+        written["items"] = self.schema(described, f"{path}[]")
+        if self._strict and path.startswith(_PINNED_LISTS) and node.get("default"):
+            written["default"] = node["default"]
+        keys = _LIST_KEYS.get(path)
+        written["x-kubernetes-list-type"] = "map" if keys else "atomic"
+        if keys:
+            written["x-kubernetes-list-map-keys"] = keys
+
+    def _string(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
+        if "enum" in node and self._strict:
+            written["enum"] = node["enum"]
+        elif "enum" in node:
+            written["description"] += f" One of {', '.join(node['enum'])}."
+            written["maxLength"] = MAX_UNBOUNDED_TEXT
+        elif "maxLength" not in node:
+            raise SchemaError(f"{path}: the text has no bound; add Field(max_length=...)")
+
+
+def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
+    """An empty object where that is complete: it makes the defaults below it apply when the parent is left out.
+
+    Not for an object that may be None, where leaving it out has a meaning of its own.
+    """
+    if node.get("default", children) is None:
+        return {}
+    if "required" in node:
+        given = {name: value for name, value in (node.get("default") or {}).items() if value is not None}
+        return {"default": given} if given else {}
+    return {"default": {}} if any("default" in child for child in children.values()) else {}
+
+
+def _exclusive(node: dict[str, Any], written: dict[str, Any]) -> None:
+    """JSON schema 2020 gives an exclusive bound as a number, Kubernetes' dialect as a flag beside the bound."""
+    if "exclusiveMinimum" in node:
+        written |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
+    if "exclusiveMaximum" in node:
+        written |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
+
+
+def _range(node: dict[str, Any]) -> str:
+    """A number's legal range as a second sentence of its description, so that `kubectl explain` tells it too."""
+    if node.get("type") not in {"integer", "number"}:
+        return ""
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    high = None if high == INT32_LIMIT else high  # a limit that nobody meets
+    if low is not None and high is not None:
+        return f" Range: {low} to {high}."
+    ends = [
+        f"{word} {bound}"
+        for word, bound in (("at least", low), ("above", above), ("at most", high), ("below", below))
+        if bound is not None
+    ]
+    return f" Range: {' and '.join(ends)}." if ends else ""
+
+
+def _sentence(node: dict[str, Any], path: str) -> str:
+    """The description in one line; a missing one stops the generation."""
+    text = " ".join(str(node.get("description", "")).split())
+    if not text:
+        raise SchemaError(f"{path}: no description; add a docstring below the field")
+    return text

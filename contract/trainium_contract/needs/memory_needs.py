@@ -1,0 +1,199 @@
+"""PURE. What a job takes of device memory, of a node's memory and of /dev/shm, from the sizes of model and world.
+
+Bytes everywhere. State, gradients and snapshots follow from what the backends and the tiers allocate (the table in
+docs/parallelism.md); activations are an estimate by tensors that the backward pass keeps (arXiv 2205.05198, section 4),
+without a runtime's own needs, which is why `ROOM` of a core is left alone.
+
+Invariant: nothing is asked of a machine here; trainer, `check` and operator give the same numbers the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
+
+OWN_FILES = 3
+"""Snapshots of a shard that rotate in /dev/shm."""
+KEPT_FILES = 2
+"""Copies of a buddy's shard."""
+ROOM = 0.1
+"""Of a core's memory, for the runtime, its programs and the buffers of collectives."""
+_PROCESS = 1 << 30
+"""A training process before it holds anything: libraries, data, the compiler's client."""
+
+
+class Layouts(StrEnum):
+    """Whose rules decide how weights are divided."""
+
+    NATIVE = "native"
+    NXD = "nxd"
+    """Key/value heads are repeated where tensor parallelism has more ranks than heads; sums of gradients are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A Llama's numbers."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a rank trains where the rest is frozen; numbers, before data parallelism divides them."""
+
+    weights: int
+    """Of the model itself."""
+    adapters: int
+    """Beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a job divides the model; all counts >= 1."""
+
+    tensor: int
+    pipeline: int
+    data_parallel: int
+    processes_per_node: int
+    mode: DataParallelMode
+    precision: Precision
+    recompute: Recompute
+    sequence: bool
+    micro_size: int
+    length: int
+    micro_batches: int
+    """In a step, of one rank."""
+    snapshots: bool
+    buddies: bool
+    layouts: Layouts = Layouts.NATIVE
+    on_host: bool = False
+    """The device is the CPU: what would be on it takes the node's memory."""
+    trained: Trained | None = None
+    """None: all of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes."""
+
+    parameters: int
+    """Of the largest rank, before data parallelism divides anything; a number, not bytes."""
+    state: int
+    """On the device: weights, gradients, master weights and moments."""
+    activations: int
+    shared_memory: int
+    """Of a node, in /dev/shm: snapshots and copies of a buddy's."""
+    host: int
+    """Of a node, /dev/shm counted."""
+
+    @property
+    def device(self) -> int:
+        """Of one rank."""
+        return self.state + self.activations
+
+
+def needs(model: ModelSizes, setting: Setting) -> Needs:
+    """What a rank and its node need."""
+    number = parameters_of_rank(model, setting)
+    sharded = setting.mode is not DataParallelMode.REPLICATED
+    shards = setting.data_parallel if sharded else 1
+    kept = 2 if setting.precision is Precision.BFLOAT16_STOCHASTIC else 4
+    trained, frozen = number, 0
+    if setting.trained is not None:
+        trained = setting.trained.weights + setting.trained.adapters
+        frozen = max(0, number - setting.trained.weights)
+    shard = 3 * kept * trained // shards
+    """What a checkpoint holds of a rank: weights and two moments."""
+    state, activations = _state(trained, kept, setting) + _frozen(frozen, setting), _activations(model, setting)
+    processes, distinct = setting.processes_per_node, _shards_of_a_node(setting, sharded=sharded)
+    shared = distinct * shard * OWN_FILES if setting.snapshots else 0
+    if setting.snapshots and setting.buddies and _needs_buddies(setting, sharded=sharded):
+        shared += distinct * shard * KEPT_FILES
+    copies = 1 if setting.on_host else 2  # staging of a save; a device's state is fetched before it is copied
+    host = shared + processes * (_PROCESS + copies * shard)
+    if setting.on_host:
+        host += processes * (state + activations)
+    return Needs(trained + frozen, state, activations, shared, host)
+
+
+def parameters_of_rank(model: ModelSizes, setting: Setting) -> int:
+    """Numbers that a rank of the fullest stage holds of the model, before data parallelism divides them."""
+    tensor, width = setting.tensor, model.head_width
+    repeated = max(1, tensor // model.key_value_heads)
+    key_value = 2 * model.hidden * model.key_value_heads * width * repeated // tensor
+    query = 2 * model.hidden * model.heads * width // tensor
+    layer = query + key_value + 3 * model.hidden * model.intermediate // tensor + 2 * model.hidden
+    ends = model.vocabulary * model.hidden // tensor
+    layers = -(-model.layers // setting.pipeline)
+    if setting.pipeline > 1:
+        return layers * layer + ends + model.hidden
+    return layers * layer + (1 if model.tied else 2) * ends + model.hidden
+
+
+def _state(number: int, kept: int, setting: Setting) -> int:
+    """Bytes of weights, gradients and optimizer on a rank; the rows of the table in docs/parallelism.md."""
+    used = 4 if setting.precision is Precision.FLOAT32 else 2
+    # Where state is divided, a narrow sum of the gradients stands beside the wide one.
+    narrow = 2 if kept == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
+    ranks, divided = setting.data_parallel, 3 * kept + 4 + narrow
+    if setting.layouts is Layouts.NXD:
+        if setting.mode is DataParallelMode.REPLICATED:
+            return number * (divided + (used if used != kept else 0))
+        return number * (used + 4) + number * divided // ranks
+    if setting.mode is DataParallelMode.REPLICATED:
+        return number * divided
+    if setting.mode is DataParallelMode.FULLY_SHARDED:
+        return number * divided // ranks
+    return number * (used + (4 if setting.micro_batches > 1 else 0)) + number * divided // ranks
+
+
+def _frozen(number: int, setting: Setting) -> int:
+    """Bytes of weights without gradient and moments, in the type of computation; FSDP divides them, NxD does not."""
+    size = number * (4 if setting.precision is Precision.FLOAT32 else 2)
+    if setting.layouts is Layouts.NXD or setting.mode is DataParallelMode.REPLICATED:
+        return size
+    gathered = size if setting.mode is DataParallelMode.SHARDED_OPTIMIZER else 0  # during a step
+    return size // setting.data_parallel + gathered
+
+
+def _activations(model: ModelSizes, setting: Setting) -> int:
+    """What a rank's backward pass keeps: per layer, in flight, and the logits."""
+    size = 4 if setting.precision is Precision.FLOAT32 else 2
+    tokens, tensor = setting.micro_size * setting.length, setting.tensor
+    apart = tensor if setting.sequence else 1
+    """By how many ranks the residual stream is divided."""
+    key_value = 2 * model.key_value_heads * model.head_width * max(1, tensor // model.key_value_heads)
+    inside = (2 * model.heads * model.head_width + key_value + 3 * model.intermediate) / tensor
+    whole = size * tokens * (4 * model.hidden / apart + inside)
+    entry = size * tokens * model.hidden / apart
+    layers = -(-model.layers // setting.pipeline)
+    flying = min(setting.pipeline, max(1, setting.micro_batches))
+    each = entry if setting.recompute is Recompute.FULL else whole
+    logits = 10 * tokens * model.vocabulary / tensor  # in the type of computation, in float32, and a gradient
+    return int(layers * each * flying + whole + logits)
+
+
+def _shards_of_a_node(setting: Setting, *, sharded: bool) -> int:
+    """Different shards of the first node's ranks; tensor is the fastest of pipeline x data x tensor."""
+    if sharded:
+        return setting.processes_per_node
+    stage = setting.data_parallel * setting.tensor
+    return len({(rank // stage, rank % setting.tensor) for rank in range(setting.processes_per_node)})
+
+
+def _needs_buddies(setting: Setting, *, sharded: bool) -> bool:
+    """Whether a single node holds some shard, and there is another node."""
+    processes = setting.processes_per_node
+    stage = setting.data_parallel * setting.tensor
+    if stage * setting.pipeline <= processes:
+        return False
+    return sharded or stage <= processes or setting.data_parallel == 1

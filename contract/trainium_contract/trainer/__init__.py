@@ -1,0 +1,1 @@
+"""`spec.trainer`: what is trained on which data and how, one section a file."""

@@ -1,0 +1,141 @@
+"""Trainer configuration: `spec.trainer` of a TrainingJob, and the complete file that the trainer reads.
+
+`TrainerSpec` is what a user writes under `spec.trainer`. `TrainingConfig` adds the parts that a TrainingJob holds
+beside it (parallelism, checkpoint); the operator writes it to the worker's `trainer.yaml`, and a person may write it by
+hand for `trainium-trainer train --config FILE`. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from trainium_contract.base import ContractModel
+from trainium_contract.sizes import BatchShape, SizeRule
+from trainium_contract.trainer.artifacts import ArtifactsConfig
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.trainer.data import DataConfig
+from trainium_contract.trainer.evaluate import EvaluateConfig
+from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.monitor import MonitorConfig
+from trainium_contract.trainer.neuron import NeuronConfig
+from trainium_contract.trainer.optimizer import OptimizerConfig, ScheduleConfig
+from trainium_contract.trainer.parallelism import (
+    BackendChoice,
+    DataParallelMode,
+    DeviceChoice,
+    ParallelismConfig,
+    Precision,
+    Recompute,
+    TorchCompile,
+)
+from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
+
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Path = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class BatchConfig(ContractModel):
+    """Batch sizes in samples; the global batch is the same at every job size."""
+
+    global_size: PositiveInt = 8
+    """Samples of one optimizer step over all data-parallel ranks."""
+    micro_size: PositiveInt = 1
+    """Samples of one forward and backward pass of one data-parallel rank."""
+
+
+class TrainerSpec(ContractModel):
+    """What to train: `spec.trainer` of a TrainingJob."""
+
+    model: ModelConfig = ModelConfig()
+    """The Llama model."""
+    tuning: TuningConfig = TuningConfig()
+    """Which part of the model is trained."""
+    data: DataConfig = DataConfig()
+    """The text to train on."""
+    batch: BatchConfig = BatchConfig()
+    """Batch sizes, from which follows what a size of the job is worth."""
+    steps: PositiveInt = 100
+    """Optimizer steps of the whole run, unless `epochs` is given."""
+    epochs: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    """Passes over the data, from which the steps follow: each sample is seen once in each, and the last step of an
+    epoch is filled up with samples that do not count. 0: `steps` decides."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and gradient clipping."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate schedule."""
+    backend: BackendChoice = BackendChoice.AUTO
+    """The library that drives the devices: Auto takes what is installed."""
+    device: DeviceChoice = DeviceChoice.AUTO
+    """What the native backend computes on: Auto takes the best that is there."""
+    precision: Precision = Precision.FLOAT32
+    """Number formats of computation and state. A checkpoint may be continued with another one."""
+    recompute: Recompute = Recompute.NONE
+    """What the backward pass computes again in order to save memory."""
+    torch_compile: TorchCompile = TorchCompile.NONE
+    """What is compiled to one program when it is first used; results then differ from uncompiled ones by rounding."""
+    data_parallel: DataParallelMode = DataParallelMode.REPLICATED
+    """Whether the data-parallel ranks hold all of the state or a shard of it."""
+    non_finite_tolerance: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops with code 65."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the initial weights."""
+    artifacts: ArtifactsConfig = ArtifactsConfig()
+    """What the run leaves behind for others."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Whether and how the result is measured at the end."""
+    monitor: MonitorConfig = MonitorConfig()
+    """What is recorded; may change while the job runs."""
+    neuron: NeuronConfig = NeuronConfig()
+    """Compiler and runtime of Neuron devices; without effect on others."""
+
+
+class TrainingConfig(TrainerSpec):
+    """The complete configuration that the trainer reads from one YAML file."""
+
+    parallelism: ParallelismConfig = ParallelismConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        schedule = self.schedule
+        if self.epochs or schedule.warmup_ratio is not None:
+            return self  # the steps are known once the data are
+        if schedule.warmup_steps > self.steps:
+            msg = (
+                f"schedule.warmupSteps is {schedule.warmup_steps} but steps is {self.steps}: "
+                "the warm-up must end within the run; lower schedule.warmupSteps or raise steps"
+            )
+            raise ValueError(msg)
+        if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
+            msg = (
+                f"schedule.warmupSteps {schedule.warmup_steps} and schedule.decaySteps {schedule.decay_steps} are "
+                f"together more than the {self.steps} steps: lower one of them or raise steps"
+            )
+            raise ValueError(msg)
+        return self
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if self.tuning.method is TuningMethod.LORA and self.precision.keeps_half:
+            raise ValueError(
+                "precision is BFloat16Stochastic but tuning.method is LoRA, whose adapters are in float32: use BFloat16"
+            )
+        if self.evaluate.enabled and self.data.validation is None:
+            raise ValueError("evaluate.enabled is true but no examples are held back: give data.validation")
+        if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
+            raise ValueError("data.format is Function but data.examples.function is not given: name module:function")
+        return self
+
+    def batch_shape(self, cores_per_node: int, rule: SizeRule = SizeRule.ANY) -> BatchShape:
+        """The arithmetic that decides legal sizes of this configuration."""
+        return BatchShape(
+            cores_per_node=cores_per_node,
+            tensor=self.parallelism.tensor,
+            pipeline=self.parallelism.pipeline,
+            global_batch_size=self.batch.global_size,
+            micro_batch_size=self.batch.micro_size,
+            rule=rule,
+        )

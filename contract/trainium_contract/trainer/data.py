@@ -1,0 +1,139 @@
+"""Configuration of the data: `spec.trainer.data`.
+
+The sample stream that follows from these fields is a pure function of them, of the files and of the batch's global
+size; so a field that changes it may not change between runs of one history.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from trainium_contract.base import ContractModel
+from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
+
+_Path = Annotated[str, Field(min_length=1, max_length=1024)]
+_Column = Annotated[str, Field(min_length=1, max_length=128)]
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class TokenizerConfig(ContractModel):
+    """Where token ids come from."""
+
+    path: _Path | None = None
+    """A `tokenizer.json` or a folder that holds one; omitted: the one of prepared data, else a byte-level BPE is
+    trained on the data and cached."""
+    vocab_size: Annotated[int, Field(ge=300, le=200_000)] = 2048
+    """Vocabulary of the trained BPE; a tokenizer given by `path` has its own."""
+
+
+class SourceConfig(ContractModel):
+    """One of several sources."""
+
+    source: _Path
+    """As `data.source`."""
+    weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
+    """Share of the samples, relative to the other weights; shares are kept to 1/10,000."""
+    text_field: _Column | None = None
+    """Column or key that holds the text; omitted: `data.textField`."""
+
+
+class ValidationSplit(StrEnum):
+    """How documents are held back."""
+
+    DOCUMENT_HASH = "DocumentHash"
+    """By a hash of the text: a document is on the same side in every run, whatever is added to the data."""
+    TAIL = "Tail"
+    """The end of each source; also for data that is one long document."""
+
+
+class ValidationConfig(ContractModel):
+    """Text that is never trained on, and how often the loss on it is measured. Give `fraction` or `source`."""
+
+    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the data that is held back."""
+    split: ValidationSplit = ValidationSplit.DOCUMENT_HASH
+    """How `fraction` is chosen."""
+    source: _Path | None = None
+    """A source of its own, as `data.source`."""
+    every_steps: _Count = 1000
+    """Optimizer steps between two measurements; the last step is measured too."""
+    samples: _Count = 64
+    """Most samples of one measurement: always the same ones."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.fraction is None) == (self.source is None):
+            raise ValueError("data.validation needs either fraction or source: give exactly one of them")
+        return self
+
+
+class Tokenization(StrEnum):
+    """When text becomes tokens."""
+
+    AUTO = "Auto"
+    """Online for raw data of 256 MiB and more that can be divided, else Ahead."""
+    AHEAD = "Ahead"
+    """All of it before the first step, into the cache: samples are shuffled over the whole epoch."""
+    ONLINE = "Online"
+    """While training, by worker processes: each row of the global batch is a stream of shuffled blocks."""
+
+
+class BosToken(StrEnum):
+    """Whether a text begins with the tokenizer's BOS token."""
+
+    AUTO = "Auto"
+    """Examples as the tokenizer or the chat template has it, documents of format Text without."""
+    ALWAYS = "Always"
+    """Each example and each document, once."""
+    NEVER = "Never"
+    """None, whatever tokenizer, template or source put there."""
+
+
+class DataConfig(ContractModel):
+    """The text to train on, as one ordered stream of samples addressed by global position."""
+
+    source: _Path = "python-docs"
+    """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, .csv, also with .gz or
+    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; a folder that `trainium-trainer
+    prepare-data` made; or the name of a Hugging Face data set."""
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, max_length=64)] | None = None
+    """Several weighted sources; when given, `source` is not looked at."""
+    text_field: _Column = "text"
+    """Column or key that holds the text in JSON, CSV, Arrow, Parquet and data sets; format Text."""
+    format: DataFormat = DataFormat.TEXT
+    """What a record of the source is: running text, or an example of prompt and answer."""
+    examples: ExamplesConfig = ExamplesConfig()
+    """How records become examples; looked at by every format but Text."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Where token ids come from."""
+    bos: BosToken = BosToken.AUTO
+    """Whether each document or example begins with the tokenizer's BOS token."""
+    sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 128
+    """Tokens of one sample."""
+    mask_documents: bool = False
+    """Let tokens attend to their own document only, with positions that start at 0 in each, and expect nobody to guess
+    the first token of the next document."""
+    validation: ValidationConfig | None = None
+    """Text that is held back to measure the loss on; omitted: none."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the per-epoch shuffle and of the mixture."""
+    tokenization: Tokenization = Tokenization.AUTO
+    """When text becomes tokens."""
+    workers: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Tokenising processes: of a node before the first step (omitted: one for each core, at most 16), of each training
+    process while training (omitted: 1)."""
+    prefetch_steps: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Steps whose samples are made ready ahead of the training step."""
+    max_bad_lines: Annotated[int, Field(ge=0, le=2**31 - 1)] = 100
+    """Lines and rows that are not UTF-8, not JSON or without text which are skipped and counted before it is an error;
+    counted for all of the data, online for each training process."""
+    cache_directory: _Path | None = None
+    """Where tokenizer and tokenised text are cached; omitted: the user's cache folder, on a worker the node's."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether a sample holds several stretches that do not see each other."""
+        return self.mask_documents if self.format is DataFormat.TEXT else self.examples.packing

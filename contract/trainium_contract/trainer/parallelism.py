@@ -1,0 +1,117 @@
+"""How the trainer uses its devices: backend, device, degrees of parallelism, number formats.
+
+Part of `config.py`'s schema, in a file of its own. Invariant: every value of an enum is implemented, or refused in one
+sentence before a device is touched.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import ContractModel
+
+
+class BackendChoice(StrEnum):
+    """The library through which the trainer drives its devices."""
+
+    AUTO = "Auto"
+    """NxD where its packages are installed and TorchNeuron is not (trn1), else Native."""
+    NATIVE = "Native"
+    """PyTorch itself: CPU, CUDA, and Trainium 2 and 3 by TorchNeuron."""
+    NXD = "Nxd"
+    """neuronx-distributed on torch-xla: Trainium 1."""
+
+
+class DeviceChoice(StrEnum):
+    """What the native backend computes on."""
+
+    AUTO = "Auto"
+    """Neuron where there is one, else CUDA, else the CPU; a Neuron device that cannot be used is an error."""
+    CPU = "Cpu"
+    CUDA = "Cuda"
+    NEURON = "Neuron"
+
+
+class Precision(StrEnum):
+    """Number formats of computation and of the state, which is what checkpoints hold."""
+
+    FLOAT32 = "Float32"
+    """Everything in float32."""
+    BFLOAT16 = "BFloat16"
+    """Computation in bfloat16; weights (the master weights), sums of gradients and moments in float32."""
+    BFLOAT16_STOCHASTIC = "BFloat16Stochastic"
+    """Computation, weights and moments in bfloat16, without a master copy: updates are rounded at random, so that
+    small ones are not lost on average. Sums of gradients in float32."""
+
+    @property
+    def keeps_half(self) -> bool:
+        """Whether weights and moments are in bfloat16."""
+        return self is Precision.BFLOAT16_STOCHASTIC
+
+
+class DataParallelMode(StrEnum):
+    """How the data-parallel ranks hold the state."""
+
+    REPLICATED = "Replicated"
+    """Every rank holds all of it; gradients are all-reduced. A lost node's state survives on every other."""
+    SHARDED_OPTIMIZER = "ShardedOptimizer"
+    """ZeRO's first stage (arXiv 1910.02054): each rank holds a shard of the state and, during a step, all weights in
+    the number format of computation; one gather and one reduction per step, as much traffic as Replicated has."""
+    FULLY_SHARDED = "FullySharded"
+    """FSDP2, ZeRO's third stage: weights are gathered layer by layer whenever they are needed; least memory, and with
+    accumulation the most traffic. Backend Nxd has the first stage only, and takes that."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds only a shard of the state."""
+        return self is not DataParallelMode.REPLICATED
+
+
+class Recompute(StrEnum):
+    """What the backward pass computes again instead of having kept it; results are the same to the bit."""
+
+    NONE = "None"
+    """Everything is kept: fastest, most memory."""
+    SELECTIVE = "Selective"
+    """What is cheap to compute and large to keep. Native keeps matrix products, attention and sums over ranks; Nxd
+    keeps all but the inside of attention."""
+    FULL = "Full"
+    """Only the input of each layer is kept: least memory, about a third more computation."""
+
+
+class TorchCompile(StrEnum):
+    """What torch.compile makes one program of (backend Native)."""
+
+    NONE = "None"
+    """Nothing: operations run one by one, and the first step is as fast as the others."""
+    LAYERS = "Layers"
+    """Each layer, forward and backward; the first step after every start waits for it. On Neuron devices by the
+    vendor's compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
+
+
+class PipelineSchedule(StrEnum):
+    """Order of the micro-batches' forward and backward passes in a pipeline."""
+
+    ONE_FORWARD_ONE_BACKWARD = "OneForwardOneBackward"
+    """Each stage holds the activations of at most as many micro-batches as there are stages after it, and its own."""
+    GPIPE = "GPipe"
+    """All forward passes, then all backward passes: holds the activations of all micro-batches."""
+
+
+class ParallelismConfig(ContractModel):
+    """Degrees of model parallelism; the data-parallel degree follows from the size."""
+
+    tensor: Annotated[int, Field(ge=1, le=128)] = 1
+    """Tensor-parallel degree."""
+    pipeline: Annotated[int, Field(ge=1, le=256)] = 1
+    """Pipeline-parallel degree: the layers are cut into as many stages, at least one layer each."""
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
+    """Order of the micro-batches; with fewer micro-batches than it needs, GPipe's is taken."""
+    stages_per_rank: Annotated[int, Field(ge=1, le=32)] = 1
+    """Stages that each rank of the pipeline holds; more than 1 interleaves them, which shortens the pipeline's idle
+    time and needs more communication."""
+    sequence: bool = False
+    """Sequence parallelism within the tensor-parallel group."""

@@ -1,0 +1,373 @@
+"""Messages between the agents (one per worker pod) and the coordinator in the operator.
+
+Every message carries `protocol`. A side writes `PROTOCOL` and reads `PROTOCOL` and `PREVIOUS_PROTOCOL`; readers ignore
+unknown fields, and fields that were added within a protocol have defaults. Protocol 1 heartbeats had no `restarts` and
+no `waitingFor`; both default to empty, so reading them needs no translation, and a coordinator answers in the protocol
+that it was asked in.
+Times are Unix seconds of the sender's clock; nothing is decided by comparing clocks of two machines.
+Everything is bounded: lists, texts and numbers, so that what one agent says can neither fill the coordinator's memory
+nor make a status that the API server refuses. A loss that is not a number is told as none.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from trainium_contract.base import MessageModel, Name, Text
+from trainium_contract.faults.causes import Cause
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.status.results import (
+    MAX_ARTIFACTS,
+    MAX_FIGURES,
+    ArtifactReport,
+    EvaluationFigure,
+    RunStage,
+    StageName,
+)
+
+PROTOCOL = 2
+PREVIOUS_PROTOCOL = 1
+REGISTER_PATH = "/v1/register"
+HEARTBEAT_PATH = "/v1/heartbeat"
+MEMBERSHIP_PATH = "/v1/jobs/{namespace}/{job}/membership"
+"""Long poll: query `after`, `podUid`, `timeoutSeconds`; 200 with a Membership, or 204."""
+
+
+def _known(protocol: int) -> int:
+    if protocol not in (PROTOCOL, PREVIOUS_PROTOCOL):
+        msg = f"protocol {protocol} is not supported; this side speaks {PREVIOUS_PROTOCOL} and {PROTOCOL}"
+        raise ValueError(msg)
+    return protocol
+
+
+def _address(text: str) -> str:
+    return str(ip_address(text))
+
+
+def _known_cause(value: Any) -> Any:
+    """A newer operator may know more causes; which one it was matters to nobody who only follows."""
+    return value if value in set(Cause) or not isinstance(value, str) else Cause.RESIZE
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Protocol = Annotated[int, AfterValidator(_known)]
+Uid = Annotated[str, Field(min_length=1, max_length=128)]
+Address = Annotated[str, Field(max_length=45), AfterValidator(_address)]
+Time = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
+"""Unix seconds, or a length of time."""
+Figure = Annotated[float | None, BeforeValidator(_finite)]
+"""A measured value that may be not a number."""
+_LARGEST = 2**53
+_LAST = 2**31 - 1
+Count = Annotated[int, Field(ge=-1, le=_LARGEST)]
+"""Steps and the like; -1 for none."""
+Ordinal = Annotated[int, Field(ge=-1, le=_LAST)]
+"""Generations, ranks and the like; -1 for none."""
+
+
+class Transition(StrEnum):
+    """How members of the older generation leave it."""
+
+    IMMEDIATE = "Immediate"
+    """Ranks are killed at once: one of them is lost anyway."""
+    GRACEFUL = "Graceful"
+    """Ranks agree on a step, snapshot and exit 75: nothing is lost."""
+
+
+class Member(MessageModel):
+    """One worker of a generation."""
+
+    pod_uid: Uid
+    pod_name: Name
+    pod_ip: Address
+    node_name: Name
+    node_rank: int = Field(ge=0, le=_LAST)
+    rendezvous_port: int = Field(ge=1, le=65535)
+    """Port on `podIp` that this worker's agent reserved for the store, should it hold node rank 0."""
+    seals: bool = False
+    """Its agent can seal what it writes into that store; all do when all can."""
+
+
+class Membership(MessageModel):
+    """One generation: exactly these workers may rendezvous, write snapshots and commit checkpoints as it."""
+
+    protocol: Protocol = PROTOCOL
+    generation: int = Field(ge=1, le=_LAST)
+    transition: Transition
+    cause: Annotated[Cause, BeforeValidator(_known_cause)]
+    """Why the generation began; `Resize` also stands for the first one."""
+    members: tuple[Member, ...] = Field(min_length=1)
+    """Ascending by node rank, which runs from 0 without gaps."""
+    processes_per_node: int = Field(ge=1)
+
+    def rank_of(self, pod_uid: str) -> int | None:
+        """Node rank of a pod; None when it is not a member."""
+        return next((member.node_rank for member in self.members if member.pod_uid == pod_uid), None)
+
+
+class WorkerPhase(StrEnum):
+    """What an agent is doing, from its own view."""
+
+    PREFLIGHT = "Preflight"
+    STANDBY = "Standby"
+    """Registered, warm, not a member."""
+    JOINING = "Joining"
+    """Waiting for the other members of the generation."""
+    LOADING = "Loading"
+    """Processes are starting, building the model or loading state."""
+    TRAINING = "Training"
+    YIELDED = "Yielded"
+    """All ranks left with code 75; waiting for a newer generation."""
+    FINISHED = "Finished"
+    """All local ranks ended with code 0."""
+    FAILED = "Failed"
+    """Gave up in place; `verdict` says why."""
+
+
+class AlertKind(StrEnum):
+    """What a trainer's monitors tell as an event; the values are reasons of events."""
+
+    LOSS_SPIKE = "LossSpike"
+    """The gradient norm has been far above its mean for long."""
+    LOSS_ALARM = "LossAlarm"
+    """The loss is far above its lowest."""
+    STEP_SKIPPED = "StepSkipped"
+    """Loss or gradient of a step was not finite, and the update was left out."""
+
+
+class Alert(MessageModel):
+    """One alert of the trainer's monitors."""
+
+    kind: Annotated[str, Field(max_length=64)]
+    """An AlertKind; a reader leaves out what it does not know."""
+    step: int = Field(ge=0, le=_LARGEST)
+    """The step that raised it."""
+    message: Text = ""
+
+
+class Progress(MessageModel):
+    """Newest progress of the pod's first rank."""
+
+    step: int = Field(ge=0, le=_LARGEST)
+    """Optimizer steps completed."""
+    loss: Figure = None
+    tokens_per_second: Figure = None
+    """Over the whole job."""
+    resume_step: Count | None = None
+    """Step that this generation's ranks last resumed from; absent until they have."""
+    samples: int = Field(ge=0, le=_LARGEST, default=0)
+    memory_step: int = Field(ge=-1, le=_LARGEST, default=-1)
+    """Newest snapshot in this node's memory; -1 for none."""
+    durable_step: int = Field(ge=-1, le=_LARGEST, default=-1)
+    """Newest committed durable checkpoint known to this rank; -1 for none."""
+    updated: Time = 0.0
+    """When the step ended."""
+    productive_seconds: Time = 0.0
+    """Seconds this generation's processes spent in steps that are in the history."""
+    started: Time = 0.0
+    """When the processes of the present attempt were up; 0 before."""
+    loaded: Time = 0.0
+    """When they had loaded their state and begun to train; 0 before."""
+    notice: Text = ""
+    """Newest sentence of the trainer to a person, for instance that a damaged checkpoint was stepped over."""
+    alerts: tuple[Alert, ...] = Field(max_length=8, default=())
+    """The newest one of each kind."""
+    total_steps: int = Field(ge=0, le=_LARGEST, default=0)
+    """Steps of the whole run; 0 while the trainer has not told, and from one that does not tell."""
+    stage: StageName = RunStage.TRAIN.value
+    """The RunStage that the ranks are in."""
+    stage_done: Figure = None
+    """Share of the stage that is over, 0 to 1; absent in Train."""
+    stage_since: Time = 0.0
+    """When the ranks of the present attempt came into the stage; 0 in Train."""
+    artifacts: tuple[ArtifactReport, ...] = Field(max_length=MAX_ARTIFACTS, default=())
+    """The newest ones that are complete."""
+    evaluation: tuple[EvaluationFigure, ...] = Field(max_length=MAX_FIGURES, default=())
+    """The figures of the newest evaluation."""
+
+    @property
+    def training(self) -> bool:
+        """Whether steps are made, or were last: no stage after them has begun."""
+        return self.stage == RunStage.TRAIN
+
+
+class ProcessFailure(MessageModel):
+    """One exit of a training process that was not asked for."""
+
+    sequence: int = Field(ge=0, le=_LARGEST)
+    """Counts this agent's failures from 0, so that a reader takes each once."""
+    generation: Ordinal
+    attempt: Ordinal
+    """Restart count within the generation when it happened."""
+    rank: Ordinal
+    exit_code: Ordinal
+    """By the shell's convention (128 + signal)."""
+    step: int = Field(ge=-1, le=_LARGEST, default=-1)
+    """Last step that the rank had completed; -1 when it had completed none."""
+    message: Text = ""
+    """Last lines of output or the error."""
+    runtime_status: Ordinal | None = None
+    """Status of the Neuron runtime (nrt_status.h) that the last output names; absent when it names none."""
+    at: Time
+
+
+class KernelEvent(MessageModel):
+    """One kernel line that tells of a device or host fault."""
+
+    sequence: int = Field(ge=0, le=_LARGEST)
+    """Counts this agent's kernel events from 0, so that a reader takes each once."""
+    line: Text
+    at: Time
+
+
+class TrainerPhase(StrEnum):
+    """What a training process is doing, as far as limits of a standstill differ."""
+
+    INIT = "Init"
+    COMPILE = "Compile"
+    """Also the first step after a start."""
+    LOAD = "Load"
+    STEP = "Step"
+    SAVE = "Save"
+
+
+class StuckRank(MessageModel):
+    """One rank that has stood still for longer than its phase allows."""
+
+    rank: int = Field(ge=0, le=_LAST)
+    phase: TrainerPhase
+    step: int = Field(ge=-1, le=_LARGEST)
+    """Last step that it completed."""
+    seconds: Time
+    """How long it has stood still."""
+    waiting: bool | None = None
+    """It waits for its peers in a collective, so it is a victim; absent when that is not known."""
+    stack: Text = ""
+    """Innermost frames, newest first."""
+
+
+class StepTiming(MessageModel):
+    """Step times of this node over the newest steps."""
+
+    steps: int = Field(ge=0, le=_LARGEST)
+    """How many steps the figures stand for."""
+    step_seconds: Time
+    """Median length of a step."""
+    own_seconds: Time
+    """Median of the slowest local rank's own work in a step: without the wait for its peers."""
+    cpu_wait: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the processor time it wanted that this rank had to wait for, because others used the processors."""
+
+
+class CheckResult(MessageModel):
+    """Outcome of one preflight check."""
+
+    check: PreflightCheck
+    passed: bool
+    seconds: Time
+    detail: Text = ""
+    """What was seen; for a check that did not pass, what is wrong."""
+
+
+class RestartRecord(MessageModel):
+    """One restart of the ranks in place, by the agent's own clock."""
+
+    sequence: int = Field(ge=0, le=_LARGEST)
+    generation: Ordinal
+    attempt: Ordinal
+    """The attempt that the restart began."""
+    cause: Cause
+    failed_at: Time
+    """When the process ended, or when the peer's failure was heard of."""
+    detected_at: Time
+    resumed_at: Time | None = None
+    """When the first new step ended: one that was not completed before the failure."""
+    step_before: Count = -1
+    """Last step completed before the failure."""
+    resume_step: Count | None = None
+    """Step that the ranks resumed from."""
+
+
+class RegisterRequest(MessageModel):
+    """An agent introduces itself; repeated after each lost connection (idempotent)."""
+
+    protocol: Protocol = PROTOCOL
+    namespace: Name
+    job: Name
+    pod_name: Name
+    pod_uid: Uid
+    pod_ip: Address
+    node_name: Name
+    rendezvous_port: int = Field(ge=1, le=65535)
+    agent_version: str = Field(max_length=64)
+    seals: bool = False
+    """This agent can seal what it writes into the agents' store."""
+
+
+class RegisterResponse(MessageModel):
+    """The coordinator's welcome."""
+
+    protocol: Protocol = PROTOCOL
+    heartbeat_seconds: Time = 1.0
+    membership: Membership | None = None
+    """The current generation, whether or not the pod is in it."""
+    time: Time = 0.0
+    """Unix seconds of the coordinator's clock; 0 from one that does not tell."""
+
+
+class HeartbeatRequest(MessageModel):
+    """One per pod and heartbeat interval."""
+
+    protocol: Protocol = PROTOCOL
+    namespace: Name
+    job: Name
+    pod_name: Name
+    pod_uid: Uid
+    generation: int = Field(ge=0, le=_LAST)
+    """The generation that the agent belongs to; 0 before the first."""
+    attempt: int = Field(ge=0, le=_LAST, default=0)
+    """Restarts in place within that generation."""
+    phase: WorkerPhase
+    progress: Progress | None = None
+    failures: tuple[ProcessFailure, ...] = Field(max_length=8, default=())
+    """The newest ones; `sequence` tells which are new."""
+    verdict: ProcessFailure | None = None
+    """The failure that made the agent give up in place."""
+    restarts: tuple[RestartRecord, ...] = Field(max_length=8, default=())
+    waiting_for: tuple[Ordinal, ...] = Field(max_length=64, default=())
+    """Node ranks that have not joined the rendezvous yet (the first 64)."""
+    ready: bool = False
+    """Standby processes are warm."""
+    kernel: tuple[KernelEvent, ...] = Field(max_length=8, default=())
+    """The newest kernel lines that tell of a fault."""
+    stuck: tuple[StuckRank, ...] = Field(max_length=8, default=())
+    """Local ranks that stand still now."""
+    timing: StepTiming | None = None
+    """Step times; absent until enough steps were made."""
+    checks: tuple[CheckResult, ...] = Field(max_length=16, default=())
+    """Outcome of the preflight, of the pairwise test too once it ran."""
+
+
+class HeartbeatResponse(MessageModel):
+    """What an agent should know; membership itself comes by the long poll."""
+
+    protocol: Protocol = PROTOCOL
+    generation: int = Field(ge=0, le=_LAST)
+    """The current generation."""
+
+
+class ErrorResponse(MessageModel):
+    """Body of every answer that is not a success."""
+
+    error: str
+    """One sentence."""
+    generation: Ordinal | None = None
+    """The current generation, with 409."""

@@ -1,0 +1,66 @@
+"""The objects that every new cluster gets: extra rights of nodes, and a default StorageClass.
+
+Nodes may do more than the role that Kubernetes has for them, because the node runtime stands in for kube-proxy and
+for a volume provisioner too and, since endpoints cannot hold loopback addresses, finds the pods behind a Service by
+its selector.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainium_devcluster.controlplane.client import ApiClient
+
+STORAGE_CLASS = "standard"
+PROVISIONER = "trainium.dev/process-node"
+
+_READ = ("get", "list", "watch")
+_RBAC = "rbac.authorization.k8s.io"
+_ROLE = "trainium-devcluster:node"
+
+
+def _rule(group: str, resources: Sequence[str], verbs: Sequence[str]) -> Mapping[str, object]:
+    return {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
+
+
+_OBJECTS: Mapping[str, Mapping[str, object]] = {
+    f"/apis/{_RBAC}/v1/clusterroles": {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": "ClusterRole",
+        "metadata": {"name": _ROLE},
+        "rules": [
+            _rule("", ("services", "pods", "persistentvolumeclaims"), _READ),
+            _rule("", ("persistentvolumes",), (*_READ, "create", "delete")),
+            _rule("discovery.k8s.io", ("endpointslices",), _READ),
+            _rule("storage.k8s.io", ("storageclasses",), _READ),
+            _rule("", ("events",), ("create", "patch", "update")),
+            _rule("events.k8s.io", ("events",), ("create", "patch", "update")),
+        ],
+    },
+    f"/apis/{_RBAC}/v1/clusterrolebindings": {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": _ROLE},
+        "roleRef": {"apiGroup": _RBAC, "kind": "ClusterRole", "name": _ROLE},
+        "subjects": [{"kind": "Group", "apiGroup": _RBAC, "name": "system:nodes"}],
+    },
+    "/apis/storage.k8s.io/v1/storageclasses": {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {
+            "name": STORAGE_CLASS,
+            "annotations": {"storageclass.kubernetes.io/is-default-class": "true"},
+        },
+        "provisioner": PROVISIONER,
+        "volumeBindingMode": "WaitForFirstConsumer",
+    },
+}
+
+
+def bootstrap(client: ApiClient) -> None:
+    """Create the objects that are missing; may be repeated."""
+    for path, document in _OBJECTS.items():
+        client.create(path, document, exists_ok=True)

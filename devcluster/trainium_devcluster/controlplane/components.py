@@ -1,0 +1,308 @@
+"""The command lines, certificates and readiness checks of etcd and the three Kubernetes components.
+
+Invariants: everything listens on loopback and speaks TLS verified against the cluster's own authority; authorization is
+Node and RBAC with the admission plugins of a default cluster; ports stay the same while a cluster lives, so that a
+component can be restarted under its clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from trainium_devcluster.controlplane.certificates import Authority, Pair, signing_pair, write_private
+from trainium_devcluster.controlplane.client import ApiClient, ApiError
+from trainium_devcluster.controlplane.kubeconfig import render_kubeconfig
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from trainium_devcluster.state import ClusterPaths, ClusterSpec
+
+HOST = "127.0.0.1"
+SERVICE_RANGE = "10.96.0.0/16"
+SERVICE_ACCOUNT_ISSUER = "https://kubernetes.default.svc.cluster.local"
+_API_NAMES = (
+    "localhost",
+    "kubernetes",
+    "kubernetes.default",
+    "kubernetes.default.svc",
+    "kubernetes.default.svc.cluster.local",
+)
+# Below the kernel's range for outgoing connections, which could take a port between choice and use.
+_PORT_RANGE = range(18000, 32000)
+
+# The API server refuses loopback addresses in endpoints, and every pod here has one: the controllers would only fail.
+_CONTROLLERS_OFF = ("endpoints-controller", "endpointslice-controller", "endpointslice-mirroring-controller")
+
+
+class Component(StrEnum):
+    """A program of the control plane; also the name of its log and of its pid file."""
+
+    ETCD = "etcd"
+    APISERVER = "kube-apiserver"
+    CONTROLLER_MANAGER = "kube-controller-manager"
+    SCHEDULER = "kube-scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where the components listen on loopback."""
+
+    etcd: int
+    etcd_peer: int
+    apiserver: int
+    controller_manager: int
+    scheduler: int
+
+    @property
+    def server(self) -> str:
+        """The URL of the API server."""
+        return f"https://{HOST}:{self.apiserver}"
+
+    def to_json(self) -> str:
+        """Return the text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Ports:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def choose_ports() -> Ports:
+    """Return ports that are free now; raises ClusterError when the machine has none."""
+    return Ports(*free_ports(5))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many ports that are free on loopback now; raises ClusterError when the machine has fewer."""
+    chosen: list[int] = []
+    for port in random.sample(_PORT_RANGE, 400):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((HOST, port))
+            chosen.append(port)
+        if len(chosen) == count:
+            return chosen
+    raise ClusterError(
+        f"Fewer than {count} of the ports {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1} are free on loopback."
+    )
+
+
+def prepare(paths: ClusterPaths, ports: Ports) -> None:
+    """Write the keys, certificates and kubeconfigs of a new cluster."""
+    authority = Authority.create(f"trainium-devcluster-{paths.name}")
+    authority.pair.write(paths.pki, "ca")
+    private, public = signing_pair()
+    write_private(paths.pki / "service-account.key", private)
+    write_private(paths.pki / "service-account.pub", public)
+    local = {"names": ("localhost",), "addresses": (HOST,)}
+    authority.issue("etcd", **local).write(paths.pki, "etcd")
+    authority.issue("kube-apiserver", names=_API_NAMES, addresses=(HOST, "10.96.0.1")).write(paths.pki, "apiserver")
+    authority.issue("etcd-client").write(paths.pki, "etcd-client")
+    authority.issue("kube-apiserver-kubelet-client", organizations=("system:masters",)).write(
+        paths.pki, "kubelet-client"
+    )
+    # An authority of its own: whoever it signs may speak for any user.
+    front_proxy = Authority.create("front-proxy")
+    front_proxy.pair.write(paths.pki, "front-proxy-ca")
+    front_proxy.issue("front-proxy-client").write(paths.pki, "front-proxy-client")
+    for component in (Component.CONTROLLER_MANAGER, Component.SCHEDULER):
+        pair = authority.issue(f"system:{component}", **local)
+        pair.write(paths.pki, component)
+        _write_kubeconfig(paths, ports, authority, component, pair)
+    admin = authority.issue("kubernetes-admin", organizations=("system:masters",))
+    admin.write(paths.pki, "admin")
+    content = render_kubeconfig(
+        cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user="admin", pair=admin
+    )
+    write_private(paths.kubeconfig, content)
+    paths.endpoints.write_text(ports.to_json())
+
+
+def issue_node(paths: ClusterPaths, ports: Ports, node: str) -> None:
+    """Write the credentials of one node, `kubeconfig` in its folder."""
+    authority = Authority.load(paths.pki)
+    pair = authority.issue(f"system:node:{node}", organizations=("system:nodes",))
+    folder = paths.node(node)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    content = render_kubeconfig(
+        cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user=node, pair=pair
+    )
+    write_private(folder / "kubeconfig", content)
+
+
+def _write_kubeconfig(
+    paths: ClusterPaths, ports: Ports, authority: Authority, component: Component, pair: Pair
+) -> None:
+    content = render_kubeconfig(
+        cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user=component, pair=pair
+    )
+    write_private(paths.pki / f"{component}.kubeconfig", content)
+
+
+def arguments(component: Component, spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
+    """Return the flags of one component, in order, the caller's own last so that they win."""
+    match component:
+        case Component.ETCD:
+            return _etcd(paths, ports)
+        case Component.APISERVER:
+            return [*_apiserver(paths, ports), *spec.apiserver_args]
+        case Component.CONTROLLER_MANAGER:
+            return [*_controller_manager(spec, paths, ports), *spec.controller_manager_args]
+        case Component.SCHEDULER:
+            return [*_client(Component.SCHEDULER, paths, ports.scheduler), *spec.scheduler_args]
+
+
+def _etcd(paths: ClusterPaths, ports: Ports) -> list[str]:
+    url, peer = f"https://{HOST}:{ports.etcd}", f"https://{HOST}:{ports.etcd_peer}"
+    return [
+        "--name=default",
+        f"--data-dir={paths.root / 'etcd'}",
+        f"--listen-client-urls={url}",
+        f"--advertise-client-urls={url}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        f"--cert-file={paths.pki / 'etcd.crt'}",
+        f"--key-file={paths.pki / 'etcd.key'}",
+        f"--trusted-ca-file={paths.pki / 'ca.crt'}",
+        "--client-cert-auth",
+        f"--peer-cert-file={paths.pki / 'etcd.crt'}",
+        f"--peer-key-file={paths.pki / 'etcd.key'}",
+        f"--peer-trusted-ca-file={paths.pki / 'ca.crt'}",
+        "--peer-client-cert-auth",
+        # The data need not survive the machine, only a killed process, and a write that the kernel has survives that.
+        "--unsafe-no-fsync",
+        # One member elects itself; the usual second of waiting for others would be part of every start.
+        "--heartbeat-interval=10",
+        "--election-timeout=100",
+        "--log-level=warn",
+    ]
+
+
+def _apiserver(paths: ClusterPaths, ports: Ports) -> list[str]:
+    pki = paths.pki
+    return [
+        f"--etcd-servers=https://{HOST}:{ports.etcd}",
+        f"--etcd-cafile={pki / 'ca.crt'}",
+        f"--etcd-certfile={pki / 'etcd-client.crt'}",
+        f"--etcd-keyfile={pki / 'etcd-client.key'}",
+        f"--bind-address={HOST}",
+        f"--advertise-address={HOST}",
+        f"--secure-port={ports.apiserver}",
+        f"--tls-cert-file={pki / 'apiserver.crt'}",
+        f"--tls-private-key-file={pki / 'apiserver.key'}",
+        f"--client-ca-file={pki / 'ca.crt'}",
+        # The identity under which the server calls extension servers; without it, its own controllers log errors.
+        f"--requestheader-client-ca-file={pki / 'front-proxy-ca.crt'}",
+        "--requestheader-allowed-names=front-proxy-client",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={pki / 'front-proxy-client.crt'}",
+        f"--proxy-client-key-file={pki / 'front-proxy-client.key'}",
+        f"--kubelet-certificate-authority={pki / 'ca.crt'}",
+        f"--kubelet-client-certificate={pki / 'kubelet-client.crt'}",
+        f"--kubelet-client-key={pki / 'kubelet-client.key'}",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--service-cluster-ip-range={SERVICE_RANGE}",
+        f"--service-account-issuer={SERVICE_ACCOUNT_ISSUER}",
+        f"--service-account-key-file={pki / 'service-account.pub'}",
+        f"--service-account-signing-key-file={pki / 'service-account.key'}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        # Pods reach the server by its loopback address, which an Endpoints object may not hold.
+        "--endpoint-reconciler-type=none",
+        "--profiling=false",
+        "--v=0",
+    ]
+
+
+def _controller_manager(spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
+    pki = paths.pki
+    flags = [
+        *_client(Component.CONTROLLER_MANAGER, paths, ports.controller_manager),
+        f"--service-account-private-key-file={pki / 'service-account.key'}",
+        f"--root-ca-file={pki / 'ca.crt'}",
+        f"--cluster-signing-cert-file={pki / 'ca.crt'}",
+        f"--cluster-signing-key-file={pki / 'ca.key'}",
+        "--use-service-account-credentials=true",
+        "--controllers=" + ",".join(["*", *(f"-{name}" for name in _CONTROLLERS_OFF)]),
+    ]
+    if spec.node_monitor_grace_seconds is not None:
+        period = max(0.2, min(5.0, spec.node_monitor_grace_seconds / 5))
+        flags += [
+            f"--node-monitor-grace-period={spec.node_monitor_grace_seconds:g}s",
+            f"--node-monitor-period={period:g}s",
+        ]
+    return flags
+
+
+def _client(component: Component, paths: ClusterPaths, port: int) -> list[str]:
+    """Flags that controller manager and scheduler share."""
+    kubeconfig = paths.pki / f"{component}.kubeconfig"
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        f"--bind-address={HOST}",
+        f"--secure-port={port}",
+        f"--tls-cert-file={paths.pki / f'{component}.crt'}",
+        f"--tls-private-key-file={paths.pki / f'{component}.key'}",
+        # There is one of each: a Lease would only make a restart wait for the old holder's to run out.
+        "--leader-elect=false",
+        "--kube-api-qps=500",
+        "--kube-api-burst=1000",
+        "--profiling=false",
+        "--v=0",
+    ]
+
+
+def admin_client(paths: ClusterPaths, ports: Ports) -> ApiClient:
+    """Return a client with the administrator's certificate."""
+    return ApiClient(
+        host=HOST,
+        port=ports.apiserver,
+        authority=paths.pki / "ca.crt",
+        certificate=paths.pki / "admin.crt",
+        key=paths.pki / "admin.key",
+    )
+
+
+def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
+    """Ask a component whether it is ready to work; etcd is judged by the API server's own check of it."""
+    port, path = {
+        Component.ETCD: (ports.apiserver, "/readyz/etcd"),
+        Component.APISERVER: (ports.apiserver, "/readyz"),
+        Component.CONTROLLER_MANAGER: (ports.controller_manager, "/healthz"),
+        Component.SCHEDULER: (ports.scheduler, "/readyz"),
+    }[component]
+    client = ApiClient(
+        host=HOST,
+        port=port,
+        authority=paths.pki / "ca.crt",
+        certificate=paths.pki / "admin.crt",
+        key=paths.pki / "admin.key",
+        timeout=2.0,
+    )
+    try:
+        with client:
+            client.get_text(path)
+    except ApiError:
+        return False
+    return True
+
+
+def listens(port: int) -> bool:
+    """Say whether something accepts connections on a loopback port."""
+    try:
+        with socket.create_connection((HOST, port), timeout=1.0):
+            return True
+    except OSError:
+        return False

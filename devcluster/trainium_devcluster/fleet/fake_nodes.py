@@ -1,0 +1,243 @@
+"""A fleet: as many fake nodes as wanted, whose kubelets kwok plays, beside the nodes that run processes.
+
+Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; whoever needs agents
+brings them (`benchmarks/fleetlab`). Nodes are registered Ready and complete; kwok renews their leases.
+Invariant: a fault acts as soon as its method returns, and can be taken back unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from trainium_devcluster.binaries import FLEET_PROGRAMS, Program, ensure_binaries
+from trainium_devcluster.controlplane import components
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.fleet.kwok_stages import MANAGED, MANAGED_LABEL, kwok_configuration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from trainium_devcluster.controlplane.client import ApiClient
+    from trainium_devcluster.handle import ClusterHandle
+    from trainium_devcluster.progress import Write
+
+LARGEST = 10_000
+_IN_FLIGHT = 8
+_READY_SECONDS = 300.0
+_LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+_ZONES = ("us-west-2a", "us-west-2b", "us-west-2c", "us-west-2d")
+_UNSET = ("not-ready", "unreachable", "network-unavailable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetShape:
+    """What each node of a fleet claims to be."""
+
+    neuron: int = 16
+    efa: int = 8
+    cpu: str = "128"
+    memory: str = "512Gi"
+    instance_type: str = "trn1.32xlarge"
+    lease_seconds: int = 40
+    """How long a lease lasts, as a kubelet's; longer ones spare the API server of a small machine four writes each."""
+    nodes_per_spine: int = 64
+    """Nodes below one switch of network layer 2; a quarter of them share one of layer 3."""
+
+
+class Fleet:
+    """The fake nodes of one cluster."""
+
+    def __init__(self, cluster: ClusterHandle, shape: FleetShape) -> None:
+        self._cluster = cluster
+        self.shape = shape
+        self.nodes: list[str] = []
+
+    @classmethod
+    def create(cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, write: Write) -> Fleet:
+        """Register `nodes` nodes and return when a worker could be put on each; raises ClusterError."""
+        if not 0 <= nodes <= LARGEST:
+            raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {LARGEST}.")
+        fleet = cls(cluster, shape or FleetShape())
+        program = ensure_binaries(programs=FLEET_PROGRAMS, write=write).path(Program.KWOK)
+        configuration = cluster.paths.root / "kwok.yaml"
+        configuration.write_text(kwok_configuration(fleet.shape.lease_seconds))
+        write(f"registering {nodes} fake nodes")
+        fleet.add(nodes)
+        cluster.supervisor({"op": "start-fleet", "program": str(program), "configuration": str(configuration)})
+        fleet.wait_ready()
+        return fleet
+
+    def add(self, count: int) -> list[str]:
+        """Register more nodes and return their names; numbers are never used twice."""
+        first = len(self.nodes) + 1
+        names = [f"fleet-{number:05d}" for number in range(first, first + count)]
+        self._each(names, lambda api, name: api.create("/api/v1/nodes", self._node(name), exists_ok=True))
+        self.nodes += names
+        return names
+
+    def wait_ready(self, seconds: float = _READY_SECONDS) -> None:
+        """Wait until the scheduler would put a pod on every node, and kwok holds every lease."""
+        deadline = time.monotonic() + seconds
+        wanted = set(self.nodes)
+        while True:
+            found = {item["metadata"]["name"]: item for item in self._list("/api/v1/nodes")}
+            late = [name for name in wanted & found.keys() if _is_held_back(found[name])]
+            leases = {item["metadata"]["name"] for item in self._list(_LEASES)}
+            late += wanted & found.keys() - leases
+            if not late:
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{len(late)} of {len(wanted)} fake nodes are not ready after {seconds:.0f} s, {min(late)} "
+                    f"among them; the log of kwok is {self._cluster.paths.logs / 'kwok.log'}."
+                )
+            time.sleep(0.2 + len(wanted) / 2000)
+
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def fail_pod(
+        self, namespace: str, pod: str, *, exit_code: int = 1, message: str = "", reason: str = "Error"
+    ) -> None:
+        """End the pod's containers with an exit code, for good."""
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+        found = self._cluster.api.get(path)
+        ended = {"exitCode": exit_code, "reason": reason, "message": message, "finishedAt": timestamp()}
+        containers = [
+            {"name": each["name"], "image": each["image"], "imageID": "", "ready": False, "restartCount": 0}
+            | {"state": {"terminated": ended}}
+            for each in found["spec"]["containers"]
+        ]
+        conditions = [each for each in found["status"].get("conditions", []) if each["type"] != "Ready"]
+        conditions.append(
+            {"type": "Ready", "status": "False", "reason": "PodFailed", "lastTransitionTime": timestamp()}
+        )
+        status = {"phase": "Failed", "containerStatuses": containers, "conditions": conditions}
+        self._cluster.api.patch(f"{path}/status", {"status": status})
+
+    def silence_node(self, node: str) -> None:
+        """Let the kubelet die: no lease, no word about its pods; after its grace period the node is NotReady."""
+        self._label(node, None)
+
+    def wake_node(self, node: str) -> None:
+        """Take `silence_node` back."""
+        self._label(node, MANAGED)
+
+    def delete_node(self, node: str) -> None:
+        """Delete the Node object, as a cloud controller does when the machine is gone; for good."""
+        self._cluster.api.delete(self._path(node), missing_ok=False)
+        self.nodes = [each for each in self.nodes if each != node]
+
+    def set_condition(self, node: str, kind: str, status: str, *, reason: str = "Fault", message: str = "") -> None:
+        """Set one condition of the node, `Ready` included; `status` is True, False or Unknown."""
+        conditions = self._cluster.api.get(self._path(node))["status"].get("conditions", [])
+        kept = [each for each in conditions if each["type"] != kind]
+        kept.append(
+            {"type": kind, "status": status, "reason": reason, "message": message}
+            | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
+        )
+        self._cluster.api.patch(f"{self._path(node)}/status", {"status": {"conditions": kept}})
+
+    def taint(self, node: str, *taints: Mapping[str, str]) -> None:
+        """Replace the node's taints: `{"key": ..., "value": ..., "effect": ...}` each; none takes all away."""
+        self._cluster.api.patch(self._path(node), {"spec": {"taints": list(taints)}})
+
+    def set_allocatable(self, node: str, resource: str, count: int) -> None:
+        """Let a device vanish, or come back: capacity and allocatable of a resource."""
+        amount = {resource: str(count)}
+        change = {"status": {"allocatable": amount, "capacity": amount}}
+        self._cluster.api.patch(f"{self._path(node)}/status", change)
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _node(self, name: str) -> dict[str, Any]:
+        shape, number = self.shape, int(name.rpartition("-")[2])
+        digest = hashlib.sha256(f"{self._cluster.name}/{name}".encode()).hexdigest()
+        zone = _ZONES[(number - 1) // (4 * shape.nodes_per_spine) % len(_ZONES)]
+        spine, leaf = (number - 1) // shape.nodes_per_spine, (number - 1) // max(1, shape.nodes_per_spine // 4)
+        devices = {"aws.amazon.com/neuron": str(shape.neuron), "vpc.amazonaws.com/efa": str(shape.efa)}
+        capacity = {"cpu": shape.cpu, "memory": shape.memory, "pods": "110", "ephemeral-storage": "500Gi", **devices}
+        address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        return {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": name,
+                "labels": {
+                    MANAGED_LABEL: MANAGED,
+                    "kubernetes.io/hostname": name,
+                    "kubernetes.io/os": "linux",
+                    "kubernetes.io/arch": "amd64",
+                    "node.kubernetes.io/instance-type": shape.instance_type,
+                    "topology.kubernetes.io/region": "us-west-2",
+                    "topology.kubernetes.io/zone": zone,
+                    "topology.k8s.aws/network-node-layer-1": f"nn-{zone}",
+                    "topology.k8s.aws/network-node-layer-2": f"nn-spine-{spine}",
+                    "topology.k8s.aws/network-node-layer-3": f"nn-leaf-{leaf}",
+                },
+            },
+            "spec": {"providerID": f"aws:///{zone}/i-{digest[:17]}"},
+            "status": {
+                "capacity": capacity,
+                "allocatable": capacity,
+                "addresses": [{"type": "InternalIP", "address": address}, {"type": "Hostname", "address": name}],
+                "conditions": [
+                    {"type": kind, "status": status, "reason": "Fleet", "message": ""}
+                    | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
+                    for kind, status in (("Ready", "True"), ("MemoryPressure", "False"), ("DiskPressure", "False"))
+                ],
+                "nodeInfo": dict.fromkeys(_NODE_INFO, "") | {"architecture": "amd64", "operatingSystem": "linux"},
+            },
+        }
+
+    def _label(self, node: str, value: str | None) -> None:
+        self._cluster.api.patch(self._path(node), {"metadata": {"labels": {MANAGED_LABEL: value}}})
+
+    def _path(self, node: str) -> str:
+        return f"/api/v1/nodes/{node}"
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        """List from the API server's cache."""
+        items: list[dict[str, Any]] = self._cluster.api.get(f"{path}?resourceVersion=0").get("items", [])
+        return items
+
+    def _each(self, names: Sequence[str], act: Callable[[ApiClient, str], object]) -> None:
+        """Do the same for every node, a few at a time, each with a connection of its own."""
+
+        def some(part: Iterable[str]) -> None:
+            with components.admin_client(self._cluster.paths, self._cluster.ports) as api:
+                for name in part:
+                    act(api, name)
+
+        with ThreadPoolExecutor(_IN_FLIGHT) as threads:
+            for done in threads.map(some, [names[start::_IN_FLIGHT] for start in range(_IN_FLIGHT)]):
+                assert done is None
+
+
+_NODE_INFO = (
+    "machineID",
+    "systemUUID",
+    "bootID",
+    "kernelVersion",
+    "osImage",
+    "containerRuntimeVersion",
+    "kubeletVersion",
+    "kubeProxyVersion",
+    "operatingSystem",
+    "architecture",
+)
+
+
+def _is_held_back(node: Mapping[str, Any]) -> bool:
+    """Whether the control plane has not taken its first taints off yet."""
+    keys = {taint["key"] for taint in node["spec"].get("taints", [])}
+    return any(f"node.kubernetes.io/{unset}" in keys for unset in _UNSET)
+
+
+def timestamp() -> str:
+    """The time now, as the API writes it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,148 @@
+"""List and watch: a local copy of some objects that follows the API server.
+
+Invariants: `on_change` is called with every object once after each list and on each later change, and with `deleted`
+set when an object is gone (also when that is only noticed by a new list); a broken connection is retried for ever
+with a pause of at most two seconds.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.objects import Json, uid
+from trainium_devcluster.node.api.waiting import until
+
+_log = logging.getLogger(__name__)
+_GONE = 410
+_FIRST_PAUSE = 0.05  # seconds, doubled up to
+_MAX_PAUSE = 2.0
+_SYNC_TIMEOUT = 10.0  # seconds
+_WATCH_SECONDS = (
+    300,
+    600,
+)  # how long a watch may last before the server ends it; spread so that they do not all end at once
+
+OnChange = Callable[[Json, bool], None]
+
+
+class Reflector:
+    """Follows one list of objects. `objects` is keyed by uid; `synced` is set after the first list."""
+
+    def __init__(self, api: Api, path: str, params: dict[str, str], on_change: OnChange) -> None:
+        self.objects: dict[str, Json] = {}
+        self.synced = asyncio.Event()
+        self._api = api
+        self._path = path
+        self._params = params
+        self._on_change = on_change
+        self._complaint = ""
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                version = await self._list()
+                pause = _FIRST_PAUSE
+                while True:
+                    version = await self._watch(version)
+            except ApiError as error:
+                if error.status != _GONE and str(error) != self._complaint:
+                    self._complaint = str(error)
+                    _log.warning("%s: %s", self._path, error)
+            except Unreachable as error:
+                _log.debug("%s: %s", self._path, error)
+            await asyncio.sleep(pause)
+            pause = min(_MAX_PAUSE, pause * 2)
+
+    async def _list(self) -> str:
+        answer = await self._api.get(self._path, self._params)
+        # Items of a list carry neither kind nor apiVersion; nothing here needs them.
+        fresh = {uid(item): item for item in answer.get("items") or []}
+        for key in [key for key in self.objects if key not in fresh]:
+            self._on_change(self.objects.pop(key), True)
+        for key, item in fresh.items():
+            known = self.objects.get(key)
+            self.objects[key] = item
+            if known is None or known["metadata"]["resourceVersion"] != item["metadata"]["resourceVersion"]:
+                self._on_change(item, False)
+        self.synced.set()
+        return str(answer["metadata"]["resourceVersion"])
+
+    async def _watch(self, version: str) -> str:
+        seconds = random.randint(*_WATCH_SECONDS)  # noqa: S311 - spreads load, guards nothing
+        params = {
+            **self._params,
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(seconds),
+        }
+        async for kind, item in self._api.watch(self._path, params):
+            version = item["metadata"]["resourceVersion"]
+            if kind == "BOOKMARK":
+                continue
+            if kind == "DELETED":
+                self.objects.pop(uid(item), None)
+                self._on_change(item, True)
+            else:
+                self.objects[uid(item)] = item
+                self._on_change(item, False)
+        return version
+
+
+class WatchedObject:
+    """One ConfigMap or Secret that pods of this node use. `value` is None while it does not exist."""
+
+    def __init__(self, api: Api, plural: str, namespace: str, name: str) -> None:
+        self.value: Json | None = None
+        self.listeners: dict[str, Callable[[], None]] = {}
+        params = {"fieldSelector": f"metadata.name={name}"}
+        self._reflector = Reflector(api, f"/api/v1/namespaces/{namespace}/{plural}", params, self._change)
+        self._task = asyncio.create_task(self._reflector.run())
+
+    @property
+    def synced(self) -> asyncio.Event:
+        """Set when `value` is what the API server has."""
+        return self._reflector.synced
+
+    def _change(self, item: Json, deleted: bool) -> None:
+        self.value = None if deleted else item
+        for listener in list(self.listeners.values()):
+            listener()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._task.cancel()
+
+
+class ObjectCache:
+    """ConfigMaps and Secrets watched one by one, only those that pods here use, as the Node authorizer permits."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._objects: dict[tuple[str, str, str], WatchedObject] = {}
+
+    async def use(self, plural: str, namespace: str, name: str, user: str, listener: Callable[[], None]) -> Json | None:
+        """The object, or None when it does not exist. `listener` is called on its changes until `user` releases it.
+
+        Raises:
+            Unreachable: when the API server does not tell within some seconds.
+        """
+        key = (plural, namespace, name)
+        watched = self._objects.get(key)
+        if watched is None:
+            watched = self._objects[key] = WatchedObject(self._api, *key)
+        watched.listeners[user] = listener
+        if not await until(watched.synced, _SYNC_TIMEOUT):
+            raise Unreachable(f"{plural} {namespace}/{name} could not be read from the API server")
+        return watched.value
+
+    def release(self, user: str) -> None:
+        """Forget `user`; objects that nobody uses any more are no longer watched."""
+        for key, watched in list(self._objects.items()):
+            watched.listeners.pop(user, None)
+            if not watched.listeners:
+                watched.close()
+                del self._objects[key]

@@ -1,0 +1,127 @@
+"""The pod's /etc/hosts: Service names without a DNS server.
+
+The API server accepts no loopback addresses in EndpointSlices, so addresses are worked out here from Services and the
+pods that they select, as the endpoints controller does. Every name of a Service resolves to the addresses of all its
+ready pods (of all its pods with publishNotReadyAddresses); a pod with host name and subdomain has its own name too.
+Invariants: pure functions but for `write`, which changes the file in place so that bind mounts of it see the change.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainium_devcluster.node.api.objects import Json, find, is_terminal, name, namespace
+from trainium_devcluster.node.spec.environment import ServiceView
+
+DOMAIN = "cluster.local"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One pod behind a Service; `hostname` is set when it has a name of its own below the Service's."""
+
+    address: str
+    hostname: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceNames:
+    """A Service and where its names lead."""
+
+    namespace: str
+    name: str
+    endpoints: tuple[Endpoint, ...]
+
+
+def endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
+    """The pods behind `service`, sorted by address."""
+    selector = service["spec"].get("selector")
+    if not selector:
+        return ()
+    unready_too = bool(service["spec"].get("publishNotReadyAddresses"))
+    found = []
+    for pod in pods:
+        if namespace(pod) != namespace(service) or is_terminal(pod):
+            continue
+        address = pod.get("status", {}).get("podIP")
+        labels = pod["metadata"].get("labels") or {}
+        if not address or any(labels.get(key) != value for key, value in selector.items()):
+            continue
+        if unready_too or (is_ready(pod) and "deletionTimestamp" not in pod["metadata"]):
+            own_name = pod["spec"].get("subdomain") == name(service)
+            found.append(Endpoint(address, pod["spec"].get("hostname", "") if own_name else ""))
+    return tuple(sorted(found, key=lambda e: tuple(int(part) for part in e.address.split("."))))
+
+
+def service_view(service: Json, behind: tuple[Endpoint, ...]) -> ServiceView | None:
+    """What pods of the same namespace get as environment for `service`; None for a headless one."""
+    if service["spec"].get("clusterIP") in {None, "", "None"}:
+        return None
+    ports = tuple(
+        (port.get("name", ""), int(port["port"]), str(port.get("protocol", "TCP")))
+        for port in service["spec"].get("ports") or []
+    )
+    # The cluster address leads nowhere without a proxy; the first pod's does.
+    return ServiceView(name(service), behind[0].address if behind else service["spec"]["clusterIP"], ports)
+
+
+def unreachable_ports(service: Json) -> list[str]:
+    """Ports of a Service that have another number than the pod's, which names in a hosts file cannot translate."""
+    if service["spec"].get("clusterIP") == "None":
+        return []
+    found = []
+    for port in service["spec"].get("ports") or []:
+        target = port.get("targetPort", port["port"])
+        if isinstance(target, int) and target != port["port"]:
+            found.append(f"{port['port']} -> {target}")
+    return found
+
+
+def render(pod_address: str, hostname: str, pod: Json, services: Iterable[ServiceNames]) -> str:
+    """The text of the hosts file of `pod`."""
+    space = namespace(pod)
+    own = [hostname]
+    subdomain = pod["spec"].get("subdomain")
+    if subdomain:
+        own.insert(0, f"{hostname}.{subdomain}.{space}.svc.{DOMAIN}")
+    lines = [
+        "# Written by the process node; Service names follow the pods behind them.",
+        "127.0.0.1\tlocalhost",
+        "::1\tlocalhost ip6-localhost ip6-loopback",
+        f"{pod_address}\t{' '.join(own)}",
+    ]
+    aliases = pod["spec"].get("hostAliases") or []
+    lines += [f"{alias['ip']}\t{' '.join(alias.get('hostnames') or [])}" for alias in aliases]
+    for service in sorted(services, key=lambda s: (s.namespace, s.name)):
+        names = _names(service.name, service.namespace, space)
+        lines += [f"{endpoint.address}\t{' '.join(names)}" for endpoint in service.endpoints]
+        for endpoint in service.endpoints:
+            if endpoint.hostname:
+                named = [f"{endpoint.hostname}.{suffix}" for suffix in names]
+                lines.append(f"{endpoint.address}\t{' '.join(named)}")
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Make `path` hold `text`, keeping the file itself, so that a bind mount of it shows the new text."""
+    data = text.encode()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.pread(fd, len(data) + 1, 0) != data:
+            # One write, then the cut: a reader in between sees new lines first, never an empty file.
+            os.pwrite(fd, data, 0)
+            os.ftruncate(fd, len(data))
+    finally:
+        os.close(fd)
+
+
+def _names(service: str, space: str, own_space: str) -> list[str]:
+    names = [f"{service}.{space}.svc.{DOMAIN}", f"{service}.{space}.svc", f"{service}.{space}"]
+    return [*names, service] if space == own_space else names
+
+
+def is_ready(pod: Json) -> bool:
+    """Whether the pod has condition Ready."""
+    condition = find(pod.get("status", {}).get("conditions"), "type", "Ready")
+    return condition is not None and condition["status"] == "True"

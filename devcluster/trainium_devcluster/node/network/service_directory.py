@@ -1,0 +1,130 @@
+"""The node's copy of Services and pods, and the hosts files that follow them.
+
+Invariants: a change of a Service or a pod reaches every hosts file of this node within a moment, several changes at
+once; a Service whose ports differ from the pods' is announced in an event on it, once per node.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainium_devcluster.node.api.client import Api
+from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.objects import Json, is_terminal, name, namespace, uid
+from trainium_devcluster.node.api.reflector import Reflector
+from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.network import hosts
+from trainium_devcluster.node.spec.environment import ServiceView
+
+_GATHER = 0.02  # seconds: changes that come together are written together
+_SYNC_TIMEOUT = 10.0  # seconds that a pod's start waits for the first list
+
+
+@dataclass(frozen=True, slots=True)
+class HostsFile:
+    """One pod's hosts file and what is in it besides Services."""
+
+    path: Path
+    address: str
+    hostname: str
+    pod: Callable[[], Json]
+
+
+class ServiceDirectory:
+    """Service names of the cluster, for the pods of this node."""
+
+    def __init__(self, api: Api, events: EventSink, api_server: tuple[str, int]) -> None:
+        self._events = events
+        self._api_server = api_server
+        self._services = Reflector(api, "/api/v1/services", {}, self._service_changed)
+        self._pods = Reflector(api, "/api/v1/pods", {}, self._pod_changed)
+        self._files: dict[str, HostsFile] = {}
+        self._announced: set[str] = set()
+        self._known: dict[str, tuple[object, ...]] = {}
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep hosts files up to date until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._services.run())
+            group.create_task(self._pods.run())
+            group.create_task(self._follow())
+
+    async def add(self, key: str, file: HostsFile) -> None:
+        """Write `file` now and keep it up to date until `remove`."""
+        await until(self._services.synced, _SYNC_TIMEOUT)
+        await until(self._pods.synced, _SYNC_TIMEOUT)
+        self._files[key] = file
+        self._write(file, self._names())
+
+    def remove(self, key: str) -> None:
+        """Forget a hosts file; its directory is about to go."""
+        self._files.pop(key, None)
+
+    def views(self, space: str) -> list[ServiceView]:
+        """The Services of a namespace as its pods' environment shows them."""
+        found = []
+        for service in self._services.objects.values():
+            if namespace(service) == space and not (space == "default" and name(service) == "kubernetes"):
+                view = hosts.service_view(service, hosts.endpoints(service, self._pods.objects.values()))
+                if view is not None:
+                    found.append(view)
+        return sorted(found, key=lambda view: view.name)
+
+    async def _follow(self) -> None:
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(_GATHER)
+            self._changed.clear()
+            names = self._names()
+            for file in list(self._files.values()):
+                self._write(file, names)
+
+    def _names(self) -> list[hosts.ServiceNames]:
+        pods = list(self._pods.objects.values())
+        names = []
+        for service in self._services.objects.values():
+            if namespace(service) == "default" and name(service) == "kubernetes":
+                behind: tuple[hosts.Endpoint, ...] = (hosts.Endpoint(self._api_server[0]),)
+            else:
+                behind = hosts.endpoints(service, pods)
+            names.append(hosts.ServiceNames(namespace(service), name(service), behind))
+        return names
+
+    def _write(self, file: HostsFile, names: list[hosts.ServiceNames]) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            hosts.write(file.path, hosts.render(file.address, file.hostname, file.pod(), names))
+
+    def _service_changed(self, service: Json, deleted: bool) -> None:
+        self._changed.set()
+        ports = [] if deleted or name(service) == "kubernetes" else hosts.unreachable_ports(service)
+        if ports and uid(service) not in self._announced:
+            self._announced.add(uid(service))
+            self._events.emit(
+                service,
+                "Service",
+                Severity.WARNING,
+                "PortNotTranslated",
+                f"process nodes translate no ports ({', '.join(ports)}): names lead to pods, so connect to "
+                "the target port, or make port and targetPort equal",
+            )
+
+    def _pod_changed(self, pod: Json, deleted: bool) -> None:
+        key, ip = uid(pod), pod.get("status", {}).get("podIP")
+
+        state = (
+            ip,
+            hosts.is_ready(pod),
+            "deletionTimestamp" in pod["metadata"],
+            is_terminal(pod),
+            str(pod["metadata"].get("labels")),
+        )
+        if deleted:
+            self._known.pop(key, None)
+        elif self._known.get(key) == state:
+            return
+        else:
+            self._known[key] = state
+        self._changed.set()

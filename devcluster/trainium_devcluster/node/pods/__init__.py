@@ -1,0 +1,1 @@
+"""The life of a pod and of its containers, as a kubelet leads it."""

@@ -1,0 +1,202 @@
+"""Container logs: written as they come, read as `kubectl logs` asks.
+
+A log is a file of lines `TIME STREAM TAG TEXT` as container runtimes write them; TAG is P for a piece of a line and F
+for its end. Standard output and error come through two pipes, so their order is not kept, as with a container
+runtime.
+Invariants: a line is in the file as soon as it was read from the pipe; a file that grows past its limit is moved
+aside once, so a log takes at most twice the limit.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainium_devcluster.node.api.objects import parse_time
+from trainium_devcluster.node.api.waiting import within
+
+_CHUNK = 65536
+_MAX_PIECE = 16384  # bytes of one line that are kept together
+_LIMIT = 10 * 1024 * 1024  # bytes per file
+_FOLLOW_POLL = 0.05  # seconds between looks at a log that is followed
+
+
+def _now() -> str:
+    seconds, nanos = divmod(time.time_ns(), 10**9)
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{nanos:09d}Z"
+
+
+class LogWriter:
+    """Reads the two pipes of one container into its log file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        self._size = os.fstat(self._fd).st_size
+        self._pending: dict[str, bytes] = {}
+        self._open: dict[str, int] = {}
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def pipe(self, stream: str) -> int:
+        """The write end of a new pipe for `stream` (stdout or stderr); the caller closes it after handing it on."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        self._open[stream] = read
+        self._pending[stream] = b""
+        asyncio.get_running_loop().add_reader(read, self._read, stream, read)
+        return write
+
+    def _read(self, stream: str, fd: int) -> None:
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end(stream)
+            return
+        *lines, rest = (self._pending[stream] + data).split(b"\n")
+        entries = [(line, b"F") for line in lines]
+        while len(rest) >= _MAX_PIECE:
+            entries.append((rest[:_MAX_PIECE], b"P"))
+            rest = rest[_MAX_PIECE:]
+        self._pending[stream] = rest
+        self._write(stream, entries)
+
+    def _write(self, stream: str, entries: list[tuple[bytes, bytes]]) -> None:
+        if not entries:
+            return
+        head = f"{_now()} {stream} ".encode()
+        data = b"".join(head + tag + b" " + line + b"\n" for line, tag in entries)
+        os.write(self._fd, data)
+        self._size += len(data)
+        if self._size > _LIMIT:
+            os.close(self._fd)
+            self.path.replace(self.path.with_suffix(".old"))
+            self._fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            self._size = 0
+
+    def _end(self, stream: str) -> None:
+        fd = self._open.pop(stream)
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+        if self._pending[stream]:
+            self._write(stream, [(self._pending[stream], b"P")])
+        if not self._open:
+            os.close(self._fd)
+            if not self.finished.done():
+                self.finished.set_result(None)
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """Take what is left in the pipes; what escaped its container can hold this up for `timeout` s only."""
+        with contextlib.suppress(TimeoutError):
+            await within(asyncio.shield(self.finished), timeout)
+        for stream in list(self._open):
+            self._end(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """What of a log is asked for; `since` in seconds since the epoch."""
+
+    follow: bool = False
+    timestamps: bool = False
+    tail: int | None = None
+    since: float | None = None
+    limit: int | None = None
+    stream: str = "All"
+
+
+async def read(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
+    """Yield pieces of the log at `path`; with `follow` until `ended` says that its container has."""
+    left = query.limit
+    async for entry in _entries(path, query, ended):
+        text = _render(entry, query)
+        if text is None:
+            continue
+        if left is not None:
+            text = text[:left]
+            left -= len(text)
+        yield text
+        if left == 0:
+            return
+
+
+async def _entries(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
+    source = _Source(path)
+    try:
+        backlog = deque((line for line in source.lines() if _wanted(line, query)), maxlen=query.tail)
+        while backlog:
+            yield backlog.popleft()
+        while query.follow:
+            last_look = ended()  # asked before reading, so that nothing written before the end is missed
+            fresh = source.lines()
+            for line in fresh:
+                if _wanted(line, query):
+                    yield line
+            if last_look and not fresh:
+                return
+            if not fresh:
+                await asyncio.sleep(_FOLLOW_POLL)
+    finally:
+        source.close()
+
+
+class _Source:
+    """Complete lines of a log as they come, across the moment when its file is moved aside."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        old = path.with_suffix(".old")
+        self._before = old.read_bytes() if old.exists() else b""
+        self._file = path.open("rb")
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The lines that came since the last call."""
+        data, self._before = self._before, b""
+        data += self._rest + self._file.read()
+        if not data and self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
+            self._file.close()
+            self._file = self._path.open("rb")
+            data = self._file.read()
+        *complete, self._rest = data.split(b"\n")
+        return complete
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _wanted(line: bytes, query: LogQuery) -> bool:
+    parts = line.split(b" ", 3)
+    if len(parts) < 4:
+        return False
+    if query.stream != "All" and parts[1].decode() != query.stream.lower():
+        return False
+    return query.since is None or parse_time(parts[0].decode()) >= query.since
+
+
+def _render(line: bytes, query: LogQuery) -> bytes | None:
+    time_text, _, tag, text = line.split(b" ", 3)
+    if tag == b"F":
+        text += b"\n"
+    return time_text + b" " + text if query.timestamps else text
+
+
+def last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
+    """The end of a log as FallbackToLogsOnError puts it into a status."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * max_bytes - 100 * max_lines))
+            raw = file.read().splitlines()
+    except OSError:
+        return ""
+    entries = [parts for parts in (line.split(b" ", 3) for line in raw) if len(parts) == 4]
+    text = b"".join(parts[3] + (b"\n" if parts[2] == b"F" else b"") for parts in entries[-max_lines:])
+    return text[-max_bytes:].decode(errors="replace")

@@ -1,0 +1,90 @@
+"""What every pod of a node shares: connections, directories, the node's address and capacity.
+
+Invariants: built once at start and handed on; nothing here knows a single pod's state but through `active_pods`.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+import aiohttp
+
+from trainium_devcluster.node.api import quantities
+from trainium_devcluster.node.api.client import Api
+from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.reflector import ObjectCache
+from trainium_devcluster.node.network.service_directory import ServiceDirectory
+from trainium_devcluster.node.options import NodeOptions
+from trainium_devcluster.node.processes.isolation import Isolation
+from trainium_devcluster.node.processes.launcher_client import Launcher
+from trainium_devcluster.node.spec import unsupported_fields
+
+MARKER = "TRAINIUM_DEVCLUSTER_NODE"
+"""The environment variable by which a cluster finds the processes of its nodes; passed on to every container."""
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(slots=True, eq=False)
+class NodeServices:
+    """The node, as its pods see it."""
+
+    options: NodeOptions
+    api: Api
+    cache: ObjectCache
+    events: EventSink
+    directory: ServiceDirectory
+    launcher: Launcher
+    isolation: Isolation
+    http: aiohttp.ClientSession
+    address: str
+    allocatable: dict[str, str]
+    node: Callable[[], Json]
+    active_pods: Callable[[], Iterable[Json]]
+    release_address: Callable[[str], None]
+    programs: tuple[str, ...] = ()
+    """Folders that stand for what an image holds, see `programs`."""
+    _noted: set[str] = field(default_factory=set)
+
+    def base_environment(self, hostname: str) -> dict[str, str]:
+        """What every container's environment begins with."""
+        host, port = self.options.api_server
+        env = {
+            "PATH": f"{self.options.venv_bin}:{_SYSTEM_PATH}",
+            "HOSTNAME": hostname,
+            "HOME": os.path.expanduser("~"),  # noqa: PTH111 - works without a home directory too
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": str(port),
+            "KUBERNETES_SERVICE_PORT_HTTPS": str(port),
+            "KUBERNETES_PORT": f"tcp://{host}:{port}",
+        }
+        if MARKER in os.environ:
+            env[MARKER] = os.environ[MARKER]
+        return env
+
+    def shortage(self, pod: Json) -> tuple[str, str] | None:
+        """The first resource of which the node has too little for `pod`, and a kubelet's sentence about it."""
+        others = [p for p in self.active_pods() if uid(p) != uid(pod)]
+        for resource, wanted in quantities.pod_requests(pod).items():
+            capacity = quantities.parse(self.allocatable.get(resource, "0"))
+            if not wanted or resource.startswith("hugepages-"):
+                continue
+            used = sum((quantities.pod_requests(p).get(resource, Decimal(0)) for p in others), Decimal(0))
+            if used + wanted > capacity:
+                amounts = f"requested: {wanted}, used: {used}, capacity: {capacity}"
+                message = f"Node didn't have enough resource: {resource}, {amounts}"
+                return resource, message
+        return None
+
+    def note_not_enforced(self, pod: Json) -> None:
+        """Say once per node and field that something is accepted without effect."""
+        fresh = [text for text in unsupported_fields.not_enforced(pod) if text not in self._noted]
+        if fresh:
+            self._noted.update(fresh)
+            message = (
+                f"accepted without effect on a process node: {', '.join(fresh)} "
+                f"(first seen in pod {namespace(pod)}/{name(pod)}; said once per node)"
+            )
+            self.events.emit(self.node(), "Node", Severity.NORMAL, "NotEnforced", message)

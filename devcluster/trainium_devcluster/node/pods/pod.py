@@ -1,0 +1,368 @@
+"""The life of one pod on this node: from the moment it is bound here until it is gone from the API server.
+
+One task per pod looks, after every change, at what should be true and does the next thing: make volumes, run init
+containers in order, start the main containers, start again what ended and should run, end the pod. It is told of
+changes (a process ended, a probe spoke, the pod was edited or deleted) through one event and polls nothing.
+
+Invariants: containers start only after all volumes are there; a pod that reached Succeeded or Failed is never started
+again; deletion ends the containers first, then writes the final status, then removes the object; the pod's files go
+last.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+
+from trainium_devcluster.node.api.client import ApiError, Unreachable
+from trainium_devcluster.node.api.events import Severity
+from trainium_devcluster.node.api.objects import (
+    Json,
+    containers,
+    find,
+    grace_seconds,
+    init_containers,
+    is_terminal,
+    name,
+    namespace,
+    parse_time,
+    timestamp,
+    uid,
+)
+from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.pods.container import Container
+from trainium_devcluster.node.pods.node_context import NodeServices
+from trainium_devcluster.node.pods.pod_setup import PodSetup
+from trainium_devcluster.node.pods.status import (
+    Kind,
+    PodView,
+    Terminated,
+    Waiting,
+    kind_of,
+    phase,
+    pod_status,
+    should_restart,
+)
+from trainium_devcluster.node.pods.status_writer import StatusWriter
+from trainium_devcluster.node.spec import unsupported_fields
+from trainium_devcluster.node.volumes.volumes import VolumeError
+
+_log = logging.getLogger(__name__)
+_VOLUME_RETRY = 1.0  # seconds; a change of a missing object ends the wait earlier
+_DELETE_RETRY = 0.5
+_TOO_LONG = "Pod was active on the node longer than the specified deadline"
+
+
+@dataclass(slots=True, eq=False)
+class PodRunner:
+    """Runs one pod. Created by the node for every pod bound to it."""
+
+    services: NodeServices
+    pod: Json
+    address: str
+    containers: list[Container] = field(default_factory=list)
+    setup: PodSetup = field(init=False)
+    writer: StatusWriter = field(init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the pod's task
+    _look: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its supervision
+    _verdict: tuple[str, str, str] | None = None
+    _sandbox: bool = False
+    _ended: bool = False
+    _removed: bool = False  # the object is gone from the API server
+    _start_time: str = ""
+
+    def __post_init__(self) -> None:
+        status = self.pod.get("status") or {}
+        self._start_time = status.get("startTime") or timestamp(time.time())
+        self.setup = PodSetup(self.services, lambda: self.pod, self.address)
+        self.writer = StatusWriter(self.services.api, lambda: self.pod, self._render, self._status_written)
+        grace = float(self.pod["spec"].get("terminationGracePeriodSeconds") or 0)
+        for spec in [*init_containers(self.pod), *containers(self.pod)]:
+            kind = kind_of(self.pod, spec)
+            folder = self.setup.folder / "containers" / spec["name"]
+            container = Container(
+                spec,
+                kind,
+                folder,
+                self.services.launcher,
+                self.wake,
+                self._emit,
+                self.setup.check_target,
+                default_grace=grace,
+            )
+            if init_containers(self.pod):
+                container.state = Waiting("PodInitializing")
+            old = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
+            if known := find(old, "name", spec["name"]):
+                container.adopt(known, rebooted_at=time.time())
+            self.containers.append(container)
+        self._ended = is_terminal(self.pod)
+
+    # --- What the node calls -----------------------------------------------------------------------------------------
+
+    def update(self, pod: Json) -> None:
+        """The object changed."""
+        refused = None if unsupported_fields.ephemeral_refusal(self.pod) else unsupported_fields.ephemeral_refusal(pod)
+        self.pod = pod
+        if refused:
+            self._emit(Severity.WARNING, "NotSupported", refused, "")
+        self.setup.volumes.pod_changed()
+        self.wake()
+
+    def removed(self, pod: Json) -> None:
+        """The object is gone from the API server."""
+        self.pod = pod
+        self._removed = self.writer.gone = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed: look again."""
+        self._changed.set()
+        self._look.set()
+        self.writer.changed()
+
+    @property
+    def active(self) -> bool:
+        """Whether the pod holds resources: it has not ended, or still has processes."""
+        return not self._ended or any(c.running for c in self.containers)
+
+    def container(self, wanted: str | None = None) -> Container | None:
+        """The container of that name; the first main container when none is named."""
+        if wanted is None:
+            return next(c for c in self.containers if c.kind is Kind.MAIN)
+        return next((c for c in self.containers if c.name == wanted), None)
+
+    # --- The pod's task ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run the pod to its end and until it is gone; never raises but on cancellation."""
+        writer = asyncio.create_task(self.writer.run())
+        self.wake()
+        try:
+            living = asyncio.create_task(self._live())
+            while not (self._removed or "deletionTimestamp" in self.pod["metadata"]):
+                await self._wait()
+            living.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await living
+            await self._terminate()
+            await self._delete()
+        finally:
+            writer.cancel()
+            self.setup.remove()
+
+    async def _live(self) -> None:
+        """Everything up to the pod's end."""
+        if self._ended:
+            return
+        try:
+            if not self._admit():
+                return
+            await self._make_volumes()
+            await self._supervise()
+        except Exception:  # noqa: BLE001 - a defect here must show on the pod, not silently leave it as it is
+            _log.exception("pod %s/%s", namespace(self.pod), name(self.pod))
+            self._fail("NodeError", "the node failed to run the pod; its log has the reason")
+        self.wake()
+
+    def _admit(self) -> bool:
+        sentences = unsupported_fields.refusals(self.pod, self.services.isolation)
+        if sentences:
+            for sentence in sentences:
+                self._emit(Severity.WARNING, "NotSupported", sentence, "")
+            self._fail("NotSupported", "; ".join(sentences))
+            return False
+        if shortage := self.services.shortage(self.pod):
+            resource, message = shortage
+            self._emit(Severity.WARNING, f"OutOf{resource}", message, "")
+            self._fail(f"OutOf{resource}", f"Pod was rejected: {message}")
+            return False
+        self.services.note_not_enforced(self.pod)
+        return True
+
+    async def _make_volumes(self) -> None:
+        while True:
+            try:
+                await self.setup.prepare()
+            except VolumeError as error:
+                self._emit(Severity.WARNING, "FailedMount", str(error), "")
+                await until(self.setup.volumes.changed, _VOLUME_RETRY)
+                self.setup.volumes.changed.clear()
+            else:
+                self._sandbox = True
+                self.wake()
+                return
+
+    async def _supervise(self) -> None:
+        """Do the next thing after every change, until nothing will run any more."""
+        started = parse_time(self._start_time)
+        limit = self.pod["spec"].get("activeDeadlineSeconds")
+        while True:
+            self._look.clear()
+            pauses: list[float] = []
+            if limit is not None:
+                pauses.append(started + limit - time.time())
+                if pauses[-1] <= 0:
+                    self._verdict = ("Failed", "DeadlineExceeded", _TOO_LONG)
+                    await self._kill_all(grace_seconds(self.pod), _TOO_LONG)
+                    self._end()
+                    return
+            if await self._initialize(pauses):
+                for container in (c for c in self.containers if c.kind is Kind.MAIN):
+                    await self._keep(container, pauses)
+            if self._is_over():
+                await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
+                self._end()
+                return
+            await until(self._look, min(pauses, default=None))
+
+    async def _initialize(self, pauses: list[float]) -> bool:
+        """Run init containers and sidecars in order; True once all have done their part."""
+        begun = any(c.begun for c in self.containers if c.kind is Kind.MAIN)
+        for container in (c for c in self.containers if c.kind is not Kind.MAIN):
+            if container.kind is Kind.SIDECAR:
+                await self._keep(container, pauses)
+                if not begun and not container.started:
+                    return False
+            elif not begun and not container.ready:
+                await self._keep(container, pauses)
+                if not container.ready:
+                    return False
+        return True
+
+    def _initialized(self) -> bool:
+        """Whether all init containers have done their part, so that main containers could start."""
+        inits = [c for c in self.containers if c.kind is not Kind.MAIN]
+        return all(c.ready if c.kind is Kind.INIT else c.started for c in inits)
+
+    async def _keep(self, container: Container, pauses: list[float]) -> None:
+        """Start `container` if it should run and does not; a back-off is added to `pauses`."""
+        if container.running:
+            return
+        state = container.state if isinstance(container.state, Terminated) else container.last
+        if state is not None and isinstance(container.state, Terminated | Waiting) and container.begun:
+            if not should_restart(self.pod, container.spec, state.exit_code):
+                return
+            left = container.backoff.remaining(state.finished_at, time.time())
+            if left > 0:
+                pauses.append(self._back_off(container, left))
+                return
+            container.backoff.restarted(time.time())
+        pause_after = await self.setup.start(container)
+        if pause_after is not None:
+            pauses.append(pause_after)
+
+    def _back_off(self, container: Container, left: float) -> float:
+        """Let `container` wait `left` seconds more; returns when to look again."""
+        where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
+        if container.backed_off(container.backoff.delay):
+            message = f"Back-off restarting failed container {container.name} in pod {where}"
+            self._emit(Severity.WARNING, "BackOff", message, container.name)
+        pause = f"back-off {container.backoff.delay:g}s"
+        container.wait_for("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
+        return left
+
+    def _is_over(self) -> bool:
+        """Whether no container runs that counts, and none will be started."""
+        main = [c for c in self.containers if c.kind is Kind.MAIN]
+        if any(c.running for c in self.containers if c.kind is not Kind.SIDECAR):
+            return False
+        for container in (c for c in self.containers if c.kind is Kind.INIT):
+            state = container.state
+            if (
+                isinstance(state, Terminated)
+                and state.exit_code
+                and not should_restart(self.pod, container.spec, state.exit_code)
+            ):
+                return True
+        return all(
+            isinstance(c.state, Terminated) and not should_restart(self.pod, c.spec, c.state.exit_code) for c in main
+        )
+
+    def _end(self) -> None:
+        self._ended = True
+        self.services.release_address(uid(self.pod))
+        self.wake()
+
+    def _fail(self, reason: str, message: str) -> None:
+        self._verdict = ("Failed", reason, message)
+        self._end()
+
+    # --- Ending ------------------------------------------------------------------------------------------------------
+
+    async def _terminate(self) -> None:
+        """End all containers within the grace period."""
+        # A later deletion with a shorter period does not hasten this one: on a kubelet it does not either.
+        await self._kill_all(grace_seconds(self.pod), "Stopping container {name}")
+        if not self._ended:
+            initialized = self._initialized()
+            for container in self.containers:
+                if initialized or container.kind is not Kind.MAIN:
+                    container.give_up()
+        self._ended = True
+
+    async def _kill_all(self, grace: int, message: str) -> None:
+        deadline = time.monotonic() + grace
+        for container in self.containers:
+            if container.running:
+                self._emit(Severity.NORMAL, "Killing", message.format(name=container.name), container.name)
+        await asyncio.gather(*(c.stop(deadline) for c in self.containers if c.kind is not Kind.SIDECAR))
+        await self._stop_sidecars(deadline)
+
+    async def _stop_sidecars(self, deadline: float) -> None:
+        for container in reversed([c for c in self.containers if c.kind is Kind.SIDECAR]):
+            await container.stop(deadline)
+
+    async def _delete(self) -> None:
+        """Write the final status, then remove the object, which only its node may do for good."""
+        await self.writer.flush()
+        path = f"/api/v1/namespaces/{namespace(self.pod)}/pods/{name(self.pod)}"
+        while not self._removed:
+            try:
+                await self.services.api.delete(path, {"gracePeriodSeconds": 0, "preconditions": {"uid": uid(self.pod)}})
+            except ApiError as error:
+                if error.status in {404, 409}:
+                    return
+                _log.warning("deleting pod %s: %s", path, error)
+            except Unreachable:
+                pass
+            else:
+                return
+            await asyncio.sleep(_DELETE_RETRY)
+
+    # --- Status ------------------------------------------------------------------------------------------------------
+
+    def _render(self, now: str) -> Json:
+        views = [container.view() for container in self.containers]
+        running = any(c.running for c in self.containers)
+        terminal = self._ended and not running
+        verdict = None if running else self._verdict  # while containers are still being stopped the phase stays
+        sandbox = self._sandbox and not terminal
+        view = PodView(
+            self.pod, views, self.services.address, self.address if self._sandbox or self._had_address else "", sandbox,
+            self._start_time, terminal, verdict,
+        )  # fmt: skip
+        return pod_status(view, now)
+
+    @property
+    def _had_address(self) -> bool:
+        return bool((self.pod.get("status") or {}).get("podIP"))
+
+    def phase(self) -> str:
+        """The phase as it is now."""
+        return phase(self.pod, [c.view() for c in self.containers], terminal=self._ended)
+
+    def _status_written(self, pod: Json) -> None:
+        # The answer is newer than what the watch has shown; conditions keep their transition times through it.
+        if int(pod["metadata"]["resourceVersion"]) > int(self.pod["metadata"]["resourceVersion"]):
+            self.pod = pod
+
+    def _emit(self, severity: Severity, reason: str, message: str, container: str) -> None:
+        kind = "initContainers" if find(init_containers(self.pod), "name", container) else "containers"
+        path = f"spec.{kind}{{{container}}}" if container else ""
+        self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)
+
+    async def _wait(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()

@@ -1,0 +1,141 @@
+"""Everything around a pod's containers: its directory, volumes, hosts file, and the command line of each container.
+
+Invariants: all of it lies in one directory named after the pod's uid, which `remove` removes; a container is started
+only with a complete configuration, else it waits as CreateContainerConfigError.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainium_devcluster.node.api.client import Unreachable
+from trainium_devcluster.node.api.events import Severity
+from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.network.service_directory import HostsFile
+from trainium_devcluster.node.pods.container import Container
+from trainium_devcluster.node.pods.node_context import NodeServices
+from trainium_devcluster.node.pods.probe_actions import CheckTarget, Execute
+from trainium_devcluster.node.processes.launcher_client import ADDABLE_CAPABILITIES, CAPABILITIES, Command
+from trainium_devcluster.node.processes.programs import shown_again
+from trainium_devcluster.node.spec import environment, mounts, unsupported_fields
+from trainium_devcluster.node.spec.downward_api import PodFacts
+from trainium_devcluster.node.spec.environment import ConfigError
+from trainium_devcluster.node.volumes.volumes import PodVolumes
+
+_CONFIG_RETRY = 1.0  # seconds
+_MAX_HOSTNAME = 63
+
+
+@dataclass(slots=True, eq=False)
+class PodSetup:
+    """The surroundings of one pod."""
+
+    services: NodeServices
+    pod: Callable[[], Json]
+    address: str
+    folder: Path = field(init=False)
+    volumes: PodVolumes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = pod_folder(self.services.options.state_dir, uid(self.pod()))
+        self.volumes = PodVolumes(
+            self.services.api, self.services.cache, self.services.isolation, self.folder, self._facts
+        )
+
+    @property
+    def hostname(self) -> str:
+        """The host name that the pod's processes see."""
+        spec = self.pod()["spec"]
+        if spec.get("hostNetwork"):
+            return self.services.options.name
+        return str(spec.get("hostname") or name(self.pod())[:_MAX_HOSTNAME].rstrip("-."))
+
+    async def prepare(self) -> None:
+        """Make the pod's directory, volumes and hosts file.
+
+        Raises:
+            VolumeError: when a volume cannot be made yet.
+        """
+        await self.volumes.setup()
+        mounts.write_pod_files(self.folder, self.hostname)
+        file = HostsFile(self.folder / "hosts", self.address, self.hostname, self.pod)
+        await self.services.directory.add(uid(self.pod()), file)
+
+    async def start(self, container: Container) -> float | None:
+        """Start `container`; returns seconds to wait before another try when its configuration is not complete."""
+        try:
+            command, termination_log = await self._command(container)
+        except (ConfigError, Unreachable) as error:
+            container.emit(Severity.WARNING, "Failed", f"Error: {error}", container.name)
+            container.wait_for("CreateContainerConfigError", str(error))
+            return _CONFIG_RETRY
+        await container.start(command, str(termination_log))
+        return None
+
+    def check_target(self, spec: Json, execute: Execute) -> CheckTarget:
+        """Whom probes and hooks of a container address."""
+        return CheckTarget(self.address, spec, execute, self.services.http)
+
+    def remove(self) -> None:
+        """Remove everything; the containers have ended."""
+        self.services.directory.remove(uid(self.pod()))
+        self.volumes.remove()
+
+    def _facts(self) -> PodFacts:
+        return PodFacts(self.pod(), self.address, self.services.address, self.services.allocatable)
+
+    async def _command(self, container: Container) -> tuple[Command, Path]:
+        spec, pod = container.spec, self.pod()
+        if complaint := unsupported_fields.runs_as_root(pod, spec):
+            raise ConfigError(complaint)
+        found: dict[tuple[str, str], Json | None] = {}
+        for plural, wanted in environment.references(spec):
+            # A change of the object has no effect on a running container; the volumes' listener is woken for nothing.
+            found[plural, wanted] = await self.services.cache.use(
+                plural, namespace(pod), wanted, uid(pod), self.volumes.changed.set
+            )
+        links = pod["spec"].get("enableServiceLinks", True)
+        views = self.services.directory.views(namespace(pod)) if links else []
+        variables = environment.build(spec, self._facts(), lambda plural, key: found.get((plural, key)), views)
+        env = self.services.base_environment(self.hostname) | variables
+        run_folder = container.folder / f"run-{container.restart_count}-{int(container.begun)}"
+        run_folder.mkdir(parents=True, exist_ok=True)
+        termination_log = run_folder / "termination-log"
+        termination_log.write_bytes(b"")
+        termination_log.chmod(0o666)
+        volume_mounts = mounts.volume_mounts(spec, self.volumes.paths, env)
+        own = mounts.own_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
+        state_dir = str(self.services.options.state_dir)
+        programs = shown_again(volume_mounts, self.services.programs, state_dir)
+        context = spec.get("securityContext") or {}
+        return (
+            Command(
+                argv=environment.command(spec, env),
+                env=env,
+                cwd=spec.get("workingDir") or "/",
+                hostname=self.hostname,
+                mounts=(*own, *volume_mounts, *programs),
+                scratch=str(run_folder / "scratch"),
+                shm=str(self.volumes.shm),
+                hidden=state_dir,
+                read_only_root=bool(context.get("readOnlyRootFilesystem")),
+                capabilities=capabilities(context),
+                no_new_privileges=context.get("allowPrivilegeEscalation") is False,
+            ),
+            termination_log,
+        )
+
+
+def pod_folder(state_dir: Path, pod_uid: str) -> Path:
+    """Where everything of a pod lies."""
+    return state_dir / "pods" / pod_uid
+
+
+def capabilities(context: Json) -> tuple[int, ...]:
+    """The capabilities that a container keeps, as numbers."""
+    wanted = context.get("capabilities") or {}
+    dropped = {text.removeprefix("CAP_") for text in wanted.get("drop") or []}
+    kept = {} if "ALL" in dropped else {key: value for key, value in CAPABILITIES.items() if key not in dropped}
+    for text in wanted.get("add") or []:
+        kept[text.removeprefix("CAP_")] = ADDABLE_CAPABILITIES[text.removeprefix("CAP_")]
+    return tuple(sorted(kept.values()))

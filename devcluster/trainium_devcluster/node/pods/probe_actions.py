@@ -1,0 +1,102 @@
+"""The actions of probes and lifecycle hooks: HTTP request, TCP connection, command.
+
+Invariants: HTTPS certificates are not verified and redirects within the host are followed, as a kubelet does; a check
+never raises, it answers with success or a sentence.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from trainium_devcluster.node.api.objects import Json, find
+from trainium_devcluster.node.api.waiting import within
+from trainium_devcluster.node.processes.container_exec import InsideResult
+
+_MAX_BODY = 10 * 1024
+_AGENT = "kube-probe/1.36"
+
+Execute = Callable[[list[str], float | None], Awaitable[InsideResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Whether a check succeeded, and what it said."""
+
+    success: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTarget:
+    """Whom to check: the pod's address, the container's spec, and a way to run commands in it."""
+
+    address: str
+    container: Json
+    execute: Execute
+    http: aiohttp.ClientSession
+
+
+async def perform(action: Json, target: CheckTarget, timeout: float | None) -> Outcome:
+    """Perform the action of a probe or hook within `timeout` seconds."""
+    if "exec" in action:
+        result = await target.execute(list(action["exec"].get("command") or []), timeout)
+        if result.timed_out:
+            return Outcome(False, f"command timed out: {action['exec'].get('command')} timed out after {timeout:g}s")
+        return Outcome(result.code == 0, result.output)
+    if "httpGet" in action:
+        return await _http(action["httpGet"], target, timeout)
+    if "tcpSocket" in action:
+        return await _tcp(action["tcpSocket"], target, timeout)
+    if "sleep" in action:
+        await asyncio.sleep(float(action["sleep"].get("seconds") or 0))
+        return Outcome(True)
+    return Outcome(False, f"none of exec, httpGet, tcpSocket, sleep is given: {', '.join(action)}")
+
+
+def port_number(port: str | int, container: Json) -> int | None:
+    """The number of a port given by number or by the name of a container port."""
+    if isinstance(port, int) or port.isdigit():
+        return int(port)
+    known = find(container.get("ports"), "name", port)
+    return None if known is None else int(known["containerPort"])
+
+
+async def _http(action: Json, target: CheckTarget, timeout: float | None) -> Outcome:
+    port = port_number(action["port"], target.container)
+    if port is None:
+        return Outcome(False, f"the container has no port named {action['port']!r}")
+    host = action.get("host") or target.address
+    path = action.get("path") or "/"
+    url = f"{action.get('scheme', 'HTTP').lower()}://{host}:{port}{path if path.startswith('/') else '/' + path}"
+    headers = {"User-Agent": _AGENT, "Accept": "*/*"} | {h["name"]: h["value"] for h in action.get("httpHeaders") or []}
+    limit = aiohttp.ClientTimeout(total=timeout)
+    try:
+        async with target.http.get(url, headers=headers, timeout=limit, ssl=False) as response:
+            body = await response.content.read(_MAX_BODY)
+            if 200 <= response.status < 400:
+                return Outcome(True, body.decode(errors="replace"))
+            return Outcome(False, f"HTTP probe failed with statuscode: {response.status}")
+    except TimeoutError:
+        return Outcome(
+            False, f'Get "{url}": context deadline exceeded (Client.Timeout exceeded while awaiting headers)'
+        )
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        return Outcome(False, f'Get "{url}": {error or type(error).__name__}')
+
+
+async def _tcp(action: Json, target: CheckTarget, timeout: float | None) -> Outcome:
+    port = port_number(action["port"], target.container)
+    if port is None:
+        return Outcome(False, f"the container has no port named {action['port']!r}")
+    host = action.get("host") or target.address
+    try:
+        _, writer = await within(asyncio.open_connection(host, port), timeout)
+    except (OSError, TimeoutError) as error:
+        return Outcome(False, f"dial tcp {host}:{port}: {error or 'i/o timeout'}")
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return Outcome(True)

@@ -1,0 +1,302 @@
+"""From what the node knows of a pod's containers to the pod's status. Pure.
+
+Invariants: phase, conditions, reasons and messages are a kubelet's; a pod never leaves Succeeded or Failed; a
+condition's transition time changes with its status only; conditions that other controllers own are left alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainium_devcluster.node.api.objects import EPOCH, Json, containers, find, init_containers, is_sidecar, timestamp
+
+
+class Kind(StrEnum):
+    """What a container is in its pod."""
+
+    INIT = "init"
+    SIDECAR = "sidecar"
+    MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Not running, for `reason`."""
+
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Running since `started_at` (seconds since the epoch)."""
+
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Terminated:
+    """Ended. A `started_at` of 0 means that it never ran."""
+
+    exit_code: int
+    reason: str
+    message: str
+    started_at: float
+    finished_at: float
+    container_id: str
+    signal: int = 0
+
+
+State = Waiting | Running | Terminated
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerView:
+    """One container as its status shows it."""
+
+    name: str
+    image: str
+    kind: Kind
+    state: State
+    last: Terminated | None = None
+    restart_count: int = 0
+    ready: bool = False
+    started: bool = False
+    container_id: str = ""
+    volume_mounts: tuple[Json, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A pod as its status shows it. `verdict` overrides the phase: (phase, reason, message)."""
+
+    pod: Json
+    containers: Sequence[ContainerView]
+    host_ip: str
+    pod_ip: str
+    sandbox_ready: bool
+    start_time: str
+    terminal: bool = False
+    verdict: tuple[str, str, str] | None = None
+
+
+def kind_of(pod: Json, container: Json) -> Kind:
+    """Whether `container` is an init container, a sidecar or a main container of `pod`."""
+    if find(init_containers(pod), "name", container["name"]) is None:
+        return Kind.MAIN
+    return Kind.SIDECAR if is_sidecar(container) else Kind.INIT
+
+
+def restart_policy(pod: Json, container: Json) -> str:
+    """The policy that holds for this container: a main container's is the pod's."""
+    own = container.get("restartPolicy")
+    if own:
+        return str(own)
+    policy = pod["spec"].get("restartPolicy", "Always")
+    # An init container that succeeded is never run again, whatever the policy says.
+    if policy == "Always" and kind_of(pod, container) is Kind.INIT:
+        return "OnFailure"
+    return str(policy)
+
+
+def should_restart(pod: Json, container: Json, exit_code: int) -> bool:
+    """Whether a container that ended with `exit_code` is started again."""
+    policy = restart_policy(pod, container)
+    return policy == "Always" or (policy == "OnFailure" and exit_code != 0)
+
+
+def exit_reason(exit_code: int) -> str:
+    """The reason that a container runtime gives for an exit code."""
+    return "Completed" if exit_code == 0 else "Error"
+
+
+def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
+    """The pod's phase. `terminal` means that nothing will be started any more and nothing runs."""
+    by_name = {view.name: view for view in views}
+    specs = {c["name"]: c for c in [*init_containers(pod), *containers(pod)]}
+    init_failed = init_pending = False
+    for view in (v for v in by_name.values() if v.kind is Kind.INIT):
+        ended = _end_of(view)
+        if ended is None:
+            init_pending = True
+        elif ended.exit_code != 0:
+            if should_restart(pod, specs[view.name], ended.exit_code) and not terminal:
+                init_pending = True
+            else:
+                init_failed = True
+    if init_failed:
+        return "Failed"
+    main = [by_name[c["name"]] for c in containers(pod) if c["name"] in by_name]
+    begun = [v for v in main if not isinstance(v.state, Waiting) or v.last is not None]
+    if not terminal:
+        if (init_pending or _sidecars_pending(by_name)) and not begun:
+            return "Pending"
+        if any(isinstance(v.state, Waiting) and v.last is None for v in main):
+            return "Pending"
+        if any(isinstance(v.state, Running) for v in by_name.values() if v.kind is not Kind.INIT):
+            return "Running"
+    ends = [_end_of(v) for v in main]
+    if not terminal and any(
+        e is not None and should_restart(pod, specs[v.name], e.exit_code) for v, e in zip(main, ends, strict=True)
+    ):
+        return "Running"
+    if all(e is not None and e.exit_code == 0 for e in ends):
+        return "Succeeded"
+    return "Failed"
+
+
+def pod_status(view: PodView, now: str) -> Json:
+    """The status to write. `now` is the time for transitions."""
+    old = view.pod.get("status") or {}
+    chosen = phase(view.pod, view.containers, terminal=view.terminal)
+    reason = message = None
+    if view.verdict is not None:
+        chosen, reason, message = view.verdict
+    if old.get("phase") in {"Succeeded", "Failed"}:
+        chosen, reason, message = old["phase"], old.get("reason"), old.get("message")
+    status: Json = {
+        "phase": chosen,
+        "reason": reason or None,
+        "message": message or None,
+        "hostIP": view.host_ip,
+        "hostIPs": [{"ip": view.host_ip}],
+        "startTime": view.start_time,
+        "observedGeneration": _generation(view.pod),
+        "containerStatuses": [_status(v) for v in view.containers if v.kind is Kind.MAIN],
+        "conditions": _conditions(view, chosen, now),
+    }
+    inits = [_status(v) for v in view.containers if v.kind is not Kind.MAIN]
+    if inits:
+        status["initContainerStatuses"] = inits
+    if view.pod_ip:
+        status["podIP"] = view.pod_ip
+        status["podIPs"] = [{"ip": view.pod_ip}]
+    return status
+
+
+def _generation(pod: Json) -> int | None:
+    """The generation that the status is about; a pod that has ended is not looked at again."""
+    old = pod.get("status") or {}
+    ended = old.get("phase") in {"Succeeded", "Failed"}
+    found: int | None = old.get("observedGeneration") if ended else pod["metadata"].get("generation")
+    return found
+
+
+def _end_of(view: ContainerView) -> Terminated | None:
+    if isinstance(view.state, Terminated):
+        return view.state
+    return view.last if isinstance(view.state, Waiting) else None
+
+
+def _sidecars_pending(by_name: dict[str, ContainerView]) -> bool:
+    return any(
+        v.kind is Kind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None
+        for v in by_name.values()
+    )
+
+
+def _status(view: ContainerView) -> Json:
+    status: Json = {
+        "name": view.name,
+        "image": view.image,
+        "imageID": f"process://{view.image}" if view.container_id else "",
+        "restartCount": view.restart_count,
+        "ready": view.ready,
+        "started": view.started,
+        "state": _state(view.state),
+        "lastState": {} if view.last is None else _state(view.last),
+    }
+    if view.container_id:
+        status["containerID"] = view.container_id
+    if view.volume_mounts:
+        status["volumeMounts"] = list(view.volume_mounts)
+    return status
+
+
+def _state(state: State) -> Json:
+    match state:
+        case Waiting(reason, message):
+            return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+        case Running(started_at):
+            return {"running": {"startedAt": timestamp(started_at)}}
+        case Terminated():
+            body: Json = {
+                "exitCode": state.exit_code,
+                "reason": state.reason,
+                "startedAt": timestamp(state.started_at) if state.started_at else EPOCH,
+                "finishedAt": timestamp(state.finished_at) if state.finished_at else EPOCH,
+            }
+            if state.message:
+                body["message"] = state.message
+            if state.container_id:
+                body["containerID"] = state.container_id
+            return {"terminated": body}
+
+
+def _conditions(view: PodView, chosen: str, now: str) -> list[Json]:
+    pod = view.pod
+    generation = _generation(pod)
+    ready = _containers_ready(view, chosen)
+    wanted: list[tuple[str, str, str, str]] = [
+        ("PodReadyToStartContainers", "True" if view.sandbox_ready else "False", "", ""),
+        ("Initialized", *_initialized(view, chosen)),
+        ("Ready", *_gated(view, ready)),
+        ("ContainersReady", *ready),
+        ("PodScheduled", "True", "", ""),
+    ]
+    found = []
+    for kind, status, reason, message in wanted:
+        known = find((pod.get("status") or {}).get("conditions"), "type", kind) or {}
+        since = known.get("lastTransitionTime") if known.get("status") == status else None
+        found.append(
+            {
+                "type": kind,
+                "status": status,
+                "reason": reason or None,
+                "message": message or None,
+                "lastProbeTime": None,
+                "lastTransitionTime": since or now,
+                "observedGeneration": generation,
+            }
+        )
+    return found
+
+
+def _containers_ready(view: PodView, chosen: str) -> tuple[str, str, str]:
+    if chosen == "Succeeded":
+        return "False", "PodCompleted", ""
+    if chosen == "Failed":
+        return "False", "PodFailed", ""
+    unready = [v.name for v in view.containers if v.kind is not Kind.INIT and not v.ready]
+    if unready:
+        return "False", "ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]"
+    return "True", "", ""
+
+
+def _initialized(view: PodView, chosen: str) -> tuple[str, str, str]:
+    if chosen == "Succeeded":
+        return "True", "PodCompleted", ""
+    if any(v.kind is Kind.MAIN and (not isinstance(v.state, Waiting) or v.last is not None) for v in view.containers):
+        return "True", "", ""
+    incomplete = [
+        v.name
+        for v in view.containers
+        if (v.kind is Kind.INIT and not v.ready) or (v.kind is Kind.SIDECAR and not v.started)
+    ]
+    if incomplete:
+        return "False", "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]"
+    return "True", "", ""
+
+
+def _gated(view: PodView, ready: tuple[str, str, str]) -> tuple[str, str, str]:
+    if ready[0] != "True":
+        return ready
+    complaints = []
+    for gate in view.pod["spec"].get("readinessGates") or []:
+        kind = gate["conditionType"]
+        condition = find((view.pod.get("status") or {}).get("conditions"), "type", kind)
+        if condition is None:
+            complaints.append(f'corresponding condition of pod readiness gate "{kind}" does not exist.')
+        elif condition["status"] != "True":
+            complaints.append(f'the status of pod readiness gate "{kind}" is not "True", but {condition["status"]}')
+    return ("False", "ReadinessGatesNotReady", ", ".join(complaints)) if complaints else ready

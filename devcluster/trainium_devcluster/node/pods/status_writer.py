@@ -1,0 +1,88 @@
+"""Writes one pod's status, at once and never twice at the same time.
+
+Invariants: what is written last is the newest; writes that pile up become one; a write names the pod's uid, so it
+never touches a pod that was made anew under the same name; an API server that is away is tried again until it
+answers.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.objects import Json, name, namespace, timestamp, uid
+
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0  # seconds between tries
+_NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
+
+
+@dataclass(slots=True, eq=False)
+class StatusWriter:
+    """`render` gives the status of the moment, for the time given as text."""
+
+    api: Api
+    pod: Callable[[], Json]
+    render: Callable[[str], Json]
+    written: Callable[[Json], None]
+    gone: bool = False
+    _dirty: asyncio.Event = field(default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _last: Json | None = None
+
+    def changed(self) -> None:
+        """The status may have changed."""
+        self._dirty.set()
+        self._idle.clear()
+
+    async def flush(self) -> None:
+        """Return when everything up to now is written (or the pod is gone from the API server)."""
+        self.changed()
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            if not self._dirty.is_set():
+                self._idle.set()
+            await self._dirty.wait()
+            self._dirty.clear()
+            status = self.render(timestamp(time.time()))
+            if self.gone or _same(status, self._last):
+                continue
+            await self._write(status)
+
+    async def _write(self, status: Json) -> None:
+        pod = self.pod()
+        path = f"/api/v1/namespaces/{namespace(pod)}/pods/{name(pod)}/status"
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                answer = await self.api.patch(path, {"metadata": {"uid": uid(pod)}, "status": status})
+            except ApiError as error:
+                if error.status in {_NOT_FOUND, _CONFLICT}:
+                    self.gone = True
+                    return
+                _log.warning("status of pod %s/%s: %s", namespace(pod), name(pod), error)
+                if error.status == _INVALID:
+                    return
+            except Unreachable:
+                pass
+            else:
+                self._last = status
+                self.written(answer)
+                return
+            await asyncio.sleep(pause)
+            pause = min(_MAX_PAUSE, pause * 2)
+            status = self.render(timestamp(time.time()))
+
+
+def _same(one: Json, other: Json | None) -> bool:
+    return other is not None and _without_times(one) == _without_times(other)
+
+
+def _without_times(status: Json) -> Json:
+    conditions = [{k: v for k, v in c.items() if k != "lastTransitionTime"} for c in status.get("conditions") or []]
+    return {**status, "conditions": conditions}

@@ -1,0 +1,1 @@
+"""How processes of containers are started in their isolation, and found again."""

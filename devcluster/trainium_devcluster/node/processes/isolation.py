@@ -1,0 +1,88 @@
+"""How far this machine lets the node isolate its pods, found by trying, and the entry into that isolation.
+
+Invariants: the trial runs in a forked child, so that a failed one leaves the node process as it was. `enter` must be
+called while the process has a single thread (the kernel's rule for user namespaces).
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+from tempfile import mkdtemp
+
+from trainium_devcluster.node.processes import syscalls as sc
+
+
+class Namespaces(StrEnum):
+    """Which namespaces the node can make."""
+
+    ROOT = "root"  # mount namespaces with the privileges of root
+    USER = "user"  # mount namespaces inside a user namespace of the node's own
+    NONE = "none"  # neither is permitted: pods with mounts are refused
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What pods of this node get: `own_pids` is a process namespace with its own /proc per container."""
+
+    namespaces: Namespaces
+    own_pids: bool
+
+    @property
+    def mounts(self) -> bool:
+        """Whether pods can have a file system of their own."""
+        return self.namespaces is not Namespaces.NONE
+
+
+def find() -> Isolation:
+    """The strongest isolation that works here."""
+    candidates = [Namespaces.ROOT, Namespaces.USER] if os.geteuid() == 0 else [Namespaces.USER]
+    for namespaces in candidates:
+        for own_pids in (True, False):
+            if _works(namespaces, own_pids):
+                return Isolation(namespaces, own_pids)
+    return Isolation(Namespaces.NONE, own_pids=False)
+
+
+def enter(isolation: Isolation) -> None:
+    """Move this process into the node's own mount namespace, where mounts vanish with the node."""
+    if isolation.namespaces is Namespaces.NONE:
+        return
+    user = isolation.namespaces is Namespaces.USER
+    sc.unshare(sc.CLONE_NEWNS | (sc.CLONE_NEWUSER if user else 0))
+    if user:
+        sc.map_own_user()
+    sc.mount("none", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
+
+
+def _works(namespaces: Namespaces, own_pids: bool) -> bool:
+    folder = mkdtemp(prefix="trainium-node-probe-")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            enter(Isolation(namespaces, own_pids))
+            sc.mount("tmpfs", folder, "tmpfs", options="size=64k")
+            status = 0 if not own_pids else _try_pid_namespace(folder)
+        except OSError:
+            status = 1
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    os.rmdir(folder)  # noqa: PTH106 - no pathlib in the part that forks
+    return status == 0
+
+
+def _try_pid_namespace(folder: str) -> int:
+    sc.unshare(sc.CLONE_NEWPID | sc.CLONE_NEWUTS)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sc.die_with_parent(signal.SIGKILL)
+            sc.mount("proc", folder, "proc")
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return 0 if status == 0 else 1

@@ -1,0 +1,1 @@
+"""What the node answers: the API server for logs and exec, and its control socket."""

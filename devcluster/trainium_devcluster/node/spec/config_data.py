@@ -1,0 +1,51 @@
+"""What ConfigMaps and Secrets hold, as bytes by key, and how volumes choose among the keys.
+
+Invariants: modes are plain permission bits; a key that `items` names and the object lacks is an error unless the
+source is optional.
+"""
+
+import base64
+from dataclasses import dataclass
+
+from trainium_devcluster.node.api.objects import Json
+
+DEFAULT_MODE = 0o644
+
+
+class MissingKeyError(Exception):
+    """A volume names a key that its ConfigMap or Secret does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """One file of a volume: content and permission bits."""
+
+    data: bytes
+    mode: int = DEFAULT_MODE
+
+
+def decode(obj: Json, plural: str) -> dict[str, bytes]:
+    """The values of a ConfigMap or Secret by key."""
+    if plural == "secrets":
+        return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
+    values = {key: value.encode() for key, value in (obj.get("data") or {}).items()}
+    return values | {key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()}
+
+
+def select(
+    values: dict[str, bytes], items: list[Json] | None, mode: int, optional: bool, what: str
+) -> dict[str, FileContent]:
+    """The files, by relative path, that a volume source makes of `values`.
+
+    Raises:
+        MissingKeyError: when `items` names a key that is not there.
+    """
+    if not items:
+        return {key: FileContent(value, mode) for key, value in values.items()}
+    files: dict[str, FileContent] = {}
+    for item in items:
+        if item["key"] in values:
+            files[item["path"]] = FileContent(values[item["key"]], item.get("mode") or mode)
+        elif not optional:
+            raise MissingKeyError(f"{what} references non-existent config key: {item['key']}")
+    return files

@@ -1,0 +1,155 @@
+"""The environment and the command line of a container.
+
+Invariants: order and precedence are a kubelet's (service variables, then envFrom, then env, later wins; $(VAR) sees
+what was defined before); a missing reference that is not optional stops the container with `ConfigError`, as
+CreateContainerConfigError does.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from trainium_devcluster.node.api.objects import Json, name, namespace
+from trainium_devcluster.node.spec import downward_api
+from trainium_devcluster.node.spec.config_data import decode
+
+# Read a ConfigMap or a Secret: (plural, name) -> object, or None when it does not exist.
+Lookup = Callable[[str, str], Json | None]
+
+_REFERENCE = re.compile(r"\$(\$|\([^()]*\))")
+
+
+class ConfigError(Exception):
+    """The container's configuration refers to something that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceView:
+    """What a pod is told about one Service of its namespace: `address` is where it is reached."""
+
+    name: str
+    address: str
+    ports: tuple[tuple[str, int, str], ...]  # (name, port, protocol)
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace $(NAME) by its value; $$ is a dollar sign; an unknown $(NAME) stays as it is."""
+
+    def replace(match: re.Match[str]) -> str:
+        token = match[1]
+        return "$" if token == "$" else variables.get(token[1:-1], match[0])  # noqa: S105 - a dollar, no secret
+
+    return _REFERENCE.sub(replace, text)
+
+
+def references(container: Json) -> list[tuple[str, str]]:
+    """The ConfigMaps and Secrets, as (plural, name), that the container's environment reads."""
+    found: list[tuple[str, str]] = []
+    for source in container.get("envFrom") or []:
+        for key, plural in (("configMapRef", "configmaps"), ("secretRef", "secrets")):
+            if key in source:
+                found.append((plural, source[key].get("name", "")))
+    for variable in container.get("env") or []:
+        source = variable.get("valueFrom") or {}
+        for key, plural in (("configMapKeyRef", "configmaps"), ("secretKeyRef", "secrets")):
+            if key in source:
+                found.append((plural, source[key].get("name", "")))
+    return list(dict.fromkeys(found))
+
+
+def build(
+    container: Json, facts: downward_api.PodFacts, lookup: Lookup, services: Iterable[ServiceView]
+) -> dict[str, str]:
+    """The variables that the pod's spec gives to this container.
+
+    Raises:
+        ConfigError: for a reference to something missing.
+    """
+    env: dict[str, str] = {}
+    for service in services:
+        env.update(service_variables(service))
+    for source in container.get("envFrom") or []:
+        env.update(_all_keys(source, facts.pod, lookup))
+    for variable in container.get("env") or []:
+        if "valueFrom" not in variable:
+            env[variable["name"]] = expand(variable.get("value", ""), env)
+            continue
+        value = _value_from(variable["valueFrom"], container["name"], facts, lookup)
+        if value is not None:
+            env[variable["name"]] = value
+    return env
+
+
+def command(container: Json, env: Mapping[str, str]) -> list[str]:
+    """The container's command line with $(NAME) replaced."""
+    return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
+
+
+def service_variables(service: ServiceView) -> dict[str, str]:
+    """The variables that a kubelet sets for a Service of the same namespace."""
+    prefix = service.name.upper().replace("-", "_")
+    env: dict[str, str] = {}
+    for index, (port_name, port, protocol) in enumerate(service.ports):
+        url = f"{protocol.lower()}://{service.address}:{port}"
+        if index == 0:
+            env |= {
+                f"{prefix}_SERVICE_HOST": service.address,
+                f"{prefix}_SERVICE_PORT": str(port),
+                f"{prefix}_PORT": url,
+            }
+        if port_name:
+            env[f"{prefix}_SERVICE_PORT_{port_name.upper().replace('-', '_')}"] = str(port)
+        base = f"{prefix}_PORT_{port}_{protocol}"
+        env |= {
+            base: url,
+            f"{base}_PROTO": protocol.lower(),
+            f"{base}_PORT": str(port),
+            f"{base}_ADDR": service.address,
+        }
+    return env
+
+
+def _all_keys(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
+    for key, plural, kind in (("configMapRef", "configmaps", "configmap"), ("secretRef", "secrets", "secret")):
+        if key not in source:
+            continue
+        reference = source[key]
+        found = lookup(plural, reference.get("name", ""))
+        if found is None:
+            if reference.get("optional"):
+                return {}
+            raise ConfigError(f'{kind} "{reference.get("name", "")}" not found')
+        prefix = source.get("prefix", "")
+        return {prefix + k: v.decode(errors="replace") for k, v in decode(found, plural).items()}
+    raise ConfigError(f"envFrom of pod {namespace(pod)}/{name(pod)} has neither configMapRef nor secretRef")
+
+
+def _value_from(source: Json, container: str, facts: downward_api.PodFacts, lookup: Lookup) -> str | None:
+    try:
+        if "fieldRef" in source:
+            return downward_api.field(facts, source["fieldRef"]["fieldPath"])
+        if "resourceFieldRef" in source:
+            return downward_api.resource(facts, source["resourceFieldRef"], container)
+    except downward_api.UnknownFieldError as error:
+        raise ConfigError(str(error)) from error
+    for key, plural, kind in (("configMapKeyRef", "configmaps", "configmap"), ("secretKeyRef", "secrets", "secret")):
+        if key in source:
+            return _one_key(source[key], plural, kind, facts.pod, lookup)
+    raise ConfigError(
+        f"valueFrom has none of fieldRef, resourceFieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}"
+    )
+
+
+def _one_key(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:
+    wanted, optional = reference.get("name", ""), bool(reference.get("optional"))
+    found = lookup(plural, wanted)
+    if found is None:
+        if optional:
+            return None
+        raise ConfigError(f'{kind} "{wanted}" not found')
+    values = decode(found, plural)
+    if reference["key"] not in values:
+        if optional:
+            return None
+        raise ConfigError(f"couldn't find key {reference['key']} in {kind} {namespace(pod)}/{wanted}")
+    return values[reference["key"]].decode(errors="replace")

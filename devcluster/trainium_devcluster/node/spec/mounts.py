@@ -1,0 +1,66 @@
+"""Which mounts a container gets: its volume mounts, and the small files that every container has.
+
+Invariants: a subPath never leads out of its volume; symlinks in sources are resolved on the machine, where they were
+made, not in the container; a volume mount at a path of ours (say /etc/hosts) wins over ours.
+"""
+
+import os
+from pathlib import Path
+
+from trainium_devcluster.node.api.objects import Json
+from trainium_devcluster.node.processes.container_root import Mount
+from trainium_devcluster.node.spec import environment
+from trainium_devcluster.node.spec.environment import ConfigError
+
+DEFAULT_TERMINATION_LOG = "/dev/termination-log"
+
+
+def volume_mounts(container: Json, volumes: dict[str, Path], env: dict[str, str]) -> list[Mount]:
+    """The container's volume mounts.
+
+    Raises:
+        ConfigError: for a mount of a volume that the pod does not have, or a subPath that leads out of it.
+    """
+    mounts = []
+    for mount in container.get("volumeMounts") or []:
+        if mount["name"] not in volumes:
+            raise ConfigError(
+                f"volumeMount {mount['mountPath']} names volume {mount['name']!r}, which the pod does not have"
+            )
+        source = volumes[mount["name"]]
+        sub = mount.get("subPath") or environment.expand(mount.get("subPathExpr") or "", env)
+        if sub:
+            source = _sub_path(source, sub)
+        mounts.append(
+            Mount(os.path.realpath(source), os.path.normpath(mount["mountPath"]), bool(mount.get("readOnly")))
+        )
+    return mounts
+
+
+def _sub_path(volume: Path, sub: str) -> Path:
+    if Path(sub).is_absolute() or ".." in Path(sub).parts:
+        raise ConfigError(f"subPath {sub!r} must be relative and without '..'")
+    source = volume / sub
+    if not source.exists():
+        source.mkdir(parents=True, mode=0o755)
+    if not source.resolve().is_relative_to(volume.resolve()):
+        raise ConfigError(f"subPath {sub!r} leads out of its volume")
+    return source
+
+
+def own_files(container: Json, pod_folder: Path, termination_log: Path, taken: set[str]) -> list[Mount]:
+    """The files that every container gets from its node, except where a volume mount is at the same path."""
+    wanted = {
+        "/etc/hosts": pod_folder / "hosts",
+        "/etc/hostname": pod_folder / "hostname",
+        "/etc/host.conf": pod_folder / "host.conf",
+        container.get("terminationMessagePath") or DEFAULT_TERMINATION_LOG: termination_log,
+    }
+    return [Mount(str(source), target) for target, source in wanted.items() if target not in taken]
+
+
+def write_pod_files(pod_folder: Path, hostname: str) -> None:
+    """The files of `own_files` that do not change (the hosts file does and is written elsewhere)."""
+    (pod_folder / "hostname").write_text(hostname + "\n", encoding="utf-8")
+    # A name with several addresses must resolve to all of them.
+    (pod_folder / "host.conf").write_text("multi on\n", encoding="utf-8")

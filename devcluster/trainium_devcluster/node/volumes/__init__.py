@@ -1,0 +1,1 @@
+"""The volumes of pods: made, kept up to date, removed."""

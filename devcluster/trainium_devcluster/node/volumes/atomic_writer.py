@@ -1,0 +1,61 @@
+"""Directories of files that change all at once, in the layout that a kubelet uses.
+
+The files live in a directory with a time in its name; `..data` is a symlink to it and every visible entry a symlink
+through `..data`.
+Invariants: a reader that opens `..data` once sees one version of all files; a change is one rename; nothing is
+written when nothing changed.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainium_devcluster.node.spec.config_data import FileContent
+
+_DATA = "..data"
+_NEW_DATA = "..data_tmp"
+
+
+def write(folder: Path, files: Mapping[str, FileContent]) -> bool:
+    """Make `folder` hold exactly `files` (by relative path); returns whether anything changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    current = folder / _DATA
+    if current.is_symlink() and _read(current) == dict(files):
+        return False
+    old = os.readlink(current) if current.is_symlink() else None  # noqa: PTH115 - the text of the link, not what it leads to
+    fresh = folder / f"..{time.strftime('%Y_%m_%d_%H_%M_%S')}.{time.time_ns() % 10**9:09d}"
+    fresh.mkdir()
+    for path, content in files.items():
+        target = fresh / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content.data)
+        target.chmod(content.mode)
+    link = folder / _NEW_DATA
+    link.unlink(missing_ok=True)
+    link.symlink_to(fresh.name)
+    link.replace(current)
+    _show(folder, {path.split("/", 1)[0] for path in files})
+    if old is not None:
+        shutil.rmtree(folder / old, ignore_errors=True)
+    return True
+
+
+def _show(folder: Path, names: set[str]) -> None:
+    for entry in folder.iterdir():
+        if not entry.name.startswith("..") and entry.name not in names:
+            entry.unlink()
+    for name in names:
+        entry = folder / name
+        if not entry.is_symlink():
+            entry.symlink_to(f"{_DATA}/{name}")
+
+
+def _read(folder: Path) -> dict[str, FileContent]:
+    files: dict[str, FileContent] = {}
+    base = folder.resolve()
+    for path in base.rglob("*"):
+        if path.is_file():
+            files[str(path.relative_to(base))] = FileContent(path.read_bytes(), path.stat().st_mode & 0o7777)
+    return files

@@ -1,0 +1,71 @@
+"""Projected service account tokens: bound to the pod, with the audience asked for, renewed before they expire.
+
+Invariants: a token is requested from the API server, never made here; it is renewed after 80 % of its life or 24
+hours, as by a kubelet; when renewal fails the old token stays in use.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.objects import Json, name, namespace, parse_time, uid
+
+_RENEW_SHARE = 0.8
+_MAX_AGE = 24 * 3600.0  # seconds
+_RETRY = 5.0  # seconds
+_DEFAULT_LIFE = 3600  # seconds
+
+
+@dataclass(slots=True)
+class TokenSource:
+    """One serviceAccountToken source of a projected volume."""
+
+    api: Api
+    pod: Json
+    source: Json
+    _token: str = ""
+    _renew_at: float = field(default=0.0)
+
+    async def get(self) -> str:
+        """The token, renewed when it is due.
+
+        Raises:
+            ApiError, Unreachable: when there is no token yet and none can be had.
+        """
+        if self._token and time.time() < self._renew_at:
+            return self._token
+        try:
+            await self._request()
+        except (ApiError, Unreachable):
+            if not self._token:
+                raise
+            self.postpone()
+        return self._token
+
+    def renew_in(self) -> float:
+        """Seconds until the token is due for renewal."""
+        return max(0.1, self._renew_at - time.time())
+
+    def postpone(self) -> None:
+        """Do not try again for some seconds."""
+        self._renew_at = max(self._renew_at, time.time() + _RETRY)
+
+    async def _request(self) -> None:
+        account = self.pod["spec"].get("serviceAccountName") or "default"
+        audience = self.source.get("audience")
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {
+                "audiences": [audience] if audience else [],
+                "expirationSeconds": self.source.get("expirationSeconds") or _DEFAULT_LIFE,
+                "boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": name(self.pod), "uid": uid(self.pod)},
+            },
+        }
+        asked = time.time()
+        answer = await self.api.create(
+            f"/api/v1/namespaces/{namespace(self.pod)}/serviceaccounts/{account}/token", body
+        )
+        life = parse_time(answer["status"]["expirationTimestamp"]) - asked
+        self._token = answer["status"]["token"]
+        self._renew_at = asked + min(life * _RENEW_SHARE, _MAX_AGE)

@@ -1,0 +1,1 @@
+"""The nodes of a running cluster, each a process of its own."""

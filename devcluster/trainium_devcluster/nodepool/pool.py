@@ -1,0 +1,172 @@
+"""The nodes of a running cluster, as processes: started, ended, frozen, and cleaned up after.
+
+Invariant: when a node's process has ended, whatever way, nothing that ran on it goes on running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_devcluster.controlplane import components
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.nodepool.node_process import NodeState, node_command, node_environment
+from trainium_devcluster.nodepool.silence import Silence, listening
+from trainium_devcluster.processes.process_families import freeze_family, kill_family, thaw_family
+from trainium_devcluster.state import MARKER, NodeSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_devcluster.controlplane.components import Ports
+    from trainium_devcluster.processes.children import Child, Children
+    from trainium_devcluster.state import ClusterPaths
+
+_HOLD_TRIES = 50
+_HOLD_SECONDS = 0.02
+"""Between two tries to hold the ports of a node that was killed: its pods' last processes may still be ending."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Node:
+    """A node: what it claims to have and its process."""
+
+    spec: NodeSpec
+    child: Child
+    state: NodeState = NodeState.RUNNING
+    silence: Silence | None = None
+    """While it has no power: its ports."""
+
+
+class NodePool:
+    """Starts and ends the nodes of one cluster."""
+
+    def __init__(
+        self,
+        paths: ClusterPaths,
+        ports: Ports,
+        children: Children,
+        *,
+        binaries: Path,
+        venv_bin: Path,
+        heartbeat_seconds: float,
+    ) -> None:
+        self._paths = paths
+        self._ports = ports
+        self._children = children
+        self._binaries = binaries
+        self._venv_bin = venv_bin
+        self._heartbeat_seconds = heartbeat_seconds
+        self._nodes: dict[str, Node] = {}
+
+    def add(self, spec: NodeSpec) -> None:
+        """Start a new node; raises ClusterError when the name is taken."""
+        if spec.name in self._nodes:
+            raise ClusterError(f"Cluster {self._paths.name!r} has a node {spec.name!r} already; choose another name.")
+        self._start(spec)
+
+    def start(self, name: str) -> None:
+        """Start a node again that was killed or has ended."""
+        node = self._get(name)
+        if node.child.code is None:
+            raise ClusterError(f"Node {name!r} runs already.")
+        self._break_silence(node)
+        self._start(node.spec)
+
+    async def kill(self, name: str) -> None:
+        """Power loss."""
+        node = self._get(name)
+        ports = [] if node.silence else listening(MARKER, self._paths.marker(name))
+        self._kill(node)
+        await node.child.ended.wait()
+        node.silence = node.silence or Silence(ports)
+        for _ in range(_HOLD_TRIES):
+            if not node.silence.missing:
+                break
+            await asyncio.sleep(_HOLD_SECONDS)
+            node.silence.try_again()
+
+    async def stop(self, name: str, seconds: float) -> None:
+        """Shut down politely for up to `seconds`, then by force."""
+        node = self._get(name)
+        self._ask_to_end(node)
+        await node.child.wait(seconds)
+        self._kill(node)
+        await node.child.ended.wait()
+
+    async def forget(self, name: str) -> None:
+        """Kill a node and drop its name."""
+        await self.kill(name)
+        self._break_silence(self._nodes[name])
+        del self._nodes[name]
+
+    def freeze(self, name: str) -> None:
+        """Stop every process of the node where it is."""
+        node = self._get(name)
+        pid = node.child.pid
+        if pid is None:
+            raise ClusterError(f"Node {name!r} is not running, so it cannot be frozen.")
+        freeze_family(pid, MARKER, self._paths.marker(name))
+        node.state = NodeState.FROZEN
+
+    def thaw(self, name: str) -> None:
+        """Let a frozen node go on; nothing happens to one that is not frozen."""
+        self._thaw(self._get(name))
+
+    async def end(self, seconds: float) -> None:
+        """End all nodes, politely (they unmount and tidy) for up to `seconds`."""
+        for node in self._nodes.values():
+            self._ask_to_end(node)
+        await asyncio.gather(*(node.child.wait(seconds) for node in self._nodes.values()))
+        for node in self._nodes.values():
+            self._kill(node)
+
+    def rows(self) -> dict[str, dict[str, object]]:
+        """Return what `status` tells of the nodes."""
+        return {name: node.child.row(node.state) for name, node in self._nodes.items()}
+
+    def _start(self, spec: NodeSpec) -> None:
+        components.issue_node(self._paths, self._ports, spec.name)
+        command = node_command(spec, self._paths, self._ports, self._venv_bin, self._heartbeat_seconds)
+        environment = node_environment(dict(os.environ), self._paths, spec.name, self._binaries)
+        node = Node(spec, self._children.start(f"node-{spec.name}", command, environment))
+        self._nodes[spec.name] = node
+        self._children.watch(self._bury(node))
+
+    async def _bury(self, node: Node) -> None:
+        await node.child.ended.wait()
+        if node.state is NodeState.RUNNING:
+            logger.warning("node %s ended with code %s", node.spec.name, node.child.code)
+        node.state = NodeState.DEAD
+        kill_family(None, MARKER, self._paths.marker(node.spec.name))
+
+    def _break_silence(self, node: Node) -> None:
+        if node.silence is not None:
+            node.silence.end()
+            node.silence = None
+
+    def _kill(self, node: Node) -> None:
+        node.state = NodeState.DEAD
+        kill_family(node.child.pid, MARKER, self._paths.marker(node.spec.name))
+
+    def _thaw(self, node: Node) -> None:
+        pid = node.child.pid
+        if node.state is NodeState.FROZEN and pid is not None:
+            thaw_family(pid, MARKER, self._paths.marker(node.spec.name))
+            node.state = NodeState.RUNNING
+
+    def _ask_to_end(self, node: Node) -> None:
+        self._thaw(node)  # a stopped process does not see the signal
+        node.state = NodeState.STOPPING if node.child.code is None else NodeState.DEAD
+        node.child.identity.signal(signal.SIGTERM)
+
+    def _get(self, name: str) -> Node:
+        if name not in self._nodes:
+            known = ", ".join(sorted(self._nodes)) or "none"
+            raise ClusterError(f"Cluster {self._paths.name!r} has no node {name!r}; its nodes: {known}.")
+        return self._nodes[name]

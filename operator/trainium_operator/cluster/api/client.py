@@ -1,0 +1,248 @@
+"""The Kubernetes API as this operator uses it: raw JSON, typed errors, and every retry in one place.
+
+Retried for a while: 429 and 503 (after `Retry-After`), other 5xx, and connection errors, with jittered exponential
+back-off. POST is retried too, because every name that we create is deterministic: the second attempt then says
+AlreadyExistsError, and callers look who owns the object. What is not retried is raised at once (see `errors`).
+Objects and status are written by server-side apply with one field manager.
+Before each attempt of a write `may_write` is asked: an operator that has lost its Lease sends nothing any more, not
+even the repetition of what it began while it led.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
+
+from trainium_contract.wire.worker_env import FIELD_MANAGER
+from trainium_operator.cluster.api.errors import ApiError, FencedError, UnavailableError, error_of
+from trainium_operator.cluster.api.transport import ConnectionFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping
+
+    from trainium_operator.cluster.api.resources import Resource
+    from trainium_operator.cluster.api.transport import Answer, Transport
+
+Json = dict[str, Any]
+
+REQUEST_SECONDS = 30.0
+CALL_SECONDS = 15.0
+"""No further attempt begins after this time: whoever waits knows better what to do next."""
+ATTEMPTS = 6
+FIRST_BACKOFF = 0.1
+LONGEST_BACKOFF = 5.0
+LONGEST_RETRY_AFTER = 30.0
+PAGE = 500
+JSON = "application/json"
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+
+def _ignore(_verb: str, _status: int, _seconds: float) -> None:
+    return
+
+
+def _always() -> bool:
+    return True
+
+
+class Api:
+    """One API server; safe for concurrent use within one event loop."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        on_request: Callable[[str, int, float], None] = _ignore,
+        may_write: Callable[[], bool] = _always,
+        jitter: Callable[[], float] = random.random,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_request(verb, status, seconds)` sees every answer; status 0 stands for none. `now` in seconds."""
+        self._transport = transport
+        self._on_request = on_request
+        self._may_write = may_write
+        self._jitter = jitter
+        self._now = now
+
+    async def get(self, resource: Resource, namespace: str, name: str, *, attempts: int = ATTEMPTS) -> Json:
+        """One object. Raises NotFoundError."""
+        return await self._call("GET", resource.path(namespace, name), attempts=attempts)
+
+    async def read(self, path: str) -> Json:
+        """A document of the API server itself, for instance of its discovery. Raises NotFoundError."""
+        return await self._call("GET", path)
+
+    async def list_page(
+        self, resource: Resource, namespace: str = "", *, labels: str = "", continue_token: str = "", limit: int = PAGE
+    ) -> Json:
+        """One page of a list; `metadata.continue` leads to the next. Raises GoneError when the token is too old."""
+        query = {"limit": str(limit)}
+        if labels:
+            query["labelSelector"] = labels
+        if continue_token:
+            query["continue"] = continue_token
+        return await self._call("GET", resource.path(namespace), query=query)
+
+    async def create(self, resource: Resource, namespace: str, body: Json, *, attempts: int = ATTEMPTS) -> Json:
+        """A new object. Raises AlreadyExistsError."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._call("POST", resource.path(namespace), query=query, body=body, attempts=attempts)
+
+    async def replace(
+        self, resource: Resource, namespace: str, name: str, body: Json, *, attempts: int = ATTEMPTS
+    ) -> Json:
+        """The whole object, guarded by its `metadata.resourceVersion`. Raises ConflictError when that is old."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._call("PUT", resource.path(namespace, name), query=query, body=body, attempts=attempts)
+
+    async def apply(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
+        """Server-side apply as our field manager. `metadata.uid` or `resourceVersion` in the body are preconditions."""
+        full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
+        full["metadata"] = {**body.get("metadata", {}), "name": name}
+        if resource.namespaced:
+            full["metadata"]["namespace"] = namespace
+        path = resource.path(namespace, name, subresource)
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH)
+
+    async def merge(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
+        """A merge patch. Raises NotFoundError."""
+        path = resource.path(namespace, name, subresource)
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._call("PATCH", path, query=query, body=body, content_type=MERGE_PATCH)
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str = "",
+        resource_version: str = "",
+        grace_seconds: int | None = None,
+    ) -> Json:
+        """Delete in the background; with `uid`, only that incarnation, with `resource_version` only that state of it.
+
+        Raises NotFoundError and ConflictError.
+
+        Answers the object when it stays for its grace period, else a Status.
+        """
+        options: Json = {"propagationPolicy": "Background"}
+        preconditions = {"uid": uid, "resourceVersion": resource_version}
+        if any(preconditions.values()):
+            options["preconditions"] = {key: value for key, value in preconditions.items() if value}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        return await self._call("DELETE", resource.path(namespace, name), body=options)
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str = "",
+        *,
+        labels: str = "",
+        resource_version: str,
+        seconds: int,
+        silence: float,
+    ) -> AsyncGenerator[Json]:
+        """Events after `resource_version`, bookmarks included, for at most `seconds` (the server ends the stream).
+
+        Raises GoneError when the version is too old, UnavailableError when the stream breaks or brings nothing for
+        `silence` seconds.
+        """
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(seconds),
+        }
+        if labels:
+            query["labelSelector"] = labels
+        path = resource.path(namespace)
+        began = self._now()
+        try:
+            async with self._transport.stream(path, query=query, silence=silence) as stream:
+                self._on_request("WATCH", stream.status, self._now() - began)
+                if stream.status >= 400:
+                    raise error_of(stream.status, "", f"watch {path}: HTTP {stream.status}")
+                async for line in stream.lines:
+                    if not line.strip():
+                        continue
+                    event = from_json(line, cache_strings="keys")
+                    if event["type"] == "ERROR":
+                        status = event["object"]
+                        raise error_of(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
+                    yield event
+        except ConnectionFailedError as error:
+            self._on_request("WATCH", 0, self._now() - began)
+            raise UnavailableError(str(error)) from error
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = JSON,
+        attempts: int = ATTEMPTS,
+    ) -> Json:
+        clock = asyncio.get_running_loop().time
+        latest = clock() + CALL_SECONDS
+        for attempt in range(1, attempts + 1):
+            pause = self._backoff(attempt)
+            if method != "GET" and not self._may_write():
+                raise FencedError(f"{method} {path} was not sent: another operator may lead by now")
+            error: ApiError
+            began = self._now()
+            try:
+                answer = await self._transport.request(
+                    method, path, query=query or {}, body=body, content_type=content_type, timeout=REQUEST_SECONDS
+                )
+            except ConnectionFailedError as failed:
+                self._on_request(method, 0, self._now() - began)
+                error = UnavailableError(str(failed))
+            else:
+                self._on_request(method, answer.status, self._now() - began)
+                if answer.status < 400:
+                    return _decode(answer.body)
+                error = _error(method, path, answer)
+                if not isinstance(error, UnavailableError):
+                    raise error
+                pause = max(pause, _retry_after(answer))
+            if attempt == attempts or clock() + pause >= latest:
+                raise error
+            await asyncio.sleep(pause)
+        raise AssertionError("attempts is at least 1")
+
+    def _backoff(self, attempt: int) -> float:
+        ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** (attempt - 1))
+        return ceiling * (0.5 + 0.5 * self._jitter())
+
+
+def _decode(body: bytes) -> Json:
+    value: Json = from_json(body, cache_strings="keys") if body else {}
+    return value
+
+
+def _retry_after(answer: Answer) -> float:
+    try:
+        return min(LONGEST_RETRY_AFTER, max(0.0, float(answer.headers.get("retry-after", "0"))))
+    except ValueError:  # an HTTP date; our own back-off will do
+        return 0.0
+
+
+def _error(method: str, path: str, answer: Answer) -> ApiError:
+    try:
+        status = from_json(answer.body)
+    except ValueError:
+        status = {}
+    if not isinstance(status, dict):
+        status = {}
+    message = status.get("message") or answer.body[:200].decode(errors="replace") or "no message"
+    return error_of(answer.status, status.get("reason", ""), f"{method} {path}: HTTP {answer.status}: {message}")

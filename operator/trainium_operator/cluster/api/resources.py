@@ -1,0 +1,69 @@
+"""The kinds of objects that the operator reads and writes, and their paths in the Kubernetes API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind of object; `group` is empty for the core group."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`apiVersion` of its objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """Path of an object, or of the collection when no name is given; an empty namespace means all of them."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        parts = [root]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        parts += [part for part in (name, subresource) if part]
+        return "/".join(parts)
+
+
+GANGS = frozenset(
+    {("scheduling.k8s.io", "podgroups"), ("scheduling.k8s.io", "workloads"), ("scheduling.x-k8s.io", "podgroups")}
+)
+"""Group and plural of the objects of gang APIs; which versions there are is found by discovery."""
+
+
+def resource_of(manifest: Mapping[str, Any]) -> Resource:
+    """The namespaced kind of a manifest whose plural follows the rule."""
+    group, _, version = manifest["apiVersion"].rpartition("/")
+    return Resource(group, version, f"{manifest['kind'].lower()}s", manifest["kind"])
+
+
+WORKLOADS = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload")
+FLAVORS = Resource("kueue.x-k8s.io", "v1beta2", "resourceflavors", "ResourceFlavor", namespaced=False)
+PRIORITIES = Resource("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False)
+QUEUEING = (WORKLOADS, FLAVORS, PRIORITIES)
+"""What is read and written only where the operator works with Kueue."""
+
+JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
+PODS = Resource("", "v1", "pods", "Pod")
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
+
+ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, TOKEN_REVIEWS)

@@ -1,0 +1,1 @@
+"""What the cluster holds, in memory and read for the plan."""

@@ -1,0 +1,134 @@
+"""What this cluster offers beyond what every cluster has: gang APIs by API discovery, network layers by node labels.
+
+Discovery is looked at before the first plan and again now and then, because APIs come and go with upgrades and
+installations. Invariants: only versions whose fields are known here are used; while the API server does not answer,
+what was known stands; a layer that a node carries is known with that node, without a look at all nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, NotFoundError
+from trainium_operator.cluster.api.resources import NAMESPACES, WORKLOADS
+from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.observed import GangApi
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.store import Entry, Key, Store
+    from trainium_operator.plan.model.observed import NodeView
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 300.0
+FIRST_RETRY_SECONDS = 2.0
+
+_NATIVE, _COSCHEDULING = "scheduling.k8s.io", "scheduling.x-k8s.io"
+_SOURCES: tuple[tuple[GangApi, str, tuple[str, ...], str], ...] = (
+    # API, group, versions whose fields are known (the best first), the kind that must be served
+    (GangApi.SCHEDULING_GROUP, _NATIVE, ("v1beta1", "v1alpha3", "v1alpha2"), "PodGroup"),
+    (GangApi.WORKLOAD_REF, _NATIVE, ("v1alpha1",), "Workload"),
+    (GangApi.COSCHEDULING, _COSCHEDULING, ("v1alpha1",), "PodGroup"),
+)
+
+
+async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
+    """The gang APIs that are served, each with its `apiVersion`. Raises ApiError."""
+    groups = {group["name"]: group for group in (await api.read("/apis")).get("groups") or ()}
+    found: dict[GangApi, str] = {}
+    for gang, name, known, kind in _SOURCES:
+        served = {each["version"] for each in (groups.get(name) or {}).get("versions") or ()}
+        for version in known:
+            if version in served and kind in await _kinds(api, f"/apis/{name}/{version}"):
+                found[gang] = f"{name}/{version}"
+                break
+    return found
+
+
+async def serves_kueue(api: Api) -> bool:
+    """Whether the version of Kueue is served whose fields are known here. Raises ApiError."""
+    groups = (await api.read("/apis")).get("groups") or ()
+    served = {each["version"] for group in groups if group["name"] == WORKLOADS.group for each in group["versions"]}
+    if WORKLOADS.version not in served:
+        return False
+    return WORKLOADS.kind in await _kinds(api, f"/apis/{WORKLOADS.api_version}")
+
+
+async def name_of_cluster(api: Api) -> str:
+    """The uid of the namespace kube-system; empty where it may not be read. Raises ApiError."""
+    try:
+        uid: str = (await api.get(NAMESPACES, "", "kube-system"))["metadata"]["uid"]
+    except (ForbiddenError, NotFoundError) as error:
+        logger.warning(
+            "the cluster's name is not known, so jobs of one name in two clusters are one to storage: %s", error
+        )
+        return ""
+    return uid
+
+
+async def _kinds(api: Api, path: str) -> set[str]:
+    """Kinds that can be created; a group that has just gone, or whose server is away, has none."""
+    try:
+        resources = (await api.read(path)).get("resources") or ()
+    except NotFoundError:
+        return set()
+    return {each["kind"] for each in resources if "create" in (each.get("verbs") or ()) and "/" not in each["name"]}
+
+
+class Discovery:
+    """What is known; `run` keeps it up to date."""
+
+    def __init__(self, api: Api, nodes: Store[NodeView] | None, *, on_change: Callable[[], None]) -> None:
+        self.gang_apis: Mapping[GangApi, str] = {}
+        self.kueue = False
+        """Whether Kueue is there."""
+        self.cluster = ""
+        """uid of the namespace kube-system, which is the cluster's own among all clusters."""
+        self.topology_layers: frozenset[str] = frozenset()
+        self.known = asyncio.Event()
+        self._api = api
+        self._on_change = on_change
+        if nodes is not None:
+            nodes.listen(self._node_changed)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self.refresh()
+            pause = REFRESH_SECONDS * random.uniform(0.8, 1.2)  # noqa: S311 - spreads load, no secret
+            await asyncio.sleep(pause if self.known.is_set() else FIRST_RETRY_SECONDS)
+
+    async def refresh(self) -> None:
+        """Look once; what could not be read stays as it was."""
+        try:
+            cluster = self.cluster or await name_of_cluster(self._api)
+            found, kueue = await discover_gang_apis(self._api), await serves_kueue(self._api)
+        except ForbiddenError as error:
+            logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
+            cluster, found, kueue = self.cluster, {}, False
+        except ApiError as error:
+            logger.warning("API discovery: %s", error)
+            return
+        self.known.set()
+        changed = (found, cluster, kueue) != (self.gang_apis, self.cluster, self.kueue)
+        if found != self.gang_apis:
+            logger.info("gang APIs: %s", ", ".join(sorted(found.values())) or "none")
+        if kueue != self.kueue:
+            logger.info("Kueue is %s", "served" if kueue else "not served any more")
+        self.gang_apis, self.cluster, self.kueue = found, cluster, kueue
+        if changed:
+            self._on_change()
+
+    def _node_changed(self, _key: Key, _old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+        if new is None:
+            return
+        carried = {layer for layer in LAYERS if layer in new.view.labels} - self.topology_layers
+        if carried:
+            self.topology_layers |= carried
+            self._on_change()

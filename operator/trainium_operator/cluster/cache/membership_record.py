@@ -1,0 +1,87 @@
+"""The membership in a ConfigMap: what is kept of it, and how it is read.
+
+Invariants: what is kept is never larger than what the API server stores, so nobody costs this process more memory than
+he costs the cluster; it is unpacked only when the plan of its own job asks, in steps, and never beyond
+`LARGEST_TEXT`; what cannot be read counts as none. Of two forms in one object (an older operator wrote text, and left
+it there) the newer generation counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire.messages import Membership
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.cached_property import cached_property
+
+if TYPE_CHECKING:
+    from trainium_operator.cluster.api.client import Json
+
+LARGEST_TEXT = 4 * 2**20
+"""Bytes of a membership: about 14,000 members, and less than 0.1 s to read."""
+_SHORTEST = {b",": 8, b"{": 32, b"[": 32}
+"""Bytes of a membership for each of these, at least; a member is never shorter than 85, with six commas."""
+_FEW = 64
+_GZIP = zlib.MAX_WBITS | 16
+
+
+@dataclass(frozen=True)
+class MembershipRecord:
+    """As it was written; without slots, because what is read from it is kept."""
+
+    text: str = ""
+    packed: str = ""
+    """Base64 of gzip."""
+
+    @cached_property
+    def membership(self) -> Membership | None:
+        """The newest one that can be read; None when there is none."""
+        texts = (self.text.encode(errors="replace") or None, _unpacked(self.packed))
+        found = [read for text in texts if text is not None and (read := _read(text)) is not None]
+        return max(found, key=lambda each: each.generation, default=None)
+
+
+def membership_record(raw: Json) -> MembershipRecord | None:
+    """What a ConfigMap holds, unread; None when it holds neither form."""
+    data, packed = raw.get("data"), raw.get("binaryData")
+    text = data.get(names.MEMBERSHIP_KEY) if isinstance(data, dict) else None
+    binary = packed.get(names.MEMBERSHIP_PACKED_KEY) if isinstance(packed, dict) else None
+    if text is None and binary is None:
+        return None
+    return MembershipRecord(str(text or ""), str(binary or ""))
+
+
+def membership_of(raw: Json) -> Membership | None:
+    """The membership in a ConfigMap; None when it holds none, or none that can be read."""
+    record = membership_record(raw)
+    return record.membership if record is not None else None
+
+
+def _read(text: bytes) -> Membership | None:
+    if len(text) > LARGEST_TEXT or _is_crowded(text):
+        return None
+    try:
+        return Membership.model_validate_json(text)
+    except ValueError:
+        return None
+
+
+def _is_crowded(text: bytes) -> bool:
+    """More values than a membership of this length has: a million empty members take seconds to refuse one by one."""
+    return any(text.count(sign) > len(text) // length + _FEW for sign, length in _SHORTEST.items())
+
+
+def _unpacked(packed: str) -> bytes | None:
+    """At most one byte more than is read: the rest stays packed, whatever its length."""
+    if not packed:
+        return None
+    try:
+        stream = zlib.decompressobj(_GZIP)
+        text = stream.decompress(base64.b64decode(packed), LARGEST_TEXT + 1)
+    except (binascii.Error, ValueError, zlib.error):
+        return None
+    return text if stream.eof else None  # cut short, or longer than any membership

@@ -1,0 +1,1 @@
+"""How a plan becomes writes, and what bounds them."""

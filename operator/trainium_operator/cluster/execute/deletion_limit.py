@@ -1,0 +1,50 @@
+"""How many pods may be deleted without asking their nodes, by all plans together: the last bound, whatever the cause.
+
+Such a deletion cannot be taken back: what the worker holds in memory is gone. Plans have bounds of their own
+(`plan/view/contact.py`, the fleet's breaker); this one holds when a plan is wrong, and for all jobs together.
+Invariant: within any `WINDOW_SECONDS` no more than `LEAST` pods or `PART` of all worker pods, whichever is more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WINDOW_SECONDS = 60.0
+LEAST = 8
+PART = 0.2
+
+
+class HeldBackError(ApiError):
+    """Not done now, so that nothing more is destroyed than one fault explains: it is tried again."""
+
+
+class Destruction:
+    """One per process; times in seconds of the clock, pods by uid."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._done: deque[tuple[float, str]] = deque()
+
+    def permit(self, pod_uid: str, pods: int) -> None:
+        """Count a forced deletion; `pods` is how many worker pods there are. Raises HeldBackError.
+
+        A deletion that is repeated counts once.
+        """
+        now = self._clock()
+        while self._done and self._done[0][0] <= now - WINDOW_SECONDS:
+            self._done.popleft()
+        if any(uid == pod_uid for _, uid in self._done):
+            return
+        most = max(LEAST, int(PART * (pods + len(self._done))))
+        if len(self._done) >= most:
+            raise HeldBackError(
+                f"{len(self._done)} pods were deleted by force within {WINDOW_SECONDS:g} s, as many as may be; "
+                "the others wait: look whether their nodes are lost, or only out of reach"
+            )
+        self._done.append((now, pod_uid))

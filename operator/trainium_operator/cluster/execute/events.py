@@ -1,0 +1,176 @@
+"""Events (events.k8s.io/v1) about jobs: what `kubectl describe` shows.
+
+Invariants: recording never blocks and never fails a reconcile; the same thing said again within ten minutes becomes a
+series of one Event; a job that changes its mind quickly is limited by a token bucket; notes are below 1,024 bytes.
+Names are deterministic, so a repeated POST is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
+from trainium_operator.cluster.api.resources import EVENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainium_operator.cluster.api.client import Api, Json
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "trainium.dev/operator"
+SERIES_SECONDS = 600.0
+SERIES_WRITE_SECONDS = 30.0
+"""A repeating event is written at most this often."""
+BUCKET = 25
+REFILL_SECONDS = 6.0
+QUEUED = 1_000
+REMEMBERED = 4_096
+LONGEST_NOTE = 1_023
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One thing that happened; `regarding` and `related` are object references (apiVersion, kind, namespace, ...)."""
+
+    namespace: str
+    regarding: Mapping[str, str]
+    reason: str
+    text: str
+    action: str = "Reconcile"
+    warning: bool = False
+    related: Mapping[str, str] | None = None
+
+    def identity(self) -> tuple[str, str, str]:
+        """What makes two notes the same event."""
+        return self.regarding.get("uid", ""), self.reason, self.text
+
+
+@dataclass(slots=True)
+class _Series:
+    name: str
+    count: int
+    last: float
+    written: float
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at: float
+
+
+class EventRecorder:
+    """`record` puts, `run` writes; made once per process."""
+
+    def __init__(self, api: Api, instance: str, *, wall_clock: Callable[[], float]) -> None:
+        self.dropped = 0
+        self._api = api
+        self._instance = instance[:128]
+        self._wall_clock = wall_clock
+        self._queue: asyncio.Queue[Note] = asyncio.Queue(QUEUED)
+        self._series: OrderedDict[tuple[str, str, str], _Series] = OrderedDict()
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def record(self, note: Note) -> None:
+        """Say it, unless too much was said already."""
+        if not self._allowed(note.regarding.get("uid", "")):
+            self.dropped += 1
+            return
+        try:
+            self._queue.put_nowait(note)
+        except asyncio.QueueFull:
+            self.dropped += 1
+
+    async def run(self) -> None:
+        """Write notes until cancelled."""
+        while True:
+            note = await self._queue.get()
+            try:
+                await self._write(note)
+            except ApiError as error:
+                logger.warning("event %s about %s was not written: %s", note.reason, note.regarding.get("name"), error)
+            finally:
+                self._queue.task_done()
+
+    async def flush(self, seconds: float) -> None:
+        """Wait at most `seconds` until everything that was recorded is written."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._queue.join()
+        except TimeoutError:
+            logger.warning("%d events were not written", self._queue.qsize())
+
+    def _allowed(self, uid: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        bucket = self._buckets.setdefault(uid, _Bucket(BUCKET, now))
+        self._buckets.move_to_end(uid)
+        if len(self._buckets) > REMEMBERED:
+            self._buckets.popitem(last=False)
+        bucket.tokens = min(BUCKET, bucket.tokens + (now - bucket.at) / REFILL_SECONDS)
+        bucket.at = now
+        if bucket.tokens < 1:
+            return False
+        bucket.tokens -= 1
+        return True
+
+    async def _write(self, note: Note) -> None:
+        now = self._wall_clock()
+        identity = note.identity()
+        series = self._series.get(identity)
+        if series is not None and now - series.last <= SERIES_SECONDS:
+            series.count += 1
+            series.last = now
+            if now - series.written < SERIES_WRITE_SECONDS:
+                return
+            series.written = now
+            try:
+                body = {"series": {"count": series.count, "lastObservedTime": _micro_time(now)}}
+                await self._api.merge(EVENTS, note.namespace, series.name, body)
+            except NotFoundError:  # its time to live is over
+                del self._series[identity]
+            else:
+                return
+        name = _name(note, now)
+        self._series[identity] = _Series(name, 1, now, now)
+        self._series.move_to_end(identity)
+        if len(self._series) > REMEMBERED:
+            self._series.popitem(last=False)
+        try:
+            await self._api.create(EVENTS, note.namespace, self._body(note, name, now))
+        except AlreadyExistsError:
+            return
+
+    def _body(self, note: Note, name: str, now: float) -> Json:
+        body: Json = {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": name, "namespace": note.namespace},
+            "eventTime": _micro_time(now),
+            "reportingController": CONTROLLER,
+            "reportingInstance": self._instance,
+            "action": note.action,
+            "reason": note.reason,
+            "type": "Warning" if note.warning else "Normal",
+            "regarding": dict(note.regarding),
+            "note": note.text.encode()[:LONGEST_NOTE].decode(errors="ignore"),
+        }
+        if note.related:
+            body["related"] = dict(note.related)
+        return body
+
+
+def _name(note: Note, now: float) -> str:
+    digest = hashlib.sha256(repr((*note.identity(), round(now, 3))).encode()).hexdigest()[:16]
+    return f"{note.regarding.get('name', 'object')[:200]}.{digest}"
+
+
+def _micro_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

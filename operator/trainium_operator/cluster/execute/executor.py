@@ -1,0 +1,380 @@
+"""Carries out a plan: status first, then events, then the actions in order.
+
+Invariants: every write may be repeated (deterministic names, preconditions), so a crash between any two of them is
+harmless; what a write returned is put into the caches at once, so that the next plan does not ask for it again; after
+a failed write nothing further of that plan is done, and the job is planned anew.
+Neighbouring applies, creations and deletions run in parallel, as many pods at a time as `write_slots` says; creations
+start with one, and each success lets `MORE_IN_FLIGHT` more begin, so that a quota that is used up costs one refusal and
+not a thousand, and nobody waits for the slowest of a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainium_operator.cluster.api.errors import (
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    NotOursError,
+)
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, WORKLOADS, resource_of
+from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.ownership import controlling_job
+from trainium_operator.cluster.execute.creation_errors import Refusals
+from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
+from trainium_operator.cluster.execute.events import Note
+from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
+from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
+from trainium_operator.plan.model.actions import (
+    ApplyGroup,
+    ApplyObject,
+    AskQuota,
+    CreatePod,
+    DeleteJob,
+    DeletePod,
+    DropQuota,
+    EventKind,
+    EventType,
+    PublishMembership,
+    TellQuota,
+)
+from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from trainium_contract.wire.messages import Membership
+    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.api.resources import Resource
+    from trainium_operator.cluster.cache.store import Store
+    from trainium_operator.cluster.execute.events import EventRecorder
+    from trainium_operator.cluster.queue.observe import Caches
+    from trainium_operator.plan.model.actions import Action, EventIntent, Plan
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import JobView
+
+TELL_FROM_PAUSE = 2.0
+"""Pause in seconds from which on refused creations show as an event."""
+MORE_IN_FLIGHT = 3
+_CONTENT = frozenset({"data", "binaryData", "spec"})
+_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS)
+
+
+class Publisher(Protocol):
+    """The coordinator, as far as a plan changes it."""
+
+    def publish(self, job: JobId, membership: Membership) -> None:
+        """Serve this membership to the job's agents."""
+        ...
+
+
+class Executor:
+    """One per process; `execute` may run for several jobs at once, never twice for the same."""
+
+    def __init__(
+        self,
+        api: Api,
+        caches: Caches,
+        recorder: EventRecorder,
+        publisher: Publisher,
+        refusals: Refusals | None = None,
+        destruction: Destruction | None = None,
+    ) -> None:
+        self._destruction = destruction or Destruction(lambda: 0.0)
+        self._refusals = refusals or Refusals(lambda: 0.0)
+        self._api = api
+        self._caches = caches
+        self._recorder = recorder
+        self._publisher = publisher
+        self._slots = Slots()
+
+    async def execute(self, job: JobView, plan: Plan) -> None:
+        """Do it. Raises ApiError of the first write that failed."""
+        if plan.status != job.status:
+            await self._write_status(job, plan)
+        for intent in plan.events:
+            self._recorder.record(note_of(job, intent))
+        held: HeldBackError | None = None
+        for kind, group in groupby(plan.actions, type):
+            actions: Sequence[Any] = tuple(group)
+            if kind is CreatePod:
+                await self._creating(job, self._create_pods(job, actions))
+            elif kind is DeletePod:
+                try:
+                    await _all(self._delete_pod(job, action) for action in actions)
+                except HeldBackError as error:
+                    held = error  # what is lost is replaced, also while it may not be deleted
+            elif kind is ApplyObject:
+                await self._creating(job, _all(self._single(job, action) for action in actions))
+            else:
+                for action in actions:
+                    await self._creating(job, self._single(job, action))
+        if held is not None:
+            raise held
+
+    async def _creating(self, job: JobView, work: Awaitable[None]) -> None:
+        """Remember whether creations are refused: they are not tried again at every event then."""
+        try:
+            await work
+        except ApiError as error:
+            if not _is_refusal(error):
+                raise
+            if self._refusals.refused(job.uid) >= TELL_FROM_PAUSE:
+                regarding = reference_to(job.namespace, job.name, job.uid)
+                self._recorder.record(
+                    Note(job.namespace, regarding, Reason.WRITE_FAILED.value, text=str(error), warning=True)
+                )
+            raise
+        self._refusals.accepted(job.uid)
+
+    async def _write_status(self, job: JobView, plan: Plan) -> None:
+        body = {"metadata": {"resourceVersion": job.resource_version}, "status": plan.status.to_wire()}
+        try:
+            raw = await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status")
+        except (ConflictError, NotFoundError):
+            await self._refresh(job)
+            raise
+        self._caches.jobs.write_through(raw)
+
+    async def _refresh(self, job: JobView) -> None:
+        """Our copy of the job was old: the next plan must not work from it again."""
+        try:
+            self._caches.jobs.observe(await self._api.get(JOBS, job.namespace, job.name), deleted=False)
+        except NotFoundError:
+            self._caches.jobs.store.forget((job.namespace, job.name), job.uid)
+
+    async def _single(self, job: JobView, action: Action) -> None:
+        if isinstance(action, PublishMembership):
+            await self._publish(job, action)
+        elif isinstance(action, ApplyObject):
+            await self._apply(job, action.manifest)
+        elif isinstance(action, ApplyGroup):
+            manifest = action.manifest
+            await self._api.apply(resource_of(manifest), job.namespace, manifest["metadata"]["name"], manifest)
+        elif isinstance(action, AskQuota):
+            workloads = self._caches.kueue.workloads
+            workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
+        elif isinstance(action, TellQuota):
+            await tell_quota(self._api, self._caches.kueue, job, action)
+        elif isinstance(action, DropQuota):
+            await drop_quota(self._api, self._caches.kueue, job, action)
+        elif isinstance(action, DeleteJob):
+            await self._delete_job(job, action)
+
+    async def _apply(self, job: JobView, manifest: Json) -> None:
+        kind = manifest["kind"]
+        resource = next(each for each in _APPLIED if each.kind == kind)
+        lister = {
+            CONFIG_MAPS.kind: self._caches.config_maps,
+            DISRUPTION_BUDGETS.kind: self._caches.disruption_budgets,
+        }[kind]
+        lister.write_through(await self._own(job, resource, manifest, lister.store))
+
+    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[Any]) -> Json:
+        """Create an object, or bring the job's own in line, whoever wrote what is in it. Raises NotOursError."""
+        name = manifest["metadata"]["name"]
+        if store.entry((job.namespace, name)) is None:
+            try:
+                made = await self._api.create(resource, job.namespace, manifest)
+            except AlreadyExistsError:
+                pass  # ours, of before this process, or another's
+            else:
+                self._check_ours(job, resource, made)
+                return made
+        current = await self._live(resource, job.namespace, name)
+        self._check_ours(job, resource, current)
+        metadata = {**manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
+        patch = {**exactly(current, manifest), "metadata": metadata}
+        return await self._api.merge(resource, job.namespace, name, patch)
+
+    async def _live(self, resource: Resource, namespace: str, name: str) -> Json:
+        try:
+            return await self._api.get(resource, namespace, name)
+        except NotFoundError as error:
+            raise ConflictError(f"{resource.kind} {name} was deleted meanwhile", status=409) from error
+
+    def _check_ours(self, job: JobView, resource: Resource, current: Json) -> None:
+        """Note whose an object is. Raises NotOursError."""
+        name = current["metadata"]["name"]
+        place = f"{resource.kind}/{name}"
+        owner = controlling_job(current)
+        if owner == job.id:
+            self._refusals.cleared(job.uid, place)
+            return
+        if owner is not None and (owner.namespace, owner.name) == (job.namespace, job.name):
+            raise ConflictError(f"{place} belongs to an earlier job of this name; waiting until it is gone", status=409)
+        sentence = (
+            f"{resource.kind} {name} exists and does not belong to this job; it is left alone: delete it, or give the "
+            "job another name"
+        )
+        if resource is not PODS:  # the next try gives a pod another name
+            self._refusals.met(job.uid, place, sentence)
+        raise NotOursError(sentence, status=409)
+
+    async def _delete_job(self, job: JobView, action: DeleteJob) -> None:
+        """Delete the job as it was seen: one that was made anew, or changed since, is not meant."""
+        try:
+            await self._api.delete(
+                JOBS, job.namespace, job.name, uid=action.uid, resource_version=action.resource_version
+            )
+        except NotFoundError:
+            pass
+        except ConflictError:
+            await self._refresh(job)
+            raise
+
+    async def _publish(self, job: JobView, action: PublishMembership) -> None:
+        """Compare and swap the record of the membership, then serve it; see PublishMembership."""
+        name = action.manifest["metadata"]["name"]
+        try:
+            current = await self._api.get(CONFIG_MAPS, job.namespace, name)
+        except NotFoundError:
+            raw = await self._create_record(job, action)
+        else:
+            raw = await self._swap_record(job, action, current)
+        self._caches.config_maps.write_through(raw)
+        known = self._caches.jobs.store.entry((job.namespace, job.name))
+        if known is not None and known.uid == job.uid:  # else it was deleted meanwhile, and must leave nothing behind
+            self._publisher.publish(job.id, action.membership)
+
+    async def _create_record(self, job: JobView, action: PublishMembership) -> Json:
+        # Also when `replaces` names a generation: the record was deleted by hand, and status knows the generation.
+        try:
+            raw = await self._api.create(CONFIG_MAPS, job.namespace, action.manifest)
+        except AlreadyExistsError as error:
+            raise ConflictError(str(error), status=409) from error
+        self._check_ours(job, CONFIG_MAPS, raw)
+        return raw
+
+    async def _swap_record(self, job: JobView, action: PublishMembership, current: Json) -> Json:
+        name = current["metadata"]["name"]
+        self._check_ours(job, CONFIG_MAPS, current)
+        recorded = membership_of(current)
+        if recorded == action.membership:
+            return current
+        if recorded is not None and recorded.generation != action.replaces:
+            # Our cache was behind: let the next plan see what is there.
+            self._caches.config_maps.observe(current, deleted=False)
+            raise ConflictError(
+                f"ConfigMap {name} holds generation {recorded.generation}, not {action.replaces}", status=409
+            )
+        metadata = {**action.manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
+        return await self._api.merge(
+            CONFIG_MAPS, job.namespace, name, {**exactly(current, action.manifest), "metadata": metadata}
+        )
+
+    async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
+        await _growing(partial(self._create_pod, job, action) for action in actions)
+
+    async def _create_pod(self, job: JobView, action: CreatePod) -> None:
+        name = action.manifest["metadata"]["name"]
+        async with self._slots.of(job.id):
+            try:
+                raw = await self._api.create(PODS, job.namespace, action.manifest)
+            except AlreadyExistsError:
+                raw = await self._api.get(PODS, job.namespace, name)
+                self._check_ours(job, PODS, raw)
+        self._caches.pods.write_through(raw)
+
+    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+        if action.grace_seconds == 0:
+            self._destruction.permit(action.uid, len(self._caches.pods.store))
+        async with self._slots.of(job.id):
+            try:
+                raw = await self._api.delete(
+                    PODS, job.namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
+                )
+            except NotFoundError:
+                raw = {}
+            except ConflictError:
+                if await self._exists(job, action):
+                    raise
+                raw = {}
+        if raw.get("kind") == PODS.kind and "deletionTimestamp" in raw["metadata"]:
+            self._caches.pods.write_through(raw)
+        else:
+            self._caches.pods.store.forget((job.namespace, action.name), action.uid)
+
+    async def _exists(self, job: JobView, action: DeletePod) -> bool:
+        """Whether the pod itself is still there, and not another incarnation of its name."""
+        try:
+            raw = await self._api.get(PODS, job.namespace, action.name)
+        except NotFoundError:
+            return False
+        return bool(raw["metadata"]["uid"] == action.uid)
+
+
+def _is_refusal(error: ApiError) -> bool:
+    """Whether trying again at once is in vain: 500 is a webhook that fails, 504 one that does not answer in time."""
+    return isinstance(error, ForbiddenError | InvalidError | NotOursError) or error.status in (500, 504)
+
+
+def exactly(current: Json, manifest: Json) -> Json:
+    """A merge patch after which an object's content is the manifest's and nothing else, whoever wrote the rest."""
+    patch: Json = {}
+    for part in (current.keys() | manifest.keys()) & _CONTENT:
+        old, new = current.get(part) or {}, manifest.get(part) or {}
+        patch[part] = {**dict.fromkeys(old.keys() - new.keys()), **new} if new else None
+    return patch
+
+
+def note_of(job: JobView, intent: EventIntent) -> Note:
+    """The Event of a plan's intent."""
+    related = None
+    if intent.related_kind is not None:
+        related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
+        if intent.related_kind is EventKind.POD:
+            related["namespace"] = job.namespace
+    return Note(
+        namespace=job.namespace,
+        regarding=reference_to(job.namespace, job.name, job.uid),
+        reason=intent.reason,
+        text=intent.note,
+        warning=intent.type is EventType.WARNING,
+        related=related,
+    )
+
+
+def reference_to(namespace: str, name: str, uid: str) -> dict[str, str]:
+    """Object reference to a TrainingJob, for events."""
+    return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Run all, to their end, then raise the first error: a failed one must not leave others running unseen."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    # An error that is not the API server's is a defect, which must not hide behind one that is.
+    for error in sorted(errors, key=lambda each: (isinstance(each, ApiError), isinstance(each, HeldBackError))):
+        raise error
+
+
+async def _growing(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Run calls, more and more of them at a time while they succeed; after an error none begins, and it is raised."""
+    waiting, errors, size = iter(calls), list[BaseException](), 1
+
+    async def work(group: asyncio.TaskGroup) -> None:
+        nonlocal size
+        for call in waiting:
+            try:
+                await call()
+            except Exception as error:  # noqa: BLE001 - raised below, when all that was begun has ended
+                errors.append(error)
+            if errors:
+                return
+            more = min(MORE_IN_FLIGHT, OF_ONE - size)
+            size += more
+            for _ in range(more):
+                group.create_task(work(group))
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(work(group))
+    for error in sorted(errors, key=lambda each: isinstance(each, ApiError)):
+        raise error

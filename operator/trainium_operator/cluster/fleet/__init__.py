@@ -1,0 +1,1 @@
+"""The memory of bad machines, reconciled over all jobs."""

@@ -1,0 +1,263 @@
+"""The fleet reconcile: what all jobs and nodes say, into the memory of bad machines, and from it what each job heeds.
+
+Invariants: only the leader writes; level-triggered, so that a crash between any two writes only delays; the memory is
+written (compare and swap) before anybody acts on it; what a person changed in it is read before each decision; a view
+never gives way to an older one. While the API server is away jobs go by what was known last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, NODES
+from trainium_operator.cluster.fleet import fleet_record
+from trainium_operator.plan.fleet.memory import Memory
+from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
+from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
+from trainium_operator.plan.model.observed import FleetView, NodeView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.cache.store import Entry, Key
+    from trainium_operator.cluster.cache.views import JobRecord
+    from trainium_operator.cluster.queue.observe import Caches
+    from trainium_operator.cluster.reconciler import Meter
+    from trainium_operator.plan.fleet.memory import Machine
+    from trainium_operator.plan.fleet.quarantine import FleetPlan, TaintNode
+    from trainium_operator.plan.model.observed import JobView
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 15.0
+"""At least this often the memory is read again: a person may have changed it."""
+SETTLE_SECONDS = 0.2
+"""Signals of one fault come together; also the shortest time between two looks."""
+RETRY_SECONDS = 5.0
+ATTEMPTS = 5
+MOST_GONE = 4_096
+_LABELS = {"app.kubernetes.io/part-of": "trainium-operator", "app.kubernetes.io/component": "fleet-memory"}
+
+
+class Fleet:
+    """`prime()` before the first plan of a leader, then `run()`; `current()` is what jobs go by."""
+
+    def __init__(
+        self,
+        api: Api,
+        caches: Caches,
+        leading: asyncio.Event,
+        *,
+        namespace: str,
+        name: str,
+        taints_nodes: bool,
+        wall_clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change()`: the view is another one, so every job should be looked at."""
+        self.view = FleetView()
+        self._api = api
+        self._caches = caches
+        self._leading = leading
+        self._namespace = namespace
+        self._name = name
+        self._taints_nodes = taints_nodes
+        self._wall_clock = wall_clock
+        self._on_change = on_change
+        self._woken = asyncio.Event()
+        self._nodes_changed = False
+        """Since the newest look at them."""
+        self._looks = 0
+        self._gone: dict[str, str] = {}
+        """Provider IDs of nodes that no longer exist, oldest first."""
+        self._memory: Memory | None = None
+        self._written = False
+        """The ConfigMap existed, as far as this process knows."""
+        if caches.nodes is not None:
+            caches.nodes.store.listen(self._node_changed)
+        caches.jobs.store.listen(self._job_changed)
+
+    @property
+    def machines(self) -> Collection[Machine]:
+        """What is remembered, as this process last saw it."""
+        return self._memory.machines.values() if self._memory is not None else ()
+
+    def current(self) -> FleetView:
+        """The view, with the nodes as they are known at this moment.
+
+        Of many that turn bad at once none may be acted on before it is seen how many they are.
+        """
+        if self._nodes_changed and self._memory is not None:
+            self._adopt(self._plan(self._memory))
+        return self.view
+
+    def wake(self) -> None:
+        """Something that the fleet's plan can see has changed."""
+        self._woken.set()
+
+    async def prime(self) -> None:
+        """Read the memory and decide what jobs must heed, without writing anything. Raises ApiError."""
+        self._memory, _ = await self._read()
+        plan = self._plan(self._memory)
+        self._memory = plan.memory
+        self._adopt(plan)
+
+    async def run(self) -> None:
+        """From the first moment as the leader to the last."""
+        await self._leading.wait()
+        while self._leading.is_set():
+            self._woken.clear()
+            seconds = RETRY_SECONDS
+            try:
+                seconds = await self._reconcile()
+            except ApiError as error:
+                logger.warning("the fleet's memory: %s; again in %.0f s", error, seconds)
+            except Exception:
+                logger.exception("looking at the fleet failed; again in %.0f s", seconds)
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._woken.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(SETTLE_SECONDS)
+
+    async def _reconcile(self) -> float:
+        """Look once; seconds until the next look. Raises ApiError."""
+        for _ in range(ATTEMPTS):
+            try:
+                memory, raw = await self._read()
+            except ApiError:
+                self._adopt(self._plan(self._memory or Memory()))
+                raise
+            # Before there is any, what was seen as the leader began counts; one that is gone later was deleted.
+            plan = self._plan(memory if memory is not None or self._written else self._memory)
+            look = self._looks
+            try:
+                if plan.memory != memory:
+                    await self._write(plan.memory, raw)
+            except (ConflictError, AlreadyExistsError):
+                continue  # a person, or the last leader: what they wrote counts
+            for sentence in plan.news:
+                logger.warning("%s", sentence)
+            self._memory, self._written = plan.memory, True
+            if self._nodes_changed or self._looks != look:  # while it was written: others may know more by now
+                plan = self._plan(self._memory)
+            self._adopt(plan)
+            if plan.memory != self._memory:
+                return SETTLE_SECONDS  # it is written before anything else follows from it
+            for write in plan.taints:
+                await self._taint(write)
+            return LOOK_SECONDS if plan.look_again is None else min(LOOK_SECONDS, max(SETTLE_SECONDS, plan.look_again))
+        raise ConflictError(f"ConfigMap {self._namespace}/{self._name} is changed by somebody else all the time")
+
+    def _plan(self, memory: Memory | None) -> FleetPlan:
+        self._nodes_changed = False
+        self._looks += 1
+        carrying = frozenset(entry.view.node for entry in self._caches.pods.store.snapshot().values()) - {""}
+        if self._caches.nodes is None:
+            nodes = {name: NodeView(name=name) for name in carrying}
+        else:
+            nodes = {key[1]: entry.view for key, entry in self._caches.nodes.store.snapshot().items()}
+        return plan_fleet(
+            FleetObserved(
+                nodes=nodes,
+                carrying=carrying,
+                jobs=tuple(
+                    _records(entry.view.view)
+                    for entry in self._caches.jobs.store.snapshot().values()
+                    if entry.view.view is not None
+                ),
+                memory=memory,
+                now=self._wall_clock(),
+                machines=self._gone,
+                taints_nodes=self._taints_nodes and self._caches.nodes is not None,
+            )
+        )
+
+    def _adopt(self, plan: FleetPlan) -> None:
+        old, self.view = self.view, plan.view
+        if old.frozen != plan.view.frozen:
+            logger.warning("%s", plan.view.frozen or "few enough nodes are bad: they are acted on again")
+        if old != plan.view:
+            self._on_change()
+
+    async def _read(self) -> tuple[Memory | None, Json | None]:
+        try:
+            raw = await self._api.get(CONFIG_MAPS, self._namespace, self._name)
+        except NotFoundError:
+            return None, None
+        data = raw.get("data")
+        return fleet_record.decode(data if isinstance(data, dict) else {}), raw
+
+    async def _write(self, memory: Memory, raw: Json | None) -> None:
+        data = fleet_record.encode(memory)
+        if raw is None:
+            metadata = {"name": self._name, "namespace": self._namespace, "labels": _LABELS}
+            await self._api.create(CONFIG_MAPS, self._namespace, {"metadata": metadata, "data": data})
+        else:
+            await self._api.replace(CONFIG_MAPS, self._namespace, self._name, {**raw, "data": data})
+
+    async def _taint(self, write: TaintNode) -> None:
+        """Compare and swap: the list of taints can only be written as a whole."""
+        try:
+            raw = await self._api.get(NODES, "", write.node)
+            others = [
+                each for each in (raw.get("spec") or {}).get("taints") or () if each.get("key") != TAINT_QUARANTINED
+            ]
+            ours = write.taint
+            added = [] if ours is None else [{"key": ours.key, "value": ours.value, "effect": ours.effect}]
+            version = {"resourceVersion": raw["metadata"]["resourceVersion"]}
+            await self._api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
+        except (ConflictError, NotFoundError):
+            return  # the next look sees what is there
+        logger.warning("node %s: %s", write.node, "taint taken off" if ours is None else f"tainted ({ours.value})")
+
+    def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+        if new is None and old is not None and old.view.provider_id:
+            self._gone.pop(key[1], None)
+            self._gone[key[1]] = old.view.provider_id
+            if len(self._gone) > MOST_GONE:
+                del self._gone[next(iter(self._gone))]
+        if old is None or new is None or old.view != new.view:
+            self._nodes_changed = True
+            self.wake()
+
+    def _job_changed(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+        before = old.view.view.status.failures if old is not None and old.view.view is not None else ()
+        after = new.view.view.status.failures if new is not None and new.view.view is not None else ()
+        if before != after:
+            self.wake()
+
+
+class FleetMeter:
+    """A Meter that also tells the fleet of failures that a plan of our own recorded, and passes everything on."""
+
+    def __init__(self, meter: Meter, fleet: Fleet) -> None:
+        self._meter = meter
+        self._fleet = fleet
+
+    def reconciled(self, seconds: float, error: str) -> None:
+        """See Meter."""
+        self._meter.reconciled(seconds, error)
+
+    def planned(self, job: JobView, status: TrainingJobStatus) -> None:
+        """See Meter."""
+        self._meter.planned(job, status)
+        if status.failures != job.status.failures:
+            self._fleet.wake()
+
+
+def _records(job: JobView) -> JobRecords:
+    quarantine = job.spec.health.quarantine
+    return JobRecords(
+        uid=job.uid,
+        name=f"{job.namespace}/{job.name}",
+        failures=job.status.failures,
+        takes_part=quarantine.enabled,
+        debounce_seconds=float(quarantine.debounce_seconds),
+    )

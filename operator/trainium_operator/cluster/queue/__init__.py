@@ -1,0 +1,1 @@
+"""What has changed, which job it concerns, and when that job is planned."""

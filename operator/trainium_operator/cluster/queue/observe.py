@@ -1,0 +1,228 @@
+"""From the caches to one job's frozen `Observed`, and from changes in the caches to the jobs that they concern."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.observed import STARTING_REASONS, FleetView, NodeView, Observed, PodPhase
+from trainium_operator.plan.report.write_throttle import only_progress_differs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainium_operator.cluster.cache.kueue import Kueue
+    from trainium_operator.cluster.cache.reflector import Lister, Reflector
+    from trainium_operator.cluster.cache.store import Entry, Key
+    from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
+    from trainium_operator.cluster.queue.pace import Pace
+    from trainium_operator.cluster.queue.work_queue import WorkQueue
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import AgentView, JobView, PodView
+    from trainium_operator.plan.model.quota import WorkloadView
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """Everything that is kept of the cluster; `nodes` is None where nodes may not be read (a namespaced install)."""
+
+    jobs: Lister[JobRecord]
+    pods: Reflector[PodView]
+    config_maps: Reflector[ChildRecord]
+    nodes: Reflector[NodeView] | None
+    disruption_budgets: Reflector[ChildRecord]
+    kueue: Kueue
+    """Nobody waits for it: jobs without a queue do not need it."""
+
+    def reflectors(self) -> tuple[Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView], ...]:
+        """All that have a `run`."""
+        always = (self.pods, self.config_maps, self.disruption_budgets)
+        return (*always, self.nodes) if self.nodes is not None else always
+
+    async def synced(self) -> None:
+        """Wait until each has been listed once."""
+        await self.jobs.synced.wait()
+        for reflector in self.reflectors():
+            await reflector.synced.wait()
+
+    def is_synced(self) -> bool:
+        """Whether each has been listed once."""
+        return self.jobs.synced.is_set() and all(reflector.synced.is_set() for reflector in self.reflectors())
+
+    async def catch_up(self, since: float, *, records_only: bool = False) -> None:
+        """Have lists that are younger than `since` (loop time): watches may lag behind what the last leader wrote.
+
+        `records_only`: of the jobs and their memberships, which are few. Raises ApiError.
+        """
+        listers = (self.jobs, self.config_maps) if records_only else (self.jobs, *self.reflectors())
+        await asyncio.gather(*(lister.refresh() for lister in listers if lister.listed < since))
+        if not records_only:
+            await self.kueue.catch_up(since)
+
+    def membership_of(self, job: JobView) -> ChildRecord | None:
+        """The membership ConfigMap of this incarnation of the job."""
+        key = (job.namespace, names.membership_name(job.name))
+        return self.config_maps.store.owned_by(job.id).get(key)
+
+
+class Agents(Protocol):
+    """What the coordinator knows."""
+
+    since: float
+    """When this process began to answer agents as the leader, in Unix seconds."""
+
+    def agents(self, job: JobId) -> Mapping[str, AgentView]:
+        """Agents of a job by pod uid."""
+        ...
+
+    def published(self, job: JobId) -> int:
+        """Generation that is served; 0 for none."""
+        ...
+
+
+class Observer:
+    """Builds `Observed`."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        agents: Agents,
+        *,
+        ca_bundle: Callable[[], str],
+        wall_clock: Callable[[], float],
+        creations_from: Callable[[str], float] = lambda _uid: 0.0,
+        in_the_way: Callable[[str], Mapping[str, str]] = lambda _uid: {},
+        fleet: Callable[[], FleetView] = FleetView,
+    ) -> None:
+        self._creations_from = creations_from
+        self._in_the_way = in_the_way
+        self._caches = caches
+        self._agents = agents
+        self._ca_bundle = ca_bundle
+        self._wall_clock = wall_clock
+        self._fleet = fleet
+
+    def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
+        """One job as it is known now; children and pods of an earlier job of the same name are left out.
+
+        `status_written` is when this process last wrote the job's status; 0 when it has not.
+        """
+        caches = self._caches
+        pods = tuple(sorted(caches.pods.store.owned_by(job.id).values(), key=lambda pod: pod.ordinal))
+        children = {
+            f"{kind}/{name}": record.content_hash
+            for kind, lister in (
+                ("ConfigMap", caches.config_maps),
+                ("PodDisruptionBudget", caches.disruption_budgets),
+            )
+            for (_, name), record in lister.store.owned_by(job.id).items()
+        }
+        membership = caches.membership_of(job)
+        return Observed(
+            job=job,
+            pods=pods,
+            nodes=self._nodes({pod.node for pod in pods if pod.node} | set(job.status.avoided_nodes)),
+            agents=dict(self._agents.agents(job.id)),
+            membership=membership.membership if membership else None,
+            published=self._agents.published(job.id),
+            children=children,
+            ca_bundle=self._ca_bundle(),
+            coordinator_since=self._agents.since,
+            now=self._wall_clock(),
+            creations_from=self._creations_from(job.uid),
+            in_the_way=self._in_the_way(job.uid),
+            fleet=self._fleet().seen_from(job.namespace),
+            quota=caches.kueue.quota(job),
+            status_written=status_written,
+        )
+
+    def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
+        if self._caches.nodes is None:
+            # Nobody told us otherwise: pods and heartbeats alone say what is lost.
+            return {name: NodeView(name=name) for name in wanted}
+        store = self._caches.nodes.store
+        found = ((name, store.get(("", name))) for name in wanted)
+        return {name: view for name, view in found if view is not None}
+
+
+def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None:
+    """Have a job reconciled whenever something that its plan can see has changed."""
+
+    def job_changed(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+        if old is None or new is None or not _says_the_same(old.view, new.view):
+            queue.put(key)
+
+    def child_changed(_key: Key, old: Entry[ChildRecord] | None, new: Entry[ChildRecord] | None) -> None:
+        if (job := _concerned(old, new)) is not None:
+            pace.put(job)
+
+    def workload_changed(_key: Key, old: Entry[WorkloadView] | None, new: Entry[WorkloadView] | None) -> None:
+        entry = new or old
+        if entry is not None and entry.owner is not None:
+            pace.put((entry.owner.namespace, entry.owner.name))
+
+    def pod_changed(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        if (job := _concerned(old, new)) is None:
+            return
+        namespace, name = job
+        begun = caches.config_maps.store.get((namespace, names.membership_name(name))) is not None
+        # Until the first generation nobody trains, and nobody waits for a count of the pods that have come up.
+        pace.put(job, hurry=begun or not _comes_up(old, new))
+
+    on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
+
+    def pod_moved(key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        if old is not None and (new is None or new.view.node != old.view.node):
+            pods = on_node.get(old.view.node, {})
+            pods.pop(key, None)
+            if not pods:
+                on_node.pop(old.view.node, None)
+        if new is not None and new.view.node and new.owner is not None:
+            on_node.setdefault(new.view.node, {})[key] = (new.owner.namespace, new.owner.name)
+
+    def node_changed(key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+        if old is not None and new is not None and old.view == new.view:
+            return
+        for job in on_node.get(key[1], {}).values():
+            pace.put(job)
+
+    caches.jobs.store.listen(job_changed)
+    caches.pods.store.listen(pod_moved)
+    caches.pods.store.listen(pod_changed)
+    caches.config_maps.store.listen(child_changed)
+    caches.disruption_budgets.store.listen(child_changed)
+    caches.kueue.workloads.store.listen(workload_changed)
+    if caches.nodes is not None:
+        caches.nodes.store.listen(node_changed)
+
+
+def _concerned(
+    old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
+) -> Key | None:
+    """The job whose plan sees a difference; None when none does."""
+    entry = new or old
+    if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
+        return None
+    return entry.owner.namespace, entry.owner.name
+
+
+def _comes_up(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
+    """Whether all that happened is that a pod was created, bound to a node or started, as it should."""
+    if new is None or new.view.deleting or new.view.disrupted or new.view.unschedulable_message:
+        return False
+    if new.view.reason and new.view.reason not in STARTING_REASONS:
+        return False
+    starts = old is None or old.view.phase is PodPhase.PENDING
+    return new.view.phase is PodPhase.PENDING or (new.view.phase is PodPhase.RUNNING and starts)
+
+
+def _says_the_same(old: JobRecord, new: JobRecord) -> bool:
+    """Whether a plan would find nothing new: progress is written by plans, which know it from the agents."""
+    if old == new:
+        return True
+    if old.view is None or new.view is None:
+        return False
+    moved = replace(old.view, status=new.view.status, resource_version=new.view.resource_version)
+    return moved == new.view and only_progress_differs(old.view.status, new.view.status)

@@ -1,0 +1,611 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from checkpoint_world import HookedStorage, Run, SlowStorage, position, solo
+from safetensors import safe_open
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.root import commit as commits
+from trainium_trainer.checkpoint.root.commit import FenceToken
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.exits import code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# The first test pays for importing torch in the server that ranks are forked from.
+pytestmark = pytest.mark.timeout(180)
+
+
+def folders(root: Any) -> list[str]:
+    return sorted(path.name for path in Path(root).iterdir() if path.is_dir())
+
+
+def trained(root: Any, *steps: int, **settings: Any) -> Run:
+    run = solo(root, **settings)
+    for step in steps:
+        run.to(step, save_at=(step,)).settle()
+    run.manager.close()
+    return run
+
+
+def test_a_saved_state_comes_back(tmp_path: Path) -> None:
+    trained(tmp_path, 3)
+    again = solo(tmp_path)
+    report = again.report()
+    assert (report["position"], report["wrong"], report["source"], report["durable"]) == (position(3), [], "durable", 3)
+    assert folders(tmp_path) == ["step-3"]
+    assert sorted(path.name for path in (tmp_path / "step-3").rglob("*") if path.is_file()) == [
+        "COMMITTED",
+        "blocks-00000.json",
+        "index.json",
+        "manifest.json",
+        "shard-00000.safetensors",
+    ]
+
+
+def test_any_safetensors_reader_opens_the_files(tmp_path: Path) -> None:
+    run = trained(tmp_path, 2)
+    with safe_open(shard_of(tmp_path / "step-2"), framework="pt") as file:
+        assert set(file.keys()) == set(run.state.tensors)
+        assert file.get_tensor("model.wide").equal(run.state.tensors["model.wide"])
+        assert int(file.get_tensor("optimizer.step")) == 2
+
+
+def test_steps_taken_while_a_slow_store_writes_do_not_leak_into_the_checkpoint(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.2))
+    run.settle()
+    run.to(1, save_at=(1,))
+    started = time.monotonic()
+    run.to(20)
+    assert run.manager._durable.busy
+    assert time.monotonic() - started < 0.2
+    run.settle()
+    assert run.manager.durable_step == 1
+    again = solo(tmp_path)
+    assert (again.resumed.step, again.wrong) == (1, [])
+
+
+def test_a_save_that_is_due_while_one_is_under_way_is_skipped(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.1), durable={"everySteps": 1})
+    run.settle()
+    decisions = [run.advance() for _ in range(30)]
+    assert decisions[0] == 1
+    assert sum(value > 0.5 for value in decisions) < 10
+    run.settle()
+    assert run.advance() == 1
+    run.settle()
+    assert run.manager.durable_step == 31
+
+
+def test_saves_follow_the_clock(tmp_path: Path) -> None:
+    now = [0.0]
+    run = solo(tmp_path, durable={"everySeconds": 60})
+    run.manager._clock = lambda: now[0]
+    run.manager._policy.saved_at = 0.0
+    run.settle()
+    assert run.advance() == 0
+    now[0] = 59.0
+    assert run.advance() == 0
+    now[0] = 60.0
+    assert run.advance() == 1
+    run.settle()
+    now[0] = 100.0
+    assert run.advance() == 0
+    assert run.manager.durable_step == 3
+
+
+def test_a_checkpoint_is_committed_when_its_write_ends_and_not_at_the_next_save(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.01))
+    run.to(1, save_at=(1,))
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "step-1" / "COMMITTED").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.settle()
+
+
+class StoppingStorage(HookedStorage):
+    """A store at which the process dies (here: never returns) at the access that `stop` picks."""
+
+    def __init__(self, root: Any, stop: str) -> None:
+        super().__init__(root, self._maybe)
+        self.stop = stop
+        self.reached = threading.Event()
+
+    def _maybe(self, what: str) -> None:
+        if re.fullmatch(self.stop, what):
+            self.reached.set()
+            threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        "before write step-6/.*/shard-00000.*",
+        "after write step-6/.*/shard-00000.*",
+        "before write .*/index.json",
+        "before write .*/blocks-00000.json",
+        "before write .*/manifest.json",
+        "after write .*/manifest.json",
+        "before create step-6/COMMITTED",
+    ],
+)
+def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before_it(tmp_path: Path, stop: str) -> None:
+    trained(tmp_path, 3)
+    run = solo(tmp_path, storage=(storage := StoppingStorage(tmp_path, stop)))
+    run.to(6, save_at=(6,))
+    assert storage.reached.wait(20)
+    again = solo(tmp_path)
+    assert (again.resumed.step, again.wrong, again.manager.warnings) == (3, [], [])
+    again.settle()
+    assert folders(tmp_path) == ["step-3"]
+    again.to(6, save_at=(6,)).settle()
+    third = solo(tmp_path)
+    assert (third.resumed.step, third.wrong) == (6, [])
+
+
+def test_a_process_that_dies_right_after_the_commit_leaves_the_new_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path, 3)
+    run = solo(tmp_path)
+    run.to(6, save_at=(6,)).settle()
+    again = solo(tmp_path)
+    assert (again.resumed.step, again.wrong) == (6, [])
+
+
+def shard_of(folder: Path) -> Path:
+    return next(folder.glob("*/shard-00000.safetensors"))
+
+
+def damage_cut(folder: Path) -> None:
+    path = shard_of(folder)
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def damage_bit(folder: Path) -> None:
+    path = shard_of(folder)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 8
+    path.write_bytes(data)
+
+
+def damage_lost_file(folder: Path) -> None:
+    next(folder.glob("*/index.json")).unlink()
+
+
+def damage_manifest(folder: Path) -> None:
+    path = next(folder.glob("*/manifest.json"))
+    raw = json.loads(path.read_text())
+    raw["tokens"] += 1
+    path.write_text(json.dumps(raw))
+
+
+def damage_index(folder: Path) -> None:
+    path = next(folder.glob("*/index.json"))
+    path.write_text(path.read_text().replace('"shape":[12', '"shape":[11', 1))
+
+
+def damage_blocks(folder: Path) -> None:
+    path = next(folder.glob("*/blocks-00000.json"))
+    digest = json.loads(path.read_text())["files"]["shard-00000.safetensors"]["blocks"]
+    path.write_text(path.read_text().replace(digest, digest[::-1]))
+
+
+def damage_receipt(folder: Path) -> None:
+    (folder / "COMMITTED").write_text("{")
+
+
+def shard_of_another_step(folder: Path) -> None:
+    shard_of(folder).write_bytes(shard_of(folder.parent / "step-2").read_bytes())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_cut,
+        damage_bit,
+        damage_lost_file,
+        damage_manifest,
+        damage_index,
+        damage_blocks,
+        damage_receipt,
+        shard_of_another_step,
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, 2, 4)
+    damage(tmp_path / "step-4")
+    again = solo(tmp_path)
+    assert (again.resumed.step, again.wrong, again.manager.durable_step) == (2, [], 2)
+    assert len(again.manager.warnings) == 1
+    assert "checkpoint of step 4 is damaged and not used" in again.manager.warnings[0]
+    ours = [record.message for record in caplog.records if record.name == "trainium_trainer.checkpoint.manager"]
+    assert ours == again.manager.warnings
+    again.to(4, save_at=(4,)).settle()
+    third = solo(tmp_path)
+    assert (third.resumed.step, third.wrong, third.manager.warnings) == (4, [], [])
+
+
+def test_when_no_checkpoint_is_whole_a_person_decides(tmp_path: Path) -> None:
+    trained(tmp_path, 2, 4)
+    damage_bit(tmp_path / "step-2")
+    damage_cut(tmp_path / "step-4")
+    with pytest.raises(UnusableCheckpointError, match=r"none is whole.*restore one from a backup") as caught:
+        solo(tmp_path)
+    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert folders(tmp_path) == ["step-2", "step-4"]
+
+
+def test_other_settings_are_refused_instead_of_started_over(tmp_path: Path) -> None:
+    trained(tmp_path, 2)
+    with pytest.raises(UnusableCheckpointError, match=r"other settings \(model is one there and two here\)") as caught:
+        solo(tmp_path, settings="two")
+    assert code_of(caught.value) == ExitCode.USER_ERROR
+
+
+def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2, 3, 4, durable={"keepLast": 2})
+    assert folders(tmp_path) == ["step-3", "step-4"]
+    damage_bit(tmp_path / "step-4")
+    run = solo(tmp_path, durable={"keepLast": 1})
+    assert run.resumed.step == 3
+    run.to(5, save_at=(5,)).settle()
+    assert folders(tmp_path) == ["step-5"]
+
+
+def test_a_damaged_checkpoint_is_kept_as_long_as_a_good_one_of_its_age_would_be(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2)
+    damage_bit(tmp_path / "step-2")
+    run = solo(tmp_path)
+    assert run.resumed.step == 1
+    run.to(3, save_at=(3,)).settle()
+    assert folders(tmp_path) == ["step-1", "step-2", "step-3"]
+    run.to(4, save_at=(4,)).settle()
+    assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
+    run.to(5, save_at=(5,)).settle()
+    assert folders(tmp_path) == ["step-3", "step-4", "step-5"]
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2)
+    receipt = tmp_path / "step-2" / "COMMITTED"
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9, "novelty": 1}))
+    with pytest.raises(UnusableCheckpointError, match=r"step-2 was written by a newer version .*format 9") as caught:
+        solo(tmp_path)
+    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert folders(tmp_path) == ["step-1", "step-2"]
+
+
+def test_another_start_of_the_run_that_committed_the_step_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    run = solo(tmp_path).settle()
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "COMMITTED").write_text("theirs")
+    run.to(2, save_at=(2,))
+    with pytest.raises(StaleGenerationError, match="another start of the run"):
+        run.settle()
+    assert (tmp_path / "step-2" / "COMMITTED").read_text() == "theirs"
+
+
+def test_a_store_that_cannot_be_read_says_nothing_about_the_checkpoints_in_it(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2)
+
+    class Unreadable(PosixStorage):
+        def read_into(self, name: str, start: int, target: memoryview) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(StorageError, match="Input/output error") as caught:
+        solo(tmp_path, storage=Unreadable(tmp_path))
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert solo(tmp_path).resumed.step == 2
+
+
+def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 2, 3)
+    run = solo(tmp_path, durable={"keepLast": 1}).settle()
+    assert folders(tmp_path) == ["step-1", "step-2", "step-3"]
+    run.manager.close()
+
+
+def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    for name in ("step-1/g0-other", "step-9/g1-abc"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "shard-00000.safetensors").write_text("half")
+    (tmp_path / "notes").mkdir()
+    solo(tmp_path).settle()
+    assert folders(tmp_path) == ["notes", "step-1"]
+    assert len(folders(tmp_path / "step-1")) == 1
+
+
+def test_an_older_generation_cannot_commit(tmp_path: Path) -> None:
+    old = solo(tmp_path, generation=1).settle()
+    new = solo(tmp_path, generation=2).settle()
+    new.to(1, save_at=(1,)).settle()
+    old.to(2, save_at=(2,))
+    with pytest.raises(StaleGenerationError, match="generation 2") as caught:
+        old.settle()
+    assert code_of(caught.value) == ExitCode.PEER_LOST
+    assert folders(tmp_path) == ["step-1"]
+    with pytest.raises(StaleGenerationError):
+        solo(tmp_path, generation=1)
+
+
+def test_an_earlier_attempt_of_the_same_generation_cannot_commit(tmp_path: Path) -> None:
+    old = solo(tmp_path).settle()
+    solo(tmp_path).settle()
+    old.to(2, save_at=(2,))
+    with pytest.raises(StaleGenerationError):
+        old.settle()
+    assert folders(tmp_path) == []
+
+
+def test_a_job_made_anew_takes_over_its_folder_at_generation_one(tmp_path: Path) -> None:
+    trained(tmp_path, 3, generation=7, run="first")
+    again = solo(tmp_path, generation=1, run="second")
+    assert (again.resumed.step, again.wrong) == (3, [])
+    again.to(4, save_at=(4,)).settle()
+    assert again.manager.durable_step == 4
+
+
+def test_a_rank_that_was_stopped_for_long_learns_that_the_run_went_on_without_it(tmp_path: Path) -> None:
+    stopped = solo(tmp_path)
+    stopped.manager.check_owner(time.monotonic() - 60)
+    successor = solo(tmp_path)
+    stopped.manager.check_owner(time.monotonic())
+    with pytest.raises(StaleGenerationError):
+        stopped.manager.check_owner(time.monotonic() - 60)
+    successor.manager.check_owner(time.monotonic() - 60)
+
+
+def test_a_store_that_fails_does_not_hold_up_a_step_that_took_long(tmp_path: Path) -> None:
+    run = solo(tmp_path).settle()
+    (tmp_path / "GENERATION").unlink()
+    (tmp_path / "GENERATION").mkdir()
+    run.manager.check_owner(time.monotonic() - 60)
+
+
+def test_a_bare_number_is_a_fence_too(tmp_path: Path) -> None:
+    (tmp_path / "GENERATION").write_text("5\n")
+    assert commits.read_fence(PosixStorage(tmp_path)) == FenceToken(5, "", "")
+    with pytest.raises(StaleGenerationError):
+        solo(tmp_path, generation=4)
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/inside: .*choose another checkpoint\.path") as caught:
+        solo(tmp_path / "file" / "inside")
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    if os.getuid() != 0:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(StorageError, match="not writable"):
+            solo(tmp_path / "locked")
+
+
+def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(tmp_path: Path) -> None:
+    waits = []
+    run = solo(tmp_path, retry=Retry(delays=(0.5, 2.0), sleep=waits.append)).settle()
+    trained_before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, trained_before[1]))
+    try:
+        run.to(1, save_at=(1,))
+        run.manager._durable._thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, trained_before)
+    with pytest.raises(StorageError, match="the store is full"):
+        run.advance()
+    assert waits == []  # a file-size limit does not pass
+    assert folders(tmp_path) == []
+    run.to(3, save_at=(3,)).settle()
+    assert run.manager.durable_step == 3
+
+
+class FullStorage(HookedStorage):
+    """A store that is full for the first `failures` files."""
+
+    def __init__(self, root: Any, failures: int) -> None:
+        super().__init__(root, self._refuse)
+        self.failures = failures
+
+    def _refuse(self, what: str) -> None:
+        if "before write step-" in what and self.failures:
+            self.failures -= 1
+            raise OSError(28, os.strerror(28))
+
+
+def test_a_store_that_is_full_for_a_moment_costs_a_retry(tmp_path: Path) -> None:
+    waits = []
+    retry = Retry(delays=(0.5, 2.0), sleep=waits.append)
+    run = solo(tmp_path, storage=FullStorage(tmp_path, 2), retry=retry).settle()
+    run.to(1, save_at=(1,)).settle()
+    assert waits == [0.5, 2.0]
+    assert solo(tmp_path).resumed.step == 1
+
+
+def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    waits = []
+    retry = Retry(delays=(0.5, 2.0), sleep=waits.append)
+    run = solo(tmp_path, storage=FullStorage(tmp_path, 99), retry=retry).settle()
+    run.to(2, save_at=(2,))
+    run.manager._durable._thread.join()
+    with pytest.raises(StorageError, match=r"the store is full.*free space") as caught:
+        run.advance()
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert waits == [0.5, 2.0]
+    assert folders(tmp_path) == ["step-1"]
+
+
+def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_path: Path) -> None:
+    now = [0.0]
+    storage = FullStorage(tmp_path, 99)
+    run = solo(tmp_path, storage=storage, durable={"everySeconds": 300, "failureTolerance": 2})
+    run.manager._clock = lambda: now[0]
+    run.manager._policy.saved_at = 0.0
+    run.settle()
+
+    def save_is_due_after(seconds: float) -> bool:
+        now[0] += seconds
+        due = run.advance() > 0
+        if due:
+            run.manager._durable._thread.join()
+        return due
+
+    assert save_is_due_after(300)
+    assert not save_is_due_after(1)  # the failure is heard of here
+    assert run.manager.warnings[0].startswith("a save failed, training goes on (1 in a row, there is no durable")
+    assert "the store is full" in run.manager.warnings[0]
+    assert not save_is_due_after(58)
+    assert save_is_due_after(3)
+    storage.failures = 0
+    assert not save_is_due_after(1)
+    assert save_is_due_after(60)
+    assert not save_is_due_after(1)
+    assert run.manager.warnings[2:] == [f"saving works again: step {run.manager.durable_step} is committed"]
+    assert not save_is_due_after(250)
+
+    storage.failures = 99
+    assert save_is_due_after(60)
+    for failures in (1, 2):
+        assert not save_is_due_after(1)
+        assert f"({failures} in a row" in run.manager.warnings[-1]
+        assert save_is_due_after(61)
+    with pytest.raises(StorageError, match=r"3 saves in a row have failed; the newest durable checkpoint is step 6"):
+        run.advance()
+    assert folders(tmp_path) == ["step-6"]
+
+
+def test_a_save_that_does_not_end_stops_the_run_in_time_and_blocks_no_step(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=StoppingStorage(tmp_path, ".*index.json"), durable={"saveTimeoutSeconds": 1})
+    run.settle()
+    run.to(3, save_at=(1,))
+    assert run.manager.warnings == []
+    with pytest.raises(StorageError, match=r"has not ended after 1 s .*newest durable checkpoint: none") as caught:
+        run.manager.finish(position(3))
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    with pytest.raises(StorageError, match="saveTimeoutSeconds"):
+        run.advance()
+
+
+def test_the_last_save_is_tried_as_often_as_failures_are_borne(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=FullStorage(tmp_path, 2), durable={"failureTolerance": 2}).to(3)
+    run.manager.finish(position(3))
+    assert run.manager.durable_step == 3
+    assert [warning[:13] for warning in run.manager.warnings] == ["a save failed", "a save failed", "saving works "]
+
+
+def test_milestones_hold_the_weights_alone_and_are_never_removed(tmp_path: Path) -> None:
+    settings = {"durable": {"everySteps": 1, "keepLast": 1}, "milestones": {"everyTokens": 2500}}
+    run = solo(tmp_path, **settings).settle()
+    for _ in range(9):  # of 1,000 tokens each
+        run.advance()
+        run.settle()
+    run.manager.finish(position(9))
+    run.manager.close()
+    assert folders(tmp_path) == ["milestone-3", "milestone-5", "milestone-8", "step-9"]
+    with safe_open(shard_of(tmp_path / "milestone-3"), framework="pt") as file:
+        assert sorted(file.keys()) == ["model.norm", "model.tall", "model.wide"]
+        assert file.get_tensor("model.norm").equal(run.state._whole("model.norm", 3))
+    again = solo(tmp_path, **settings).settle()
+    assert (again.resumed.step, again.wrong) == (9, [])
+    again.advance()
+    again.settle()
+    assert folders(tmp_path) == ["milestone-10", "milestone-3", "milestone-5", "milestone-8", "step-10"]
+
+
+def test_a_milestone_that_falls_into_a_save_follows_it(tmp_path: Path) -> None:
+    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.05), milestones={"everyTokens": 2000}).settle()
+    run.advance(save=1.0)
+    while run.manager._durable.busy:
+        run.advance()
+    late = run.step + 1
+    assert late > 2
+    run.advance()
+    run.settle()
+    assert folders(tmp_path) == [f"milestone-{late}", "step-1"]
+    run.manager.finish(position(late))
+    assert [name for name in folders(tmp_path) if name.startswith("milestone")] == [f"milestone-{late}"]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not Path("/dev/shm").is_dir(), reason="needs root to mount a small tmpfs")
+def test_a_really_full_file_system(tmp_path: Path) -> None:
+    import subprocess
+
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(small)], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        run = solo(small, scale=300).settle()
+        run.to(1, save_at=(1,))
+        run.manager._durable._thread.join()
+        with pytest.raises(StorageError, match="No space left on device: the store is full"):
+            run.advance()
+        assert folders(small) == []
+        tiny = solo(tmp_path / "root", small, scale=300)
+        assert any("memory snapshots are off" in warning for warning in tiny.manager.warnings)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_finishing_commits_the_last_step_and_only_once(tmp_path: Path) -> None:
+    run = solo(tmp_path).to(3)
+    run.manager.finish(position(3))
+    assert run.manager.durable_step == 3
+    written = (tmp_path / "step-3" / "COMMITTED").stat().st_mtime_ns
+    run.manager.finish(position(3))
+    assert (tmp_path / "step-3" / "COMMITTED").stat().st_mtime_ns == written
+
+
+def test_yielding_without_a_memory_folder_saves_durably(tmp_path: Path) -> None:
+    run = solo(tmp_path).to(3)
+    run.manager.yield_(position(3))
+    assert run.manager.durable_step == 3
+
+
+def test_the_newer_of_memory_and_storage_is_resumed(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(6, save_at=(4,)).settle()
+    run.manager.close()
+    again = solo(tmp_path / "root", tmp_path / "memory")
+    assert (again.resumed.step, again.report()["source"], again.manager.durable_step) == (6, "memory", 4)
+    again.manager.close()
+    later = solo(tmp_path / "root").to(8, save_at=(8,)).settle()
+    later.manager.close()
+    third = solo(tmp_path / "root", tmp_path / "memory")
+    assert (third.resumed.step, third.wrong, third.report()["source"]) == (8, [], "durable")
+    third.manager.close()
+
+
+def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) -> None:
+    run = solo(tmp_path).settle()
+    run.state.state_dict = lambda: {"lr": 0.1}
+    with pytest.raises(TypeError, match="lr is float"):
+        run.to(1, save_at=(1,))
+
+
+def test_a_state_that_changed_its_layout_is_planned_anew(tmp_path: Path) -> None:
+    run = solo(tmp_path).to(2, save_at=(2,)).settle()
+    planned = run.manager._durable._planner
+    run.to(3, save_at=(3,)).settle()
+    assert run.manager._durable._planner is planned
+    run.state.tensors["model.more"] = torch.ones(5)
+    run.to(4, save_at=(4,)).settle()
+    assert run.manager._durable._planner is not planned
+    with safe_open(shard_of(tmp_path / "step-4"), framework="pt") as file:
+        assert file.get_tensor("model.more").equal(torch.ones(5))

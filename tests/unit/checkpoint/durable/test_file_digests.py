@@ -1,0 +1,93 @@
+"""Digests on their way to the coordinator: whatever ranks write them, a reader finds each file's in one table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_contract.wire.checkpoint_manifest import digest_of
+from trainium_trainer.checkpoint.collectives import pack
+from trainium_trainer.checkpoint.durable.file_digests import Said, folded
+from trainium_trainer.checkpoint.format.shards import WrittenFile, blocks_name, shard_name, write_digests
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.checkpoint.format.shards import WrittenTable
+
+
+def written(place: int, blocks: int) -> WrittenFile:
+    digests = b"".join(hashlib.sha256(b"%d %d" % (place, number)).digest() for number in range(blocks))
+    return WrittenFile(8 * blocks, hashlib.sha256(b"%d" % place).digest(), digests, blocks)
+
+
+class Tree:
+    """All ranks, as `collectives` has them meet; `received`: bytes by rank."""
+
+    def __init__(self, root: Path, files: list[WrittenFile | None], places: list[int]) -> None:
+        self.storage = PosixStorage(root)
+        self.storage.prepare()
+        said = {rank: [Said.of(rank, places[rank], file)] for rank, file in enumerate(files)}
+        self.received = [0] * len(files)
+        distance = 1
+        while distance < len(files):
+            for rank in range(distance, len(files), 2 * distance):
+                passed = folded(said.pop(rank), self.write)
+                self.received[rank - distance] += len(pack([pickle.dumps(each) for each in passed]))
+                said[rank - distance] += passed
+            distance *= 2
+        left = {place: file for each in said[0] for place, file in each.files}
+        tables = [table for each in said[0] for table in each.tables]
+        self.by_others = len(tables)
+        self.tables = [*tables, *self.write(left, [table.first for table in tables])]
+
+    def write(self, files: dict[int, WrittenFile], others: list[int]) -> list[WrittenTable]:
+        return write_digests(self.storage, "step", files, others, Retry(()))
+
+    def check(self, expected: dict[int, WrittenFile]) -> None:
+        """Every file is in the table in which a reader looks for it, and in the manifest's entries, once."""
+        firsts = sorted(table.first for table in self.tables)
+        assert len(set(firsts)) == len(firsts)
+        entries = [entry for table in self.tables for entry in table.files]
+        whole = {(place, file.size, bytes.fromhex(file.digest)) for place, file in expected.items()}
+        assert len(entries) == len(set(entries))
+        assert set(entries) == whole
+        assert sum(table.values for table in self.tables) == sum(file.values for file in expected.values())
+        for place, file in expected.items():
+            name = blocks_name(firsts[bisect_right(firsts, place) - 1])
+            data = self.storage.read(f"step/{name}")
+            (table,) = (one for one in self.tables if blocks_name(one.first) == name)
+            assert (table.size, table.digest.hex()) == (len(data), digest_of(data))
+            entry = json.loads(data)["files"][shard_name(place)]
+            assert entry == {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_reader_finds_every_files_digests_whoever_has_written_them(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    ranks = dice.choice((1, 2, 7, 40, 100))
+    places = list(range(ranks))
+    for begin in range(0, ranks - 3, 4):  # some nodes are wired in another order
+        if dice.random() < 0.2:
+            places[begin : begin + 4] = dice.sample(places[begin : begin + 4], 4)
+    most = dice.choice((3, 60, 900, 3000))
+    files = [None if dice.random() < 0.1 else written(place, dice.randint(1, most)) for place in places]
+    tree = Tree(tmp_path, files, places)
+    tree.check({place: file for place, file in zip(places, files, strict=True) if file is not None})
+
+
+def test_no_rank_hears_of_more_than_some_tables_worth_of_digests(tmp_path: Path) -> None:
+    """1,024 ranks with 50 blocks each have 1.6 MiB of digests, which is what the first and the middle rank heard."""
+    files = [written(rank, 50) for rank in range(1024)]
+    tree = Tree(tmp_path, [*files], list(range(1024)))
+    tree.check(dict(enumerate(files)))
+    assert tree.by_others > 20
+    assert max(tree.received) < 200 << 10

@@ -1,0 +1,148 @@
+"""Boxes with boundaries that DTensor has no words for: how they are saved and read, and what is staged of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
+from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.durable.staging import Staging
+from trainium_trainer.checkpoint.format.live_state import local_of, scheme_of
+from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
+from trainium_trainer.checkpoint.root.survey import Committed
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WHOLE = torch.arange(84.0).view(14, 6)
+RETRY = Retry(())
+
+
+def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list[dict[str, Any]]:
+    """One state per rank: the whole lies from row `start` on in a stack, of which each rank has so many rows."""
+    division = (Cut(0, Axis.DATA, rows, start),)
+    states: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        low, high = (min(max(at * rows - start, 0), 14) for at in (rank, rank + 1))
+        local = values[low:high].clone()
+        place = {"offsets": (low, 0), "sizes": (high - low, 6)}
+        part = Part(lambda local=local: local, whole=(14, 6), dtype=torch.float32, division=division, **place)
+        states.append({"weight": part})
+    return states
+
+
+class Held:
+    """A state as `durable_tier.load` takes it."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state.keys() == self.tensors.keys()
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: local_of(value) for name, value in self.tensors.items()}
+
+
+def places(ranks: int) -> Iterator[Any]:
+    for rank in range(ranks):
+        sizes = {"world_size": ranks, "dp_size": ranks, "tp_size": 1, "pp_size": 1}
+        yield SimpleNamespace(rank=rank, dp_rank=rank, tp_rank=0, pp_rank=0, **sizes)
+
+
+def moved(folder: Path, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Save the one, load the other, with real files."""
+    storage = PosixStorage(folder)
+    schemes = [scheme_of(state, place) for state, place in zip(source, places(len(source)), strict=True)]
+    assert len({scheme.digest for scheme in schemes}) == 1
+    files = {
+        rank: write_shard(
+            storage, "a", rank, schemes[0].file(rank), lambda item, state=state: local_of(state[item.name]), RETRY
+        )
+        for rank, state in enumerate(source)
+    }
+    entries = write_tables(storage, "a", schemes[0], {rank: file for rank, file in files.items() if file}, RETRY)
+    manifest = Manifest(
+        kind=CheckpointKind.STATE,
+        step=1,
+        samples=0,
+        tokens=0,
+        generation=0,
+        world_size=len(source),
+        data_parallel=len(source),
+        tensor_parallel=1,
+        config_digest="",
+        created=0.0,
+        files=tuple(entries),
+    )
+    for state in target:
+        durable_tier.load(storage, Committed(1, "a", manifest), Held(state), RETRY)
+
+
+@pytest.mark.parametrize("saved", [(14, 0, 1), (5, 0, 3), (3, 4, 6), (9, 8, 3)])
+@pytest.mark.parametrize("loaded", [(14, 0, 1), (4, 2, 4), (7, 7, 4)])
+def test_parts_of_any_boundaries_are_read_into_parts_of_any_others(
+    tmp_path: Path, saved: tuple[int, int, int], loaded: tuple[int, int, int]
+) -> None:
+    target = cut(*loaded, torch.full_like(WHOLE, -1.0))
+    moved(tmp_path, cut(*saved), target)
+    assert torch.equal(torch.cat([state["weight"].local for state in target]), WHOLE)
+
+
+def test_parts_and_whole_tensors_are_read_from_each_other(tmp_path: Path) -> None:
+    target = {"weight": torch.zeros_like(WHOLE)}
+    moved(tmp_path / "one", cut(5, 1, 3), [target])
+    assert torch.equal(target["weight"], WHOLE)
+    parts = cut(5, 1, 3, torch.zeros_like(WHOLE))
+    moved(tmp_path / "two", [{"weight": WHOLE}], parts)
+    assert torch.equal(torch.cat([state["weight"].local for state in parts]), WHOLE)
+
+
+def test_a_part_that_does_not_say_how_the_whole_is_divided_is_not_saved() -> None:
+    part = Part(lambda: WHOLE, whole=(14, 6), offsets=(0, 0), sizes=(14, 6), dtype=torch.float32)
+    with pytest.raises(TypeError, match="has to say how the whole is divided"):
+        scheme_of({"weight": part}, next(places(1)))
+
+
+def test_staging_asks_for_values_only_when_it_copies_them() -> None:
+    asked = []
+
+    def values() -> torch.Tensor:
+        asked.append(True)
+        return WHOLE[2:5]
+
+    state = {"weight": Part(values, whole=(14, 6), offsets=(2, 0), sizes=(3, 6), dtype=torch.float32)}
+    staging = Staging(state)
+    assert staging.fits(state)
+    assert not asked
+    staged = staging.fill(state)["weight"]
+    assert torch.equal(staged, WHOLE[2:5])
+    assert staged.data_ptr() != WHOLE[2:5].data_ptr()
+
+
+def test_staging_does_not_fit_another_layout() -> None:
+    staging = Staging(cut(5, 0, 3)[0])
+    assert staging.fits(cut(5, 0, 3)[0])
+    assert not staging.fits(cut(5, 0, 3)[1])
+    assert not staging.fits(cut(5, 1, 3)[0])
+    assert not staging.fits({"weight": torch.zeros(5, 6)})
+    assert not staging.fits({})
+
+
+def test_a_part_has_the_size_of_the_whole_and_computes_nothing() -> None:
+    state = cut(5, 0, 3)[0]
+    assert state["weight"].size() == (14, 6)
+    with pytest.raises(TypeError, match="use its local tensor"):
+        torch.add(state["weight"], 1.0)

@@ -1,0 +1,277 @@
+"""Who writes which box: our rule on many meshes, for every layout, and beside the planners of torch's DCP."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fake_world import Place, state_of_rank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from trials import trials
+
+from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at, problem_of
+from trainium_trainer.checkpoint.dividing.nxd import divisions, replicated, zero1
+from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme, merged, placed
+from trainium_trainer.checkpoint.durable.save_plan import Word, agreed
+from trainium_trainer.checkpoint.format.live_state import box_of, scheme_of
+from trainium_trainer.checkpoint.nxd.parameter_names import Projections, parameters_of
+from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
+from trainium_trainer.models.shapes import ModelShape
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP
+
+# The first test pays for importing torch.
+pytestmark = pytest.mark.timeout(180)
+
+SHAPE = ModelShape(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=4,
+    rope_theta=10000.0,
+    max_positions=32,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+)
+
+
+def tensor(name: str, shape: tuple[int, ...], *cuts: Cut, stage: int = 0, dtype: str = "F32") -> Divided:
+    return Divided(name, dtype, shape, stage, cuts)
+
+
+def assert_written_once(scheme: Scheme) -> None:
+    """Every value is in one file, in the file of a rank that holds it, and readers find it there."""
+    written = {name: np.zeros(each.shape, dtype=np.int64) for name, each in scheme.tensors.items()}
+    where: dict[tuple[str, Box], int] = {}
+    for rank in range(scheme.grid.size):
+        stage, data, tensor_rank = scheme.grid.place(rank)
+        for item in scheme.file(rank):
+            each = scheme.tensors[item.name]
+            assert each.stage == stage
+            assert item.box == box_at(each.shape, each.division, scheme.grid, data, tensor_rank)
+            slices = tuple(slice(o, o + s) for o, s in zip(item.box.offsets, item.box.sizes, strict=True))
+            written[item.name][slices] += 1
+            where[item.name, item.box] = rank
+    assert {name: (counts.min(), counts.max()) for name, counts in written.items() if counts.size} == {
+        name: (1, 1) for name, counts in written.items() if counts.size
+    }
+    for name, each in scheme.tensors.items():
+        found = list(scheme.writers(name, Box((0,) * len(each.shape), each.shape)))
+        assert dict(found) == {box: rank for (own, box), rank in where.items() if own == name}
+        assert len(found) == len(set(found))
+
+
+GRIDS = st.builds(Grid, pipeline=st.just(1), data=st.integers(1, 9), tensor=st.integers(1, 5))
+
+
+@st.composite
+def schemes(draw: st.DrawFn) -> Scheme:
+    """Any tensors, divided along any axes in any order."""
+    grid = draw(GRIDS)
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+        axes = draw(st.permutations(list(Axis)))[: draw(st.integers(0, 2))]
+        found.append(tensor(f"t{number}", shape, *(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes)))
+    return Scheme(grid, found)
+
+
+@settings(max_examples=trials(150))
+@given(schemes())
+def test_every_value_is_written_once_by_a_rank_that_holds_it(scheme: Scheme) -> None:
+    assert scheme.problem() == ""
+    assert_written_once(scheme)
+
+
+@settings(max_examples=trials(100))
+@given(schemes(), st.data())
+def test_what_meets_a_box_is_found_without_a_look_at_the_others(scheme: Scheme, data: st.DataObject) -> None:
+    each = scheme.tensors["t0"]
+    low = tuple(data.draw(st.integers(0, length - 1)) for length in each.shape)
+    sizes = tuple(data.draw(st.integers(1, length - begin)) for begin, length in zip(low, each.shape, strict=True))
+
+    def meets(box: Box) -> bool:
+        edges = zip(low, sizes, box.offsets, box.sizes, strict=True)
+        return all(max(a, c) < min(a + b, c + d) for a, b, c, d in edges)
+
+    everything = scheme.writers("t0", Box((0,) * len(each.shape), each.shape))
+    assert set(scheme.writers("t0", Box(low, sizes))) == {(box, rank) for box, rank in everything if meets(box)}
+
+
+@settings(max_examples=trials(100))
+@given(schemes())
+def test_a_scheme_is_the_same_after_json(scheme: Scheme) -> None:
+    again = Scheme.from_json(scheme.to_json())
+    assert again.digest == scheme.digest
+    assert [again.file(rank) for rank in range(again.grid.size)] == [
+        scheme.file(rank) for rank in range(scheme.grid.size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "problem"),
+    [
+        ((8,), (Cut(0, Axis.DATA, 2),), ""),
+        ((9,), (Cut(0, Axis.DATA, 2),), "no rank along data holds window 4"),
+        ((8,), (Cut(0, Axis.DATA, 2, start=1),), "window 4"),
+        ((8,), (Cut(0, Axis.TENSOR, 4, order=(0, 0)),), "no rank along tensor holds window 1"),
+        ((8,), (Cut(0, Axis.TENSOR, 4, order=(1, 0)),), ""),
+        ((8,), (Cut(0, Axis.TENSOR, order=(0,)),), "1 ranks are numbered where the axis tensor has 2"),
+        ((8,), (Cut(1, Axis.DATA),), "there is no such cut"),
+        ((8, 8), (Cut(0, Axis.DATA), Cut(1, Axis.DATA)), "cut along twice"),
+        # A window that the cuts before it leave on some ranks only.
+        ((10,), (Cut(0, Axis.TENSOR, 8), Cut(0, Axis.DATA, 2)), ""),
+        ((10,), (Cut(0, Axis.TENSOR, 9), Cut(0, Axis.DATA, 2)), "window 4"),
+    ],
+)
+def test_a_value_that_nobody_would_write_is_found(shape: tuple[int, ...], cuts: tuple[Cut, ...], problem: str) -> None:
+    found = problem_of(shape, cuts, Grid(1, 4, 2))
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+def test_copies_are_written_by_all_holders_in_turn_largest_first() -> None:
+    grid = Grid(1, 4, 2)
+    tensors = [tensor(f"t{number}", (1 + number % 7, 8), Cut(1, Axis.TENSOR)) for number in range(30)]
+    scheme = Scheme(grid, tensors)
+    loads = [sum(item.size for item in scheme.file(rank)) for rank in range(grid.size)]
+    assert min(loads) > 0
+    assert max(loads) - min(loads) <= max(each.volume for each in tensors) * 4 // grid.tensor
+
+
+def test_a_tensor_of_several_stages_is_written_by_the_first() -> None:
+    grid = Grid(3, 2, 1)
+    stages = [
+        Scheme(grid, [tensor(f"own{stage}", (6,), Cut(0, Axis.DATA), stage=stage), tensor("all", (5,), stage=stage)])
+        for stage in range(3)
+    ]
+    whole, moved = agreed([Word(each, each // 2, stages[each // 2].digest, stages[each // 2]) for each in range(6)])
+    assert moved == {"all": 0}
+    assert_written_once(whole)
+    for rank in range(6):
+        assert placed(stages[rank // 2], moved).file(rank) == whole.file(rank)
+
+
+def test_ranks_that_disagree_are_refused_before_anything_is_written() -> None:
+    grid = Grid(2, 2, 1)
+    one, two = (Scheme(grid, [tensor("a", (4,), Cut(0, Axis.DATA))]), Scheme(grid, [tensor("a", (4,))]))
+    with pytest.raises(ValueError, match="rank 1 divides the state otherwise"):
+        agreed([Word(0, 0, one.digest, one), Word(1, 0, two.digest, None)])
+    with pytest.raises(ValueError, match="two ranks have one place"):
+        agreed([Word(0, 0, one.digest, one), Word(0, 0, one.digest, None)])
+    with pytest.raises(ValueError, match="a is not the same in pipeline stages 0 and 1"):
+        merged([one, Scheme(grid, [tensor("a", (5,), stage=1)])])
+    gap = Scheme(grid, [tensor("a", (9,), Cut(0, Axis.DATA, 4))])
+    with pytest.raises(ValueError, match="the state cannot be saved: a: no rank along data holds window 2"):
+        agreed([Word(0, 0, gap.digest, gap)])
+
+
+MESHES = [(1, 1), (2, 1), (3, 1), (8, 1), (1, 2), (1, 8), (2, 2), (3, 2), (5, 2), (2, 4), (3, 4), (4, 8)]
+
+
+@pytest.mark.parametrize("mode", list(DataParallelMode))
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode: DataParallelMode) -> None:
+    grid = Grid(1, *mesh)
+    plans, mine = [], []
+    for rank in range(grid.size):
+        with state_of_rank(SHAPE, grid, rank, mode) as state:
+            plans.append(create_default_local_save_plan(state, is_coordinator=rank == 0))
+            mine.append(scheme_of(state, Place(grid, rank, mode)))
+            for item in plans[-1].items:
+                box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+                assert not box.volume or box_of(state[item.index.fqn]) == box
+    assert len({scheme.digest for scheme in mine}) == 1
+    scheme = mine[0]
+    assert scheme.problem() == ""
+    assert_written_once(scheme)
+    _, metadata = create_default_global_save_plan(dedup_save_plans(plans))
+    theirs = {
+        (name, tuple(chunk.offsets), tuple(chunk.sizes))
+        for name, entry in metadata.state_dict_metadata.items()
+        for chunk in entry.chunks
+        if chunk.sizes.numel()
+    }
+    ours = {(item.name, item.box.offsets, item.box.sizes) for rank in range(grid.size) for item in scheme.file(rank)}
+    assert ours == theirs
+    held = [{(item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items} for plan in plans]
+    for rank in range(grid.size):
+        assert {(item.name, item.box.offsets) for item in scheme.file(rank)} <= held[rank]
+
+
+@pytest.mark.parametrize("order", list(KeyValueOrder))
+@pytest.mark.parametrize("data", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_boxes_are_those_of_nxds_layers_and_zero1(
+    size: int, order: KeyValueOrder, data: int, sharded: bool
+) -> None:
+    grid = Grid(1, data, size)
+    found: dict[int, Scheme] = {}
+    for tensor_rank, data_rank in itertools.product(range(size), range(data)):
+        rank = TensorRank(SHAPE, tensor_rank, size, order)
+        tensors: list[Divided] = []
+        for name in parameters_of(SHAPE, Projections.FUSED):
+            pieces, divided = rank.pieces(name), divisions(rank, name)
+            rows = -(-sum(piece.sizes[0] for piece in pieces) // data)
+            stored = zero1(pieces, divided, data_rank, rows) if sharded else replicated(pieces, divided)
+            for each in stored:
+                box = box_at(each.piece.whole, each.division, grid, data_rank, tensor_rank)
+                assert (box.volume == 0 and each.piece.sizes[0] == 0) or (
+                    (box.offsets, box.sizes) == (each.piece.offsets, each.piece.sizes)
+                )
+                tensors.append(Divided(each.piece.name, "F32", each.piece.whole, 0, each.division))
+        found[grid.rank(0, data_rank, tensor_rank)] = Scheme(grid, tensors)
+    assert len({scheme.digest for scheme in found.values()}) == 1
+    assert found[0].problem() == ""
+    assert_written_once(found[0])
+
+
+def test_a_scheme_does_not_grow_with_the_ranks() -> None:
+    def text(grid: Grid) -> bytes:
+        with state_of_rank(SHAPE, grid, 0, DataParallelMode.FULLY_SHARDED, device="meta") as state:
+            return scheme_of(state, Place(grid, 0, DataParallelMode.FULLY_SHARDED)).text
+
+    small, large = text(Grid(1, 2, 2)), text(Grid(1, 512, 8))
+    assert len(large) == len(small) + 2
+
+
+def test_a_rank_that_holds_something_else_is_refused() -> None:
+    grid, mode = Grid(1, 2, 2), DataParallelMode.FULLY_SHARDED
+    with state_of_rank(SHAPE, grid, 1, mode) as state:
+        with pytest.raises(ValueError, match="rank 2 holds"):
+            scheme_of(state, Place(grid, 2, mode))
+        crowded = Place(grid, 1, mode)
+        crowded.world_size = 5
+        with pytest.raises(ValueError, match="there are 5 ranks"):
+            scheme_of(state, crowded)
+
+
+def test_a_division_without_words_is_refused() -> None:
+    from torch.distributed.tensor import Partial
+
+    grid, mode = Grid(1, 2, 2), DataParallelMode.FULLY_SHARDED
+    with state_of_rank(SHAPE, grid, 0, mode) as state:
+        name = next(name for name in state if name != OPTIMIZER_STEP)
+        state[name]._spec = replace(state[name]._spec, placements=(Partial(), *state[name].placements[1:]))
+        with pytest.raises(TypeError, match="no words for the placement"):
+            scheme_of(state, Place(grid, 0, mode))
+    with pytest.raises(TypeError, match="step: checkpoints do not hold"):
+        scheme_of({"step": torch.zeros(2, dtype=torch.complex64)}, Place(Grid(), 0, mode))
+
+
+def test_wide_types_come_first_in_a_file() -> None:
+    tensors = [tensor("a", (3,), dtype="BF16"), tensor("b", (3,)), tensor("c", (), dtype="I64")]
+    assert [item.dtype for item in Scheme(Grid(), tensors).file(0)] == ["I64", "F32", "BF16"]

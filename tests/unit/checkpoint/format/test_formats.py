@@ -1,0 +1,238 @@
+"""Checkpoints of the format before this one, and what a reader of this one reads and refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from checkpoint_scenarios import report_after
+from checkpoint_world import SHAPES, SOLO, State, solo
+from old_format import write_old
+
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_of
+from trainium_trainer import cli
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
+from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
+from trainium_trainer.checkpoint.root.run_settings import settings_digest
+from trainium_trainer.checkpoint.root.survey import Committed, survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# The first test pays for importing torch in the server that ranks are forked from.
+pytestmark = pytest.mark.timeout(180)
+
+RETRY = Retry(())
+
+
+def old_checkpoint(root: Path, step: int) -> None:
+    """As two ranks wrote it: what is divided by rows in two parts, the rest dealt."""
+    ranks: list[list[tuple[str, tuple[int, ...], torch.Tensor]]] = [[], []]
+    state = State(SOLO)
+    state.become(step)
+    shapes = {name: tuple(value.shape) for name, value in state.tensors.items()}
+    for number, (name, value) in enumerate(state.tensors.items()):
+        if value.dim() == 2:
+            half = 7
+            ranks[0].append((name, (0, 0), value[:half].clone()))
+            ranks[1].append((name, (half, 0), value[half:].clone()))
+        else:
+            ranks[number % 2].append((name, (0,) * value.dim(), value))
+    settings = {"model": "one"}
+    write_old(root, step, ranks, shapes, config_digest=settings_digest(settings), settings=settings)
+
+
+def test_a_checkpoint_of_the_format_before_is_resumed_and_the_next_one_is_of_this(tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, 4)
+    run = solo(tmp_path)
+    assert (run.resumed.step, run.wrong, run.manager.warnings) == (4, [], [])
+    run.to(6, save_at=(6,)).settle()
+    formats = {
+        step: json.loads(next(tmp_path.glob(f"step-{step}/*/index.json")).read_text())["format"] for step in (4, 6)
+    }
+    assert formats == {4: 2, 6: 3}
+    assert solo(tmp_path).resumed.step == 6
+
+
+@pytest.mark.parametrize(("size", "tp", "mode"), [(3, 1, "FullySharded"), (4, 2, "FullySharded"), (2, 2, "Replicated")])
+def test_a_checkpoint_of_the_format_before_is_resumed_at_any_size(
+    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, size: int, tp: int, mode: str
+) -> None:
+    root = tmp_path / "root"
+    old_checkpoint(root, 4)
+    for report in world(size, report_after, root, None, 4, {}, tp=tp, mode=mode):
+        assert (report["step"], report["wrong"], report["source"]) == (4, [], "durable")
+
+
+def test_a_checkpoint_of_the_format_before_is_verified_and_its_damage_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old_checkpoint(tmp_path, 4)
+    old_checkpoint(tmp_path, 5)
+    path = next(tmp_path.glob("step-5/*/shard-00001.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    assert cli.run(["inspect", str(tmp_path), "--json", "--verify"]) != 0
+    states = {row["step"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+    assert states == {4: "verified", 5: "damaged"}
+    run = solo(tmp_path)
+    assert (run.resumed.step, run.wrong) == (4, [])
+
+
+def test_boxes_of_the_format_before_are_read_across_its_parts(tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, 4)
+    storage = PosixStorage(tmp_path)
+    contents = Contents(storage, survey(storage).committed[0].for_readers(), RETRY)
+    state = State(SOLO)
+    state.become(4)
+    assert set(contents.tensors) == {*SHAPES, "optimizer.step"}
+    target = torch.empty(4, 3)
+    contents.fill(contents.wanted("model.wide", (5, 2), target))
+    assert torch.equal(target, state.tensors["model.wide"][5:9, 2:5])
+    assert torch.equal(contents.read("optimizer.wide"), state.tensors["optimizer.wide"])
+
+
+class CountingStorage(PosixStorage):
+    """A store that notes the files that are read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read_names: list[str] = []
+
+    def read(self, name: str) -> bytes:
+        self.read_names.append(name.rpartition("/")[2])
+        return super().read(name)
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        self.read_names.append(name.rpartition("/")[2])
+        super().read_into(name, start, target)
+
+
+def written_by_many(root: Path, ranks: int, rows: int = 2) -> tuple[Committed, dict[str, torch.Tensor]]:
+    """A checkpoint of many ranks in one process: a divided tensor and 20 that all hold."""
+    storage = PosixStorage(root)
+    whole = {"wide": torch.arange(float(ranks * rows * 3)).view(ranks * rows, 3)}
+    whole |= {f"copy{number:02d}": torch.full((number + 1,), float(number)) for number in range(20)}
+    scheme = Scheme(
+        Grid(1, ranks, 1),
+        [
+            Divided(name, "F32", tuple(value.shape), 0, (Cut(0, Axis.DATA),) if name == "wide" else ())
+            for name, value in whole.items()
+        ],
+    )
+
+    def box(item: Any) -> torch.Tensor:
+        value = whole[item.name]
+        for dimension, (offset, size) in enumerate(zip(item.box.offsets, item.box.sizes, strict=True)):
+            value = value.narrow(dimension, offset, size)
+        return value
+
+    files = {rank: write_shard(storage, "step-1/a", rank, scheme.file(rank), box, RETRY) for rank in range(ranks)}
+    entries = write_tables(storage, "step-1/a", scheme, {r: f for r, f in files.items() if f is not None}, RETRY)
+    old_checkpoint(root / "other", 1)
+    (other,) = survey(PosixStorage(root / "other")).committed
+    manifest = other.manifest.model_copy(update={"files": tuple(entries)})
+    return Committed(1, "step-1/a", manifest), whole
+
+
+def test_a_reader_of_one_box_reads_the_tables_and_files_that_have_it_and_no_others(tmp_path: Path) -> None:
+    checkpoint, whole = written_by_many(tmp_path, 1200)
+    tables = [file.name for file in checkpoint.manifest.files if file.name.startswith("blocks-")]
+    assert len(tables) >= 3
+    storage = CountingStorage(tmp_path)
+    contents = Contents(storage, checkpoint.for_readers(), RETRY)
+    target = torch.empty(3, 3)
+    contents.fill(contents.wanted("wide", (2000, 0), target))
+    assert torch.equal(target, whole["wide"][2000:2003])
+    shards = [name for name in storage.read_names if name.startswith("shard-")]
+    assert sorted(shards) == ["shard-01000.safetensors", "shard-01001.safetensors"]
+    assert len([name for name in storage.read_names if name.startswith("blocks-")]) == 1
+    for name, value in whole.items():
+        assert torch.equal(contents.read(name), value)
+
+
+def test_what_is_written_of_many_ranks_is_verified_by_the_manifest(tmp_path: Path) -> None:
+    checkpoint, _ = written_by_many(tmp_path, 40)
+    for file in checkpoint.manifest.files:
+        data = (tmp_path / checkpoint.folder / file.name).read_bytes()
+        assert len(data) <= BLOCK_BYTES
+        assert (file.size, file.digest) == (len(data), digest_of(data))
+
+
+def test_values_that_nobody_wrote_are_found_before_the_commit(tmp_path: Path) -> None:
+    scheme = Scheme(Grid(1, 2, 1), [Divided("a", "F32", (4,), 0, (Cut(0, Axis.DATA),))])
+    storage = PosixStorage(tmp_path)
+    file = write_shard(storage, "step-1/a", 0, scheme.file(0), lambda _: torch.zeros(2), RETRY)
+    assert file is not None
+    with pytest.raises(ValueError, match="2 values were written of 4"):
+        write_tables(storage, "step-1/a", scheme, {0: file}, RETRY)
+
+
+def edited(root: Path, checkpoint: Committed, name: str, change: Callable[[Any], Any]) -> Committed:
+    """The checkpoint with another table, and a manifest that vouches for it."""
+    path = root / checkpoint.folder / name
+    data = json.dumps(change(json.loads(path.read_text()))).encode()
+    path.write_bytes(data)
+    files = [file for file in checkpoint.manifest.files if file.name != name]
+    files.append(ManifestFile(name=name, size=len(data), digest=digest_of(data)))
+    return Committed(1, checkpoint.folder, checkpoint.manifest.model_copy(update={"files": tuple(files)}))
+
+
+def other_division(index: dict[str, Any]) -> dict[str, Any]:
+    index["divisions"] = [[] if division else [{"dimension": 0, "axis": "data"}] for division in index["divisions"]]
+    return index
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("index.json", lambda index: index | {"format": 4}, "index.json is of another format"),
+        (
+            "index.json",
+            lambda index: index | {"mesh": {"data": 4}},
+            "does not say what shard-.* consists of|not divided",
+        ),
+        ("index.json", lambda index: {**index, "divisions": []}, "index.json is not an index"),
+        ("index.json", lambda index: {**index, "tensors": 5}, "index.json is not an index"),
+        ("index.json", other_division, "is not divided as index.json says|does not say what"),
+        ("blocks-00000.json", lambda _: {"files": {}}, "does not say what shard-.* consists of"),
+        ("blocks-00000.json", lambda _: [], "does not say what shard-.* consists of"),
+    ],
+)
+def test_tables_that_do_not_fit_the_files_are_damage(
+    tmp_path: Path, name: str, change: Callable[[Any], Any], sentence: str
+) -> None:
+    checkpoint, _ = written_by_many(tmp_path, 8)
+    spoilt = edited(tmp_path, checkpoint, name, change)
+
+    def read() -> None:
+        contents = Contents(PosixStorage(tmp_path), spoilt, RETRY)
+        for each in contents.tensors:
+            contents.read(each)
+
+    with pytest.raises(DamagedFileError, match=sentence):
+        read()
+
+
+def test_another_state_is_not_loaded(tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, 4)
+    storage = PosixStorage(tmp_path)
+    (checkpoint,) = survey(storage).committed
+    state = State(SOLO)
+    state.tensors["model.more"] = torch.zeros(2)
+    with pytest.raises(DamagedFileError, match=r"has no model\.more"):
+        durable_tier.load(storage, checkpoint, state, RETRY)
+    del state.tensors["model.more"]
+    state.tensors["model.norm"] = torch.zeros(11)
+    with pytest.raises(ValueError, match=r"model\.norm has the size \[10\] there and \[11\] here"):
+        durable_tier.load(storage, checkpoint, state, RETRY)

@@ -1,0 +1,129 @@
+"""Many readers of one checkpoint: a store that is busy, slow or gone, and an index of another world."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from checkpoint_world import SOLO, State, solo
+from s3_server import Fault, S3Server
+
+from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
+from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT, write_shard, write_tables
+from trainium_trainer.checkpoint.root.survey import Committed, survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(180)
+READERS = 16
+RETRY = Retry((0.01,) * 3)
+LIMITS = Limits(request_seconds=0.5, first_pause_seconds=0.01, longest_pause_seconds=0.05)
+BUSY = Fault(status=503, code="SlowDown", method="GET", times=4 * READERS)
+"""What S3 answers when too many ask at once."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with S3Server(page_size=3) as running:
+        running.make_bucket("bucket")
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        run = solo("s3://bucket/run", storage=S3Storage.of("s3://bucket/run", LIMITS)).settle()
+        run.to(3, save_at=(3,)).settle()
+        run.manager.close()
+        yield running
+
+
+def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Exception]:
+    """What is wrong with the state of each reader, or what it raised; all begin together, each as a process would."""
+    together = threading.Barrier(READERS)
+
+    def read(_: int) -> list[str] | Exception:
+        state = State(SOLO)
+        storage = S3Storage.of("s3://bucket/run", limits)
+        together.wait()
+        try:
+            durable_tier.load(storage, checkpoint, state, RETRY)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            return error
+        return state.wrong(3)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, range(READERS)))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        BUSY,
+        Fault(status=500, method="GET", times=2 * READERS),
+        Fault(cut=40, method="GET", times=READERS),
+        Fault(stall=threading.Event(), method="GET", times=READERS),
+    ],
+    ids=["busy", "failing", "cut off", "standing still"],
+)
+def test_a_store_that_has_trouble_with_many_readers_gives_each_of_them_the_right_state(
+    server: S3Server, fault: Fault
+) -> None:
+    (checkpoint,) = survey(S3Storage.of("s3://bucket/run", LIMITS)).committed
+    server.fail(fault)
+    assert read_by_all(checkpoint.for_readers(), LIMITS) == [[]] * READERS
+    assert fault.times <= 0, "the trouble was not met"
+
+
+def test_a_store_that_stays_busy_ends_every_reader_with_one_sentence_and_blames_no_checkpoint(server: S3Server) -> None:
+    short = Limits(request_seconds=0.5, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=0.2)
+    (checkpoint,) = survey(S3Storage.of("s3://bucket/run", LIMITS)).committed
+    server.fail(Fault(status=503, code="SlowDown", method="GET", times=float("inf")))
+    for outcome in read_by_all(checkpoint.for_readers(), short):
+        assert isinstance(outcome, StorageError), outcome
+        assert "checkpoint storage s3://bucket/run" in str(outcome)
+
+
+def scheme_of(ranks: int) -> Scheme:
+    return Scheme(Grid(1, ranks, 1), [Divided("model.w", "F32", (48,), 0, (Cut(0, Axis.DATA),))])
+
+
+@pytest.mark.parametrize("other", [4, 6, 16])
+def test_the_index_of_another_worlds_size_is_damage_and_gives_no_value(tmp_path: Path, other: int) -> None:
+    """As when folders of two sizes were mixed by hand, with a manifest that vouches for the mixture."""
+    storage, scheme = PosixStorage(tmp_path), scheme_of(8)
+    whole = torch.arange(48, dtype=torch.float32)
+    files = {}
+    for rank in range(8):
+        mine = whole.chunk(8)[rank]
+        files[rank] = write_shard(storage, "step-1/a", rank, scheme.file(rank), lambda _, mine=mine: mine, RETRY)
+    entries = write_tables(storage, "step-1/a", scheme, {r: f for r, f in files.items() if f is not None}, RETRY)
+    path = tmp_path / "step-1/a/index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"format": INDEX_FORMAT} | scheme_of(other).to_json()))
+    data = path.read_bytes()
+    entries = [entry for entry in entries if entry.name != "index.json"]
+    entries.append(ManifestFile(name="index.json", size=len(data), digest=digest_of(data)))
+    run = solo(tmp_path / "other").settle()
+    run.to(1, save_at=(1,)).settle()
+    manifest = survey(PosixStorage(tmp_path / "other")).committed[0].manifest
+    mixed = Committed(1, "step-1/a", manifest.model_copy(update={"files": tuple(entries)}))
+    target = torch.full((48,), -1.0)
+
+    def read() -> None:
+        contents = Contents(storage, mixed, RETRY)
+        contents.fill(contents.wanted("model.w", (0,), target))
+
+    with pytest.raises(DamagedFileError, match=r"is not divided as index\.json says|does not say what shard-"):
+        read()
+    assert torch.equal(target, torch.full((48,), -1.0))

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from checkpoint_scenarios import train_until_killed
+from checkpoint_world import SOLO, State, position, solo
+
+from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_trainer.checkpoint.format.flat_buffer import Layout, checksum
+from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
+from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from trainium_trainer.checkpoint.root.run_settings import settings_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+# The first test pays for importing torch in the server that ranks are forked from.
+pytestmark = pytest.mark.timeout(180)
+
+
+def snapshots(memory: Any) -> list[Path]:
+    return sorted(memory.glob("*.snapshot"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def newest(memory: Any, step: int) -> Path:
+    from trainium_trainer.checkpoint.memory.snapshot import read_header
+
+    for path in snapshots(memory):
+        header = read_header(path)
+        if header is not None and header.claim.moment.position.step == step:
+            return path
+    raise AssertionError(f"no snapshot of step {step}")
+
+
+def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(5)
+    run.manager.close()
+    again = solo(tmp_path / "root", tmp_path / "memory")
+    assert again.report() | {"warnings": []} == {
+        "step": 5,
+        "position": position(5),
+        "wrong": [],
+        "source": "memory",
+        "warnings": [],
+        "durable": -1,
+        "memory": 5,
+    }
+    again.manager.close()
+
+
+def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(9)
+    run.manager.close()
+    assert len(snapshots(tmp_path / "memory")) == 3
+    state = State(SOLO)
+    tier = MemoryTier(
+        tmp_path / "memory",
+        key=ShardKey(0, 1),
+        layout=Layout.of(state.local_tensors()),
+        generation=1,
+        session="s",
+        config_digest=settings_digest({"model": "one"}),
+    )
+    assert sorted(claim.moment.position.step for claim in tier.claims()) == [7, 8, 9]
+    tier.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, seed: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    completed = context.Value("l", 0)
+    process = context.Process(
+        target=train_until_killed, args=(tmp_path / "root", tmp_path / "memory", completed), daemon=True
+    )
+    process.start()
+    deadline = time.monotonic() + 20
+    while completed.value < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(random.Random(seed).uniform(0, 0.05))
+    process.kill()
+    process.join()
+    process.close()
+    steps = completed.value
+    assert steps >= 3
+    again = solo(tmp_path / "root", tmp_path / "memory", scale=4000)
+    again.manager.close()
+    assert again.resumed.step >= steps - 1
+    assert again.wrong == []
+    assert again.manager.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda data: data[: len(data) // 2], "bytes where"),
+        (lambda data: data[:5000] + bytes([data[5000] ^ 4]) + data[5001:], "checksum"),
+        (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "header is altered"),
+    ],
+)
+def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, harm: Callable[[bytes], bytes], sentence: str
+) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(6)
+    run.manager.close()
+    path = newest(tmp_path / "memory", 6)
+    path.write_bytes(harm(path.read_bytes()))
+    again = solo(tmp_path / "root", tmp_path / "memory")
+    assert (again.resumed.step, again.wrong) == (5, [])
+    assert any(sentence in warning for warning in again.manager.warnings)
+    again.to(9)
+    again.manager.close()
+    third = solo(tmp_path / "root", tmp_path / "memory")
+    assert (third.resumed.step, third.wrong, third.manager.warnings) == (9, [], [])
+    third.manager.close()
+
+
+def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(6)
+    run.manager.close()
+    path = newest(tmp_path / "memory", 6)
+    path.write_bytes(bytes(8) + path.read_bytes()[8:])
+    again = solo(tmp_path / "root", tmp_path / "memory")
+    assert (again.resumed.step, again.wrong, again.manager.warnings) == (5, [], [])
+    again.manager.close()
+
+
+def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
+    old = solo(tmp_path / "root", tmp_path / "memory", generation=3).to(4)
+    old.manager.before_update()
+    new = solo(tmp_path / "root", tmp_path / "memory", generation=4)
+    assert (new.resumed.step, new.wrong) == (4, [])
+    with pytest.raises(StaleGenerationError, match="belongs to generation 4"):
+        old.advance()
+    new.to(8)
+    new.manager.close()
+    assert {path.name.split("-")[0] for path in snapshots(tmp_path / "memory")} == {"g4"}
+    old.manager.close()
+    with pytest.raises(StaleGenerationError):
+        solo(tmp_path / "root", tmp_path / "memory", generation=3)
+
+
+def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(4)
+    run.manager.close()
+    other = solo(tmp_path / "other", tmp_path / "memory", settings="two")
+    assert other.resumed is None
+    assert any("other settings" in warning for warning in other.manager.warnings)
+    other.manager.close()
+
+
+def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
+    state = State(SOLO)
+    memory = tmp_path / "memory"
+    for key in (ShardKey(1, 2, 0, 2), ShardKey(0, 4)):
+        tier = MemoryTier(
+            memory,
+            key=key,
+            layout=Layout.of(state.local_tensors()),
+            generation=1,
+            session="old",
+            config_digest=settings_digest({"model": "one"}),
+        )
+        tier.claim_fence()
+        assert tier.open_slots()
+        tier.stage(Moment(position(2), 1, "old"), state.local_tensors())
+        tier.close()
+    run = solo(tmp_path / "root", memory, generation=2).to(1)
+    run.manager.close()
+    assert run.resumed is None
+    assert {path.name.split("-")[1] for path in snapshots(memory)} == {"t0of1"}
+
+
+def test_an_abandoned_future_is_forgotten_at_resume(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory").to(6)
+    run.manager.close()
+    path = newest(tmp_path / "memory", 5)
+    for step in (5, 6):
+        data = bytearray(newest(tmp_path / "memory", step).read_bytes())
+        data[-1] ^= 1
+        newest(tmp_path / "memory", step).write_bytes(data)
+    again = solo(tmp_path / "root", tmp_path / "memory")
+    assert again.resumed.step == 4
+    again.manager.close()
+    assert path.exists()
+    third = solo(tmp_path / "root", tmp_path / "memory")
+    assert (third.resumed.step, third.manager.warnings) == (4, [])
+    third.manager.close()
+
+
+def test_no_room_in_memory_switches_the_tier_off_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run = solo(tmp_path / "root", tmp_path / "memory")
+    assert any("memory snapshots are off" in w and "MiB are needed" in w for w in run.manager.warnings)
+    run.to(3)
+    run.manager.yield_(position(3))
+    run.manager.close()
+    again = solo(tmp_path / "root")
+    assert (again.resumed.step, again.wrong, again.report()["source"]) == (3, [], "durable")
+
+
+def test_every_single_bit_changes_the_checksum() -> None:
+    payload = torch.randint(0, 255, (3 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    before = checksum(payload)
+    places = random.Random(2)
+    for _ in range(300):
+        byte, bit = places.randrange(len(payload)), places.randrange(8)
+        payload[byte] ^= 1 << bit
+        assert checksum(payload) != before
+        payload[byte] ^= 1 << bit
+    assert checksum(payload) == before
+    blocks = payload.view(3, 4096)
+    assert checksum(blocks[[1, 0, 2]].reshape(-1)) != before
+
+
+def test_snapshots_every_few_steps(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
+    run.manager.close()
+    again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
+    assert (again.resumed.step, again.wrong) == (6, [])
+    again.manager.close()
+
+
+def test_yielding_snapshots_also_between_intervals(tmp_path: Path) -> None:
+    run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
+    run.manager.yield_(position(8))
+    assert run.manager.memory_step == 8
+    run.manager.close()
+    again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
+    assert (again.resumed.step, again.wrong, again.manager.durable_step) == (8, [], -1)
+    again.manager.close()
+
+
+def test_a_memory_folder_that_cannot_be_made_switches_the_tier_off_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = solo(tmp_path / "root", tmp_path / "file" / "inside").to(2)
+    assert ["memory snapshots are off" in warning for warning in run.manager.warnings] == [True]
+    run.manager.yield_(position(2))
+    assert run.manager.durable_step == 2

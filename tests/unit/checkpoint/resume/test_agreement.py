@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trials import trials
+
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.resume.agreement import (
+    Fresh,
+    FromDurable,
+    FromMemory,
+    RankView,
+    caretakers,
+    decide,
+    guards,
+    writers,
+)
+
+
+def moment(step: int, session: str = "a", generation: int = 1) -> Moment:
+    return Moment(Position(step, step * 8, step * 100), generation, session)
+
+
+def claim(step: int, key: ShardKey | None = None, session: str = "a", layout: str = "L") -> Claim:
+    return Claim(moment(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
+
+
+def view(
+    rank: int, claims: Any, *, store: str | None = None, key: ShardKey | None = None, layout: str = "L"
+) -> RankView:
+    return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(claims))
+
+
+def test_nothing_anywhere_is_a_fresh_start() -> None:
+    assert decide([view(0, []), view(1, [])], []) == Fresh()
+
+
+def test_the_newest_step_that_any_replica_holds_wins() -> None:
+    decision = decide([view(0, [claim(4), claim(5)]), view(1, [claim(5), claim(6)]), view(2, [])], [3])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment.position.step == 6
+    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(1, 0)], [(1, 2)]]
+
+
+def test_storage_wins_only_when_it_is_strictly_newer() -> None:
+    views = [view(0, [claim(5)])]
+    assert isinstance(decide(views, [5, 2]), FromMemory)
+    assert decide(views, [6, 2]) == FromDurable(6)
+
+
+def test_a_step_counts_only_when_every_shard_of_it_exists() -> None:
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    views = [
+        view(0, [claim(4, left), claim(5, left)], key=left),
+        view(1, [claim(4, right)], key=right),
+    ]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment.position.step == 4
+    assert decision.rounds == ()
+
+
+def test_shards_of_different_histories_are_never_mixed() -> None:
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    views = [
+        view(0, [claim(5, left, "a"), claim(4, left, "a")], key=left),
+        view(1, [claim(5, right, "b"), claim(4, right, "a")], key=right),
+    ]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment == moment(4, "a")
+
+
+def test_another_layout_cannot_be_used_from_memory() -> None:
+    old = ShardKey(0, 2)
+    assert decide([view(0, [claim(9, old)])], [3]) == FromDurable(3)
+    assert decide([view(0, [claim(9)], layout="other")], []) == Fresh()
+
+
+def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it() -> None:
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    decision = decide([view(0, [claim(7, right)], key=left), view(1, [claim(7, left)], key=right)], [])
+    assert isinstance(decision, FromMemory)
+    assert sorted((t.source, t.target, t.key) for batch in decision.rounds for t in batch) == [
+        (0, 1, right),
+        (1, 0, left),
+    ]
+
+
+def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
+    views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
+    assert writers(views) == {0, 4}
+    assert caretakers(views) == {0, 4}
+    sharded = [view(rank, [], store="node", key=ShardKey(rank, 4)) for rank in range(4)]
+    assert writers(sharded) == {0, 1, 2, 3}
+    assert caretakers(sharded) == {0}
+
+
+def test_a_node_without_a_snapshot_receives_it_once_for_all_its_ranks() -> None:
+    views = [view(0, [claim(3)], store="a"), view(1, [], store="b"), view(2, [], store="b")]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(0, 1)]]
+
+
+def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> None:
+    keys = (ShardKey(0, 2), ShardKey(1, 2))
+    options = [frozenset(), *(frozenset({claim(s, k)}) for s in (1, 2) for k in keys)]
+    options.append(frozenset(claim(s, k) for s in (1, 2) for k in keys))
+    for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
+        views = [view(r, held[r], key=needs[r]) for r in range(3)]
+        _check(views, durable)
+
+
+def _check(views: Any, durable: Any) -> None:
+    decision = decide(views, durable)
+    needed = {v.needs for v in views}
+    everything = {c for v in views for c in v.claims}
+    complete = {
+        c.moment
+        for c in everything
+        if all(any(o.moment == c.moment and o.key == k and o.layout == "L" for o in everything) for k in needed)
+    }
+    best = max((m.position.step for m in complete), default=-1)
+    newest = max(durable, default=-1)
+    if isinstance(decision, Fresh):
+        assert best == newest == -1
+        return
+    if isinstance(decision, FromDurable):
+        assert decision.step == newest > best
+        return
+    assert decision.moment.position.step == best >= newest
+    # Carry the rounds out: nobody sends what it has not, nobody gets a thing twice, all end with what they need.
+    has = {v.store: {c.key for c in v.claims if c.moment == decision.moment} for v in views}
+    store = {v.rank: v.store for v in views}
+    for batch in decision.rounds:
+        before = {name: set(keys) for name, keys in has.items()}
+        for transfer in batch:
+            assert transfer.key in before[store[transfer.source]]
+            assert transfer.key not in has[store[transfer.target]]
+            assert views[transfer.target].needs == transfer.key
+            has[store[transfer.target]].add(transfer.key)
+        assert len({(t.source, t.key) for t in batch}) == len(batch)
+        assert len({t.target for t in batch}) == len(batch)
+    assert all(v.needs in has[v.store] for v in views)
+    assert len(decision.rounds) <= math.ceil(math.log2(max(2, len(views)))) + 1
+
+
+@st.composite
+def clusters(draw: Any) -> Any:
+    sharded = draw(st.booleans())
+    tp = draw(st.integers(1, 3))
+    dp = draw(st.integers(1, 5))
+    keys = [ShardKey(t, tp, d if sharded else 0, dp if sharded else 1) for d in range(dp) for t in range(tp)]
+    per_node = draw(st.integers(1, 4))
+    stores = {f"node-{rank // per_node}" for rank in range(len(keys))}
+    claims = st.builds(
+        claim, st.integers(1, 4), st.sampled_from(keys), st.sampled_from(["a", "b"]), st.sampled_from(["L", "L", "M"])
+    )
+    held = {store: frozenset(draw(st.lists(claims, max_size=8))) for store in sorted(stores)}
+    order = draw(st.permutations(keys))
+    return [
+        RankView(rank, f"node-{rank // per_node}", key, "L", held[f"node-{rank // per_node}"])
+        for rank, key in enumerate(order)
+    ]
+
+
+@settings(max_examples=trials(200))
+@given(clusters(), st.lists(st.integers(0, 5), max_size=3))
+def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(views: Any, durable: Any) -> None:
+    _check(
+        [
+            RankView(v.rank, v.store, v.needs, v.layout, frozenset(c for c in v.claims if c.layout == "L"))
+            for v in views
+        ],
+        durable,
+    )
+    decide(views, durable)
+
+
+@settings(max_examples=trials(100))
+@given(clusters(), st.lists(st.integers(0, 5), max_size=3), st.randoms())
+def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
+    shuffled = list(views)
+    random.shuffle(shuffled)
+    assert decide(views, durable) == decide(shuffled, durable)
+
+
+def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
+    decision = decide([view(0, [claim(1)]), *(view(rank, []) for rank in range(1, 101))], [])
+    assert isinstance(decision, FromMemory)
+    assert len(decision.rounds) == 7
+
+
+def test_what_is_only_recorded_does_not_divide_the_ranks() -> None:
+    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    with_loss = Moment(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
+    views = [
+        view(0, [claim(4, left)], key=left),
+        view(1, [Claim(with_loss, right, "L", "sum")], key=right),
+    ]
+    decision = decide(views, [])
+    assert isinstance(decision, FromMemory)
+    assert decision.moment.position.step == 4
+
+
+def test_what_every_node_holds_needs_no_guard() -> None:
+    replicas = [view(rank, [], store=f"node-{rank // 2}", key=ShardKey(rank % 2, 2)) for rank in range(8)]
+    assert guards(replicas, {v.store for v in replicas}) == ()
+    alone = [view(rank, [], store="node", key=ShardKey(0, 1, rank, 4)) for rank in range(4)]
+    assert guards(alone, {"node"}) == ()
+
+
+def test_nodes_guard_each_other_in_pairs_far_apart() -> None:
+    views = [view(rank, [], key=ShardKey(0, 1, rank, 6)) for rank in range(6)]
+    pairs = {(guard.source, guard.target) for guard in guards(views, {v.store for v in views})}
+    assert pairs == {(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)}
+
+
+def test_an_odd_node_makes_a_ring_of_three() -> None:
+    views = [view(rank, [], key=ShardKey(0, 1, rank, 5)) for rank in range(5)]
+    pairs = {(guard.source, guard.target) for guard in guards(views, {v.store for v in views})}
+    assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
+
+
+@settings(max_examples=trials(200))
+@given(clusters(), st.sets(st.integers(0, 4), max_size=2))
+def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_room: set[int]) -> None:
+    stores = {v.store for v in views}
+    usable = stores - {f"node-{number}" for number in without_room}
+    found = guards(views, usable)
+    holders = {v.needs: {w.store for w in views if w.needs == v.needs} for v in views}
+    single = {key for key, where in holders.items() if len(where) == 1 and where <= usable}
+    assert {guard.key for guard in found} == (single if len(usable) > 1 else set())
+    assert len({guard.key for guard in found}) == len(found)
+    store = {v.rank: v.store for v in views}
+    for guard in found:
+        assert guard.source in writers(views)
+        assert store[guard.source] != store[guard.target]
+        assert {store[guard.source], store[guard.target]} <= usable
+    per_keeper = [sum(guard.target == v.rank for guard in found) for v in views]
+    per_node = [sum(v.store == name for v in views) for name in stores]
+    assert max(per_keeper, default=0) <= math.ceil(max(per_node) / min(per_node))

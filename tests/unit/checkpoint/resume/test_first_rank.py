@@ -1,0 +1,240 @@
+"""What the first rank makes of a start, carried out by ranks that are no more than sets of snapshots."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_agreement_law import STEPS, fleet, plainly, worlds
+from trials import trials
+
+from trainium_contract.wire.checkpoint_manifest import Manifest
+from trainium_trainer.checkpoint.collectives import pack, part
+from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
+from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, spoken_for
+from trainium_trainer.checkpoint.resume.buddy_pairing import Room, duties_of, promises_of
+from trainium_trainer.checkpoint.resume.first_rank import (
+    TOLD_TO_ALL,
+    Check,
+    Council,
+    Done,
+    Exchange,
+    Load,
+    Offer,
+    Report,
+)
+from trainium_trainer.checkpoint.root.survey import Committed, Survey
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def committed(step: int) -> Committed:
+    manifest = Manifest(
+        step=step, samples=8 * step, tokens=100 * step, generation=1, world_size=1, data_parallel=1,
+        tensor_parallel=1, config_digest="c", created=0.0, files=(),
+    )  # fmt: skip
+    return Committed(step, f"step-{step}/g1-a", manifest)
+
+
+class Ranks:
+    """All ranks of a start around one council; what each rank says and hears is kept for counting."""
+
+    def __init__(self, views: Sequence[RankView], durable: Sequence[int] = ()) -> None:
+        self.views = views
+        self.council = Council("root")
+        self.council.take_survey(Survey([committed(step) for step in sorted(set(durable), reverse=True)]))
+        self.stores = {view.store: set(view.claims) for view in views}
+        self.own: dict[int, Claim] = {}
+        """What each rank has at hand to restore."""
+        self.sent: dict[tuple[int, ShardKey], Claim] = {}
+        self.rounds: list[tuple[list[Any], list[Any]]] = []
+
+    def ask(self, said: list[Any], decide: Any) -> list[Any]:
+        answers = decide(said)
+        self.rounds.append((said, answers))
+        assert len(answers) == len(self.views)
+        return answers
+
+    def start(self, lost: frozenset[Claim] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Done]:
+        """To the end; `lost`: snapshots whose contents are damaged, `damaged`: checkpoints."""
+        places = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
+        neighbours = self.ask(places, self.council.meet)
+        offers = [
+            Offer(spoken_for(near, view.rank, view.claims), keeps=True)
+            for near, view in zip(neighbours, self.views, strict=True)
+        ]
+        orders = self.ask(offers, self.council.hear_offers)
+        while not isinstance(orders[0], Done):
+            assert len({type(order) for order in orders}) == 1
+            if isinstance(orders[0], Exchange):
+                reports = self.exchange(orders)
+            else:
+                reports = [self.do(view, order, lost, damaged) for view, order in zip(self.views, orders, strict=True)]
+            orders = self.ask(reports, self.council.hear)
+        return orders
+
+    def do(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> Report:
+        if isinstance(order, Load):
+            step = order.checkpoint.step
+            bad = step in damaged and view.rank == step % len(self.views)
+            return Report(not bad, damaged=((f"step-{step}", "torn"),) if bad else ())
+        assert isinstance(order, Check)
+        assert set(order.claims) <= self.stores[view.store], "a rank is asked for what its store has"
+        self.own.pop(view.rank, None)
+        for claim in set(order.claims) - lost:
+            self.sent[view.rank, claim.key] = claim
+            if claim.key == view.needs:
+                self.own[view.rank] = claim
+        bad = lost & set(order.claims)
+        return Report(not bad, bad)
+
+    def exchange(self, orders: list[Exchange]) -> list[Report]:
+        moves = sorted({move for order in orders for move in order.moves}, key=lambda move: (move.round, move.tag))
+        for rank, order in enumerate(orders):
+            assert set(order.moves) == {move for move in moves if rank in (move.source, move.target)}
+        assert len({(move.round, move.tag) for move in moves}) == len(moves)
+        for number in sorted({move.round for move in moves}):
+            here = [move for move in moves if move.round == number]
+            carried = {move: self.sent[move.source, move.key] for move in here}
+            for move, claim in carried.items():
+                self.sent[move.target, move.key] = claim
+                self.stores[self.views[move.target].store].add(claim)
+                if move.key == self.views[move.target].needs:
+                    self.own[move.target] = claim
+                    assert orders[move.target].origin == claim, "it is held against the checksum of what was sent first"
+        for view, order in zip(self.views, orders, strict=True):
+            if view.rank not in self.own:  # a neighbour has received it
+                assert order.origin in self.stores[view.store]
+                self.own[view.rank] = order.origin
+        return [Report() for _ in orders]
+
+
+@settings(max_examples=trials(200))
+@given(worlds(), STEPS, st.data())
+def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
+    views: list[RankView], durable: list[int], data: st.DataObject
+) -> None:
+    claims = sorted({claim for view in views for claim in view.claims})
+    lost = frozenset(data.draw(st.sets(st.sampled_from(claims), max_size=3))) if claims else frozenset()
+    ranks = Ranks(views, durable)
+    ends = ranks.start(lost)
+    assert len({end.agreed for end in ends}) == 1
+    decision = ends[0].agreed.decision
+    whole = [RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost) for v in views]
+    best = plainly(whole, durable)
+    if isinstance(decision, FromMemory):
+        assert isinstance(best, FromMemory)
+        assert decision.moment.position.step == best.moment.position.step
+        for view in views:
+            own = ranks.own[view.rank]
+            assert own not in lost
+            assert (own.moment, own.key) == (decision.moment, view.needs)
+    else:
+        assert decision == best
+    assert {end.caretaker for end in ends} >= {True}
+
+
+def test_a_damaged_checkpoint_turns_all_ranks_to_the_one_before() -> None:
+    ends = Ranks(fleet(64, replaced=2), [2, 4, 6]).start(damaged=frozenset({6, 4}))
+    assert {end.agreed.decision for end in ends} == {FromDurable(2)}
+    assert ends[0].agreed.known_bad == {"step-6", "step-4"}
+    assert ends[0].agreed.durable_step == 2
+
+
+def test_a_start_with_nothing_whole_below_its_root_is_refused() -> None:
+    with pytest.raises(UnusableCheckpointError, match="root holds checkpoints but none is whole"):
+        Ranks(fleet(64, replaced=2), [2]).start(damaged=frozenset({2}))
+    assert {end.agreed.decision for end in Ranks(fleet(64, replaced=2)).start()} == {Fresh()}
+
+
+def test_a_rank_whose_mesh_differs_is_named() -> None:
+    views = [RankView(rank, "node", ShardKey(rank, 4), "L") for rank in range(3)]
+    other = RankView(3, "node", ShardKey(1, 2, 1, 2), "L")
+    with pytest.raises(UserError, match="rank 3 has the mesh 2 x 2 x 1 and rank 0 4 x 1 x 1"):
+        Council("root").meet([*views, other])
+
+
+def test_the_error_of_one_rank_is_raised_for_all() -> None:
+    ranks = Ranks(fleet(64), [1])
+    council = ranks.council
+    council.meet(list(ranks.views))
+    council.hear_offers([Offer() for _ in ranks.views])
+    with pytest.raises(StorageError, match="no answer"):
+        council.hear([Report(), Report(ok=False, error=StorageError("no answer")), *[Report()] * 62])
+
+
+def test_what_all_are_told_of_many_warnings_is_bounded_and_the_first_rank_has_them_all() -> None:
+    ranks = Ranks(fleet(64))
+    council = ranks.council
+    council.meet(list(ranks.views))
+    council.hear_offers([Offer(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
+    assert len(council.warnings) == 64
+    (told,) = {end.agreed.warnings for end in council.hear([Report() for _ in ranks.views])}
+    assert len(told) == TOLD_TO_ALL + 1
+    assert told[-1] == "44 more such warnings are in the output of rank 0"
+
+
+def travelled(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
+    """Bytes of the whole job, and those that the rank handles which handles most after the first."""
+    total, most = 0, 0
+    for said, answers in rounds:
+        size = len(said)
+        loads = [0] * size
+        distance = 1
+        while distance < size:
+            for rank in range(distance, size, 2 * distance):
+                group = slice(rank, min(rank + distance, size))
+                data = len(pack([pickle.dumps(each) for each in said[group]])) + len(part("value", answers[group]))
+                total += data
+                loads[rank] += data
+                loads[rank - distance] += data
+            distance *= 2
+        most = max(most, *loads[1:])
+    return total, most
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replaced: int) -> None:
+    """From 128 to 1,024 ranks 8 x 10/7; were all to hear all, 64. A quarter of the nodes came new, or none."""
+    found = []
+    for ranks in (128, 1024):
+        world = Ranks(fleet(ranks, replaced=replaced * ranks // 128))
+        assert isinstance(world.start()[0].agreed.decision, FromMemory)
+        wanted, views = world.council.wanted, world.council.views
+        duties = duties_of(wanted, views, [1000] * ranks)
+        rooms = [
+            Room(frozenset(duty.number for duty in mine if duty.guard.target == rank), ())
+            for rank, mine in enumerate(duties)
+        ]
+        copies = [([1000] * ranks, [*duties]), (list(rooms), [*promises_of(wanted, views, rooms)])]
+        found.append(travelled([*world.rounds, *copies]))
+    (small, _), (large, most) = found
+    assert large < 8 * 10 / 7 * 1.15 * small
+    assert most < 256 * 1024
+
+
+def test_each_guard_that_has_room_is_known_to_both_its_ranks_and_to_the_keeping_node() -> None:
+    world = Ranks(fleet(128))
+    world.start()
+    wanted, views = world.council.wanted, world.council.views
+    assert len(wanted) == 128
+    duties = duties_of(wanted, views, list(range(128)))
+    full = {duty.number for rank, mine in enumerate(duties) for duty in mine if duty.guard.target == rank == 5}
+    rooms = [
+        Room(frozenset(duty.number for duty in mine if duty.guard.target == rank) - full, (f"{rank}",) * (rank == 5))
+        for rank, mine in enumerate(duties)
+    ]
+    promises = promises_of(wanted, views, rooms)
+    for number, guard in enumerate(wanted):
+        knowing = {rank for rank, promise in enumerate(promises) if number in promise.numbers}
+        assert knowing == (set() if number in full else {guard.source, guard.target})
+        here = views[guard.target].store
+        assert all((guard.key in promises[v.rank].keys) == (number not in full) for v in views if v.store == here)
+    assert all(duty.payload_bytes == duty.guard.source for mine in duties for duty in mine)
+    assert {promise.warnings for promise in promises} == {("5",)}

@@ -1,0 +1,153 @@
+"""Bad checkpoints and bad stores: a sentence, the contract's exit code, and nothing that was there is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoint_world import HookedStorage, solo
+from s3_server import Fault, S3Server
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_trainer import cli
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
+from trainium_trainer.exits import TrainerError, code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+# The first test pays for importing torch in the server that ranks are forked from.
+pytestmark = pytest.mark.timeout(180)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """All files below a root but the fence, which each start takes."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {name: path.read_bytes() for path in files if (name := str(path.relative_to(root))) != "GENERATION"}
+
+
+def half_deleted(root: Path) -> None:
+    for step in (2, 4):
+        shutil.rmtree(next(path for path in (root / f"step-{step}").iterdir() if path.is_dir()))
+
+
+def shards_of_each_other(root: Path) -> None:
+    two, four = (next((root / f"step-{step}").glob("*/shard-*")) for step in (2, 4))
+    there = two.read_bytes()
+    two.write_bytes(four.read_bytes())
+    four.write_bytes(there)
+
+
+def newer_format(root: Path) -> None:
+    receipt = root / "step-4" / "COMMITTED"
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9}))
+
+
+def nothing(_: Path) -> None:
+    """The checkpoint is sound; the run is of another model."""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings", "sentence"),
+    [
+        (nothing, "another", r"other settings \(model is one there and another here\)"),
+        (newer_format, "one", r"step-4 was written by a newer version .*go on with that version"),
+        (half_deleted, "one", r"none is whole \(.*manifest.json is missing.*restore one from a backup"),
+        (shards_of_each_other, "one", r"none is whole .*restore one from a backup"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_and_left_as_it_was(
+    tmp_path: Path, spoil: Callable[[Path], None], settings: str, sentence: str
+) -> None:
+    run = solo(tmp_path)
+    for step in (2, 4):
+        run.to(step, save_at=(step,)).settle()
+    run.manager.close()
+    spoil(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(TrainerError, match=sentence) as caught:
+        solo(tmp_path, settings=settings)
+    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert contents(tmp_path) == before
+
+
+def test_a_store_that_fails_five_times_in_a_row_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    waits: list[float] = []
+    failures = [OSError(5, "Input/output error")] * 5
+
+    def fail(what: str) -> None:
+        if "before write step-" in what and failures:
+            raise failures.pop()
+
+    run = solo(tmp_path, storage=HookedStorage(tmp_path, fail), retry=replace(Retry(), sleep=waits.append)).settle()
+    run.to(1, save_at=(1,)).settle()
+    assert waits == list(Retry().delays[:5])
+    assert (run.manager.durable_step, run.manager.warnings) == (1, [])
+    assert solo(tmp_path).resumed.step == 1
+
+
+def test_a_folder_that_stands_still_and_comes_back_stops_no_step(tmp_path: Path) -> None:
+    stalled, back = threading.Event(), threading.Event()
+
+    def stall(what: str) -> None:
+        if "before write step-" in what:
+            stalled.set()
+            assert back.wait(60)
+
+    run = solo(tmp_path, storage=HookedStorage(tmp_path, stall)).settle()
+    run.to(1, save_at=(1,))
+    assert stalled.wait(60)
+    run.to(50)
+    assert (run.manager.durable_step, contents(tmp_path)) == (-1, {})
+    back.set()
+    run.settle()
+    assert run.manager.durable_step == 1
+    assert solo(tmp_path).wrong == []
+    # What stands still for a minute is waited for.
+    assert CheckpointConfig.model_validate({"path": "x"}).durable.save_timeout_seconds > 60
+
+
+def test_a_bucket_that_stands_still_for_two_requests_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a request is given up after 30 s, so that a store which stalls for 60 s costs two of them."""
+    with S3Server(page_size=3) as server:
+        server.make_bucket("bucket")
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        limits = Limits(request_seconds=0.3, first_pause_seconds=0.01, longest_pause_seconds=0.02)
+        assert Limits().request_seconds * 2 >= 60
+        assert Limits().retry_seconds > 60
+        storage = S3Storage.of("s3://bucket/run", limits)
+        run = solo("s3://bucket/run", storage=storage).settle()
+        server.fail(Fault(stall=threading.Event(), times=2, method="PUT"))
+        run.to(1, save_at=(1,)).settle()
+        assert (run.manager.durable_step, run.manager.warnings) == (1, [])
+        assert solo("s3://bucket/run").resumed.step == 1
+
+
+def test_commands_name_a_checkpoint_that_they_cannot_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(*argv: str) -> str:
+        assert cli.run(list(argv)) == ExitCode.USER_ERROR
+        return capsys.readouterr().err
+
+    root = tmp_path / "root"
+    run = solo(root).to(1, save_at=(1,)).settle()
+    run.manager.close()
+    targets: list[Any] = [("export", str(root), str(tmp_path / "model"))]
+    targets.append(("convert", "to-nxd", str(root), str(tmp_path / "tag"), "--tensor", "1"))
+    for target in targets:
+        assert "does not say what model it holds" in refusal(*target)
+        assert "no committed checkpoint of step 3" in refusal(*target, "--step", "3")
+    newer = root / "step-1" / "COMMITTED"
+    newer.write_text(json.dumps(json.loads(newer.read_text()) | {"formatVersion": 9}))
+    for target in targets:
+        assert "written by a newer version" in refusal(*target)
+    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "tag").exists()

@@ -1,0 +1,255 @@
+"""The stores: what both must do, on a real folder and on a real S3 over loopback, and what S3 must bear."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from s3_server import ACCESS_KEY, SECRET_KEY, Fault, S3Server
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry, read_part, read_small
+from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
+from trainium_trainer.exits import UserError, code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainium_trainer.checkpoint.storage.protocol import Storage
+
+QUICK = Limits(request_seconds=2.0, retries=3, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=5)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with S3Server(page_size=3) as server:
+        server.make_bucket("bucket")
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(params=["posix", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "posix":
+        return PosixStorage(tmp_path / "root")
+    request.getfixturevalue("s3")
+    return S3Storage.of("s3://bucket/some/run", QUICK)
+
+
+def pieces(data: bytes, size: int = 1000) -> Iterator[memoryview]:
+    view = memoryview(data)
+    yield from (view[at : at + size] for at in range(0, len(data), size))
+
+
+def read_all(storage: Storage, name: str, size: int, start: int = 0) -> bytes:
+    target = bytearray(size)
+    storage.read_into(name, start, memoryview(target))
+    return bytes(target)
+
+
+def test_what_was_written_is_read_back_whole_and_in_parts(storage: Storage) -> None:
+    storage.prepare()
+    data = os.urandom(100_000)
+    storage.write_stream("step-1/a/shard", pieces(data), len(data))
+    assert storage.read("step-1/a/shard") == data
+    assert read_all(storage, "step-1/a/shard", 50_000, 40_000) == data[40_000:90_000]
+    assert read_all(storage, "step-1/a/shard", 0, 5) == b""
+    with pytest.raises(DamagedFileError, match="step-1/a/shard ends too early"):
+        read_all(storage, "step-1/a/shard", 20, len(data) - 10)
+    with pytest.raises(DamagedFileError):
+        read_all(storage, "step-1/a/shard", 20, len(data) + 10)
+
+
+def test_what_is_not_there_is_said_so(storage: Storage) -> None:
+    storage.prepare()
+    assert storage.list("") == storage.list("step-1") == []
+    assert read_small(storage, "GENERATION") is None
+    with pytest.raises(FileNotFoundError):
+        read_all(storage, "step-1/shard", 3)
+    with pytest.raises(DamagedFileError, match="step-1/shard is missing"):
+        read_part(storage, "step-1/shard", 0, memoryview(bytearray(3)), Retry(()))
+    storage.remove_file("step-1/shard")
+    storage.remove_folder("step-1")
+
+
+def test_a_small_file_is_replaced_by_write_and_never_by_create(storage: Storage) -> None:
+    storage.prepare()
+    storage.create("step-1/COMMITTED", b"first")
+    with pytest.raises(FileExistsError):
+        storage.create("step-1/COMMITTED", b"second")
+    assert storage.read("step-1/COMMITTED") == b"first"
+    storage.write("step-1/COMMITTED", b"third")
+    assert storage.read("step-1/COMMITTED") == b"third"
+    assert [entry.name for entry in storage.list("step-1")] == ["COMMITTED"]
+
+
+def test_of_many_who_create_one_file_one_succeeds(storage: Storage) -> None:
+    storage.prepare()
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        try:
+            storage.create("COMMITTED", str(number).encode())
+        except FileExistsError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert storage.read("COMMITTED") == str(won[0]).encode()
+
+
+def test_lists_are_complete_however_many_pages_they_have(storage: Storage) -> None:
+    storage.prepare()
+    for number in range(10):
+        storage.write(f"step-{number}/COMMITTED", b"x" * number)
+        storage.write(f"file-{number}", b"y" * number)
+    entries = storage.list("")
+    assert [(entry.name, entry.size, entry.is_folder) for entry in entries] == [
+        *((f"file-{number}", number, False) for number in range(10)),
+        *((f"step-{number}", 0, True) for number in range(10)),
+    ]
+    assert [(entry.name, entry.size) for entry in storage.list("step-7")] == [("COMMITTED", 7)]
+    assert all(entry.modified > 0 for entry in entries if not entry.is_folder)
+
+
+def test_a_folder_is_removed_with_all_that_is_in_it_and_nothing_else(storage: Storage) -> None:
+    storage.prepare()
+    for name in (*(f"step-1/a/{number}" for number in range(7)), "step-1/COMMITTED", "step-10/COMMITTED"):
+        storage.write(name, b"x")
+    storage.remove_file("step-1/COMMITTED")
+    assert [entry.name for entry in storage.list("step-1")] == ["a"]
+    storage.remove_folder("step-1")
+    assert [entry.name for entry in storage.list("")] == ["step-10"]
+
+
+def test_a_long_file_appears_whole_and_one_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    seen: list[bytes | None] = []
+
+    def looking(whole: bytes, *, fails: bool = False) -> Iterator[memoryview]:
+        for at in range(len(whole)):
+            yield memoryview(whole)[at : at + 1]
+            seen.append(storage.read("a/shard") if (tmp_path / "a/shard").exists() else None)
+            assert [entry.name for entry in storage.list("a")] in ([], ["shard"])
+        if fails:
+            raise RuntimeError
+
+    storage.write_stream("a/shard", looking(b"first"), 5)
+    assert set(seen) == {None}
+    with pytest.raises(RuntimeError):
+        storage.write_stream("a/shard", looking(b"other", fails=True), 5)
+    assert set(seen[5:]) == {b"first"}
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["shard"]
+    assert storage.read("a/shard") == b"first"
+
+
+def test_drafts_of_killed_writers_are_removed_and_nothing_of_the_users(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    draft = storage._draft("note", b"half of it")
+    for name in (".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"):
+        storage.write(name, b"the user's")
+    assert draft in set(tmp_path.iterdir())
+    storage.remove_drafts()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"}
+
+
+def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Server) -> None:
+    storage = S3Storage.of("s3://bucket/run", QUICK)
+    data = os.urandom(40 << 20)
+
+    def broken() -> Iterator[memoryview]:
+        yield from pieces(data, 8 << 20)
+        raise OSError(errno.EIO, "the disk that it is read from")
+
+    with pytest.raises(OSError, match="the disk that it is read from"):
+        storage.write_stream("shard", broken(), len(data) + 1)
+    s3.fail(Fault(status=500, times=99, fits=lambda request: "partNumber" in request.query))
+    with pytest.raises(OSError, match="InternalError"):
+        storage.write_stream("shard", pieces(data, 8 << 20), len(data))
+    assert s3.objects["bucket"] == {}
+    assert s3.uploads == {}
+
+
+def test_a_large_file_goes_in_parts_and_bears_failures_of_some(s3: S3Server) -> None:
+    storage = S3Storage.of("s3://bucket/run", replace(QUICK, request_seconds=20))
+    data = os.urandom(40 << 20)
+    s3.fail(Fault(status=503, code="SlowDown", times=2, method="POST"))
+    s3.fail(Fault(status=500, times=3, method="PUT"))
+    storage.write_stream("shard", pieces(data, 8 << 20), len(data))
+    assert s3.objects["bucket"]["run/shard"] == data
+    assert s3.count("PUT") == 3 + 3
+    assert max(request.length for request in s3.requests) == 16 << 20
+
+
+def test_a_read_bears_failures_and_answers_that_are_cut_off(s3: S3Server) -> None:
+    storage = S3Storage.of("s3://bucket/run", QUICK)
+    data = os.urandom(100_000)
+    s3.put("bucket", "run/shard", data)
+    s3.fail(Fault(status=500, times=2))
+    s3.fail(Fault(cut=1000))
+    assert read_all(storage, "shard", len(data)) == data
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time_and_tried_again(s3: S3Server) -> None:
+    storage = S3Storage.of("s3://bucket/run", replace(QUICK, request_seconds=0.2))
+    stalled = s3.fail(Fault(stall=threading.Event(), times=99))
+    with pytest.raises(StorageError, match="did not answer in time") as caught:
+        Retry(()).run(lambda: storage.write("GENERATION", b"1"), storage.location)
+    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+
+    def recover(_: float) -> None:
+        stalled.times = 0
+
+    Retry((0.1,), sleep=recover).run(lambda: storage.write("GENERATION", b"2"), storage.location)
+    assert storage.read("GENERATION") == b"2"
+
+
+def test_a_commit_whose_answer_was_lost_is_recognised(s3: S3Server) -> None:
+    """The store has it, the client saw an error: the next try must not take it for somebody else's."""
+    storage = S3Storage.of("s3://bucket/run", QUICK)
+    s3.fail(Fault(status=500, after=True, method="PUT"))
+    with pytest.raises(FileExistsError):
+        storage.create("step-1/COMMITTED", b"mine")
+    assert storage.read("step-1/COMMITTED") == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "sentence"),
+    [
+        ({"AWS_ACCESS_KEY_ID": "AKIDSOMEBODYELSE0000"}, "s3://bucket/run", "InvalidAccessKeyId.*write permission"),
+        ({}, "s3://no-such-bucket/run", "the bucket does not exist: make the bucket"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "s3://bucket/run", "cannot be reached: check the store"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence_without_credentials(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: Any, change: dict[str, str], path: str, sentence: str
+) -> None:
+    for name, value in change.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("DEBUG"), pytest.raises(StorageError, match=sentence) as caught:
+        Retry(()).run(S3Storage.of(path, QUICK).prepare, path)
+    said = f"{caught.value!r} {caught.value.__cause__!r} {caplog.text}"
+    assert not any(secret in said for secret in (ACCESS_KEY, SECRET_KEY, "AKIDSOMEBODYELSE0000", "Signature"))
+
+
+def test_paths_name_their_store(tmp_path: Path, s3: S3Server) -> None:
+    assert open_storage(str(tmp_path)).location == str(tmp_path)
+    assert open_storage("s3://bucket/a/b/").location == "s3://bucket/a/b"
+    for path, sentence in (("gs://bucket/x", "no store 'gs'"), ("s3://Not_A_Bucket/x", "is not a bucket's name")):
+        with pytest.raises(UserError, match=sentence):
+            open_storage(path)

@@ -1,0 +1,462 @@
+"""Prepared data and the cache: made once, made anew when it must be, taken up again after a kill, never half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from data_files import END, TEXTS, config, decoded, json_lines, opened, prepared_in, write_text
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer import cli
+from trainium_trainer.data.prepared.build import Progress, Recipe, build
+from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
+from trainium_trainer.data.sources.files import DataFile
+from trainium_trainer.data.tokens.encoding import SourceSpec, held_back
+from trainium_trainer.data.tokens.tokenizer import load_tokenizer
+from trainium_trainer.data.workers.pool import WorkerError, Workers
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_text(folder / "d.txt")
+    return opened(config(folder, folder / "d.txt")).tokenizer
+
+
+def many(path: Path, count: int = 400) -> list[str]:
+    texts = [f"text {number}: " + "word " * (number % 50) for number in range(count)]
+    path.write_bytes(json_lines(texts))
+    return texts
+
+
+def recipe(path: Path, tokenizer: Path) -> Recipe:
+    return Recipe((SourceSpec(str(path), "text"),), tokenizer, 0)
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+def test_changed_text_is_tokenised_anew_and_unchanged_text_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    write_text(path)
+    first = opened(config(tmp_path, path)).identity
+    stamp = (prepared_in(tmp_path / "cache").folder / "manifest.json").stat().st_mtime_ns
+    assert opened(config(tmp_path, path)).identity == first
+    assert (prepared_in(tmp_path / "cache").folder / "manifest.json").stat().st_mtime_ns == stamp
+    path.write_text("\n".join(reversed(TEXTS)))
+    assert opened(config(tmp_path, path)).identity != first
+
+
+def test_a_tokenizer_may_be_brought_and_must_be_one(tmp_path: Path, tokenizer: Path) -> None:
+    write_text(tmp_path / "d.txt")
+
+    def given(path: Path) -> Any:
+        return config(tmp_path, tmp_path / "d.txt", tokenizer={"path": str(path)})
+
+    assert vocabulary_of_data(given(tokenizer)) == load_tokenizer(tokenizer).get_vocab_size()
+    assert vocabulary_of_data(config(tmp_path, "x", tokenizer={"vocab_size": 512})) == 512
+    with pytest.raises(UserError, match="there is no tokenizer"):
+        vocabulary_of_data(given(tmp_path / "gone"))
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(UserError, match="not a tokenizer"):
+        vocabulary_of_data(given(tmp_path / "broken.json"))
+    own = opened(given(tokenizer))
+    assert own.identity == opened(config(tmp_path, tmp_path / "d.txt")).identity
+    document = json.loads(tokenizer.read_text())
+    document["added_tokens"][0]["content"] = "<nothing>"
+    document["model"]["vocab"]["<nothing>"] = document["model"]["vocab"].pop(END)
+    (tmp_path / "endless.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match="no end-of-document token"):
+        opened(given(tmp_path / "endless.json"))
+
+
+def test_a_cache_folder_that_can_never_be_written_is_the_users_to_change(tmp_path: Path) -> None:
+    write_text(tmp_path / "d.txt")
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match=r"cannot be used .*: free space there or set data.cacheDirectory"):
+        opened(config(tmp_path, tmp_path / "d.txt"))
+
+
+def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it(tmp_path: Path) -> None:
+    from trainium_trainer.agent.linux.kernel import thread_names
+    from trainium_trainer.warm import _prepare_data
+
+    write_text(tmp_path / "d.txt")
+    threads = thread_names()  # some libraries end theirs around a fork
+    _prepare_data(config(tmp_path, tmp_path / "d.txt"), 8, 0.0)
+    assert len(thread_names()) <= len(threads), "a process with threads must not be forked"
+    assert prepared_in(tmp_path / "cache").tokens
+    _prepare_data(config(tmp_path, tmp_path / "none.txt"), 8, 0.0)
+
+
+def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_text("\n".join(TEXTS * 200))
+    script = (
+        "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
+        "from trainium_trainer.data.prepared import build; from trainium_trainer.data import opening\n"
+        "make = build._make\n"
+        "build._make = lambda *arguments: (print('built'), make(*arguments))[1]\n"
+        "print(opening.open_data(DataConfig.model_validate_json(sys.argv[1]), 8).identity)\n"
+    )
+    document = config(tmp_path, path).model_dump_json(by_alias=True)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, document], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    lines = [line for process in processes for line in process.communicate()[0].split()]
+    assert lines.count("built") == 1
+    assert len(set(lines) - {"built"}) == 1
+
+
+# ---- prepared folders -----------------------------------------------------------------------------------------------
+
+
+def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = many(tmp_path / "d.jsonl")
+    monkeypatch.setattr("trainium_trainer.data.prepared.build.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("trainium_trainer.data.prepared.writer._BATCH_TOKENS", 700)
+    manifests = []
+    for workers, shard_tokens in ((1, 10**9), (3, 2000)):
+        folder = tmp_path / f"made-{workers}"
+        manifests.append(
+            build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=workers, shard_tokens=shard_tokens)
+        )
+    one, three = (Prepared(tmp_path / f"made-{workers}") for workers in (1, 3))
+    assert one.tokens == three.tokens
+    assert len(manifests[1].shards) > 3
+    assert len(three.batch_tokens) > len(manifests[1].shards)
+    everything = one.read(0, one.tokens)
+    assert (everything == three.read(0, three.tokens)).all()
+    assert load_tokenizer(tokenizer).decode(list(everything), skip_special_tokens=False) == "".join(
+        text + END for text in texts
+    )
+    assert manifests[0].documents == len(texts)
+    for start, stop in ((0, 1), (650, 2100), (1999, 2001), (one.tokens - 5, one.tokens), (7, 7)):
+        assert (three.read(start, stop) == everything[start:stop]).all()
+
+
+def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data.prepared import build, writer\n"
+        "from trainium_trainer.data.tokens.encoding import SourceSpec\n"
+        "build.BLOCK_BYTES = 3000\ncount = 0\n"
+        "def stop(progress):\n    global count\n    count += 1\n"
+        "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "recipe = build.Recipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0)\n"
+        "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop, shard_tokens=800)\n"
+    )
+
+    def run(folder: str, kill_at: int) -> int:
+        arguments = [str(tmp_path / "d.jsonl"), str(tokenizer), str(tmp_path / folder), str(kill_at)]
+        return subprocess.run([sys.executable, "-c", script, *arguments], check=False).returncode
+
+    assert run("whole", 0) == 0
+    assert run("killed", 6) == -9
+    assert not (tmp_path / "killed").exists()
+    left = [file.name for file in (tmp_path / "killed.partial").glob("tokens-*.arrow")]
+    assert left
+    stamps = {name: (tmp_path / "killed.partial" / name).stat().st_mtime_ns for name in left}
+    assert run("killed", 0) == 0
+    assert {name: (tmp_path / "killed" / name).stat().st_mtime_ns for name in left} == stamps
+    assert (tmp_path / "killed" / "manifest.json").read_text() == (tmp_path / "whole" / "manifest.json").read_text()
+    assert {file.name for file in (tmp_path / "killed").iterdir()} == {
+        file.name for file in (tmp_path / "whole").iterdir()
+    }
+
+
+def test_what_was_left_of_other_data_is_not_continued(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    partial = tmp_path / "made.partial"
+    partial.mkdir()
+    (partial / "plan.json").write_text('"another"')
+    (partial / "tokens-00000.json").write_text("{}")
+    manifest = build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    assert manifest.documents == 400
+
+
+def test_a_folder_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+
+    def refused(pattern: str) -> None:
+        with pytest.raises(UserError, match=pattern):
+            opened(config(tmp_path, folder, tokenizer={}))
+
+    shard = folder / "tokens-00000.arrow"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    refused(r"tokens-00000.arrow: has \d+ bytes, not \d+: copy it again")
+    shard.unlink()
+    refused(r"tokens-00000.arrow: is missing")
+    shard.write_bytes(b"x" * len(whole))
+    with pytest.raises(UserError, match="not an Arrow file"):
+        opened(config(tmp_path, folder, tokenizer={})).training.at(0, 1)
+    shard.write_bytes(whole)
+    index = (folder / "index.arrow").read_bytes()
+    (folder / "index.arrow").write_bytes(index[:-20])
+    refused(r"index.arrow: cannot be read")
+    (folder / "index.arrow").write_bytes(index)
+    manifest = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(manifest.replace('"format": 3', '"format": 9'))
+    refused("was prepared in format 9, this version reads 3")
+    (folder / "manifest.json").write_text(manifest[:-50])
+    refused("manifest.json is not that of prepared data")
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match="holds other prepared data"):
+        build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "other", workers=1)
+
+
+def test_the_processes_of_a_node_look_at_every_file_once_together(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (only,) = manifest["shards"]
+    for number in range(1, 7):
+        os.link(folder / only["file"], folder / f"copy-{number}.arrow")
+    copies = [only | {"file": f"copy-{number}.arrow", "tokens": 0} for number in range(1, 7)]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"shards": [only, *copies]}))
+    looked: list[str] = []
+    check = Prepared._check
+    monkeypatch.setattr(Prepared, "_check", lambda self, shard: (looked.append(shard.file), check(self, shard))[1])
+    for number in range(4):
+        before = len(looked)
+        with watching(number, 4):
+            Prepared(folder)
+        assert len(looked) - before <= 2
+    assert sorted(looked) == sorted([only["file"], *(copy["file"] for copy in copies)])
+    (folder / "copy-5.arrow").unlink()
+    for number in (0, 2, 3):
+        with watching(number, 4):
+            Prepared(folder)
+    with watching(1, 4), pytest.raises(UserError, match=r"copy-5.arrow: is missing"):
+        Prepared(folder)
+
+
+def test_a_file_that_nobody_looked_at_is_looked_at_when_it_is_opened(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    with watching(1, 2):
+        prepared = Prepared(folder)
+    os.truncate(folder / "tokens-00000.arrow", 100)
+    with pytest.raises(UserError, match=r"tokens-00000.arrow: has 100 bytes, not"):
+        prepared.read(0, 1)
+
+
+def test_a_broken_token_is_found_before_it_is_used(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    prepared = Prepared(folder)
+    with pa.memory_map(str(folder / "tokens-00000.arrow"), "r+") as stream:
+        content = stream.read()
+        place = content.index(prepared.read(100, 140).tobytes())
+        stream.seek(place)
+        stream.write(np.array([40_000], np.uint16).tobytes())
+    with pytest.raises(UserError, match="holds token id 40000, but the vocabulary has 300 entries"):
+        opened(config(tmp_path, folder, tokenizer={})).training.at(0, 2000)
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[object]:
+    """What an action gives twice, the second time begun and ended before the first one names what it has written."""
+    first, second, drafted, done = [], [], threading.Event(), threading.Event()
+    replace = pathlib.Path.replace
+
+    def late(draft: Path, target: Path) -> Path:
+        if threading.current_thread() is slower:
+            drafted.set()
+            done.wait(10)
+        return replace(draft, target)
+
+    def run(found: list[object]) -> None:
+        try:
+            found.append(action())
+        except OSError as error:
+            found.append(error)
+
+    monkeypatch.setattr(pathlib.Path, "replace", late)
+    slower = threading.Thread(target=run, args=(first,))
+    slower.start()
+    assert drafted.wait(10)
+    run(second)
+    done.set()
+    slower.join()
+    return [*first, *second]
+
+
+def test_two_ranks_that_count_what_is_held_back_at_once_both_remember_it(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path / "d.jsonl")
+    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    prepared = Prepared(tmp_path / "made")
+    # Ranks are forks of one process that do the same, so their objects lie at the same places.
+    monkeypatch.setattr("trainium_trainer.data.prepared.prepared.id", lambda _: 1, raising=False)
+    cache = tmp_path / "shared"
+    cache.mkdir()
+    found = at_once(monkeypatch, lambda: Selection(prepared, 0.2, validation=True, memo=cache).tokens)
+    assert found[0] == found[1] == Selection(prepared, 0.2, validation=True, memo=cache).tokens
+    assert [file.suffix for file in cache.iterdir()] == [".npy"], "no draft is left"
+
+
+def test_two_processes_of_one_number_in_two_pods_may_look_at_a_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path / "d.jsonl")
+    cache = tmp_path / "shared"
+    cache.mkdir()
+    file = DataFile(str(tmp_path / "d.jsonl"), (tmp_path / "d.jsonl").stat().st_size, "stamp", "d.jsonl")
+    found = at_once(monkeypatch, lambda: file.digest(cache))
+    assert found[0] == found[1] == file.digest(None)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_documents_are_held_back_by_their_hash_whatever_else_is_in_the_data(tmp_path: Path, tokenizer: Path) -> None:
+    texts = many(tmp_path / "d.jsonl")
+    folder = tmp_path / "made"
+    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    prepared = Prepared(folder)
+    reader = load_tokenizer(tokenizer)
+
+    def documents(run: Any) -> list[str]:
+        return reader.decode(list(run.read(0, run.tokens)), skip_special_tokens=False).split(END)[:-1]
+
+    kept, held = (documents(Selection(prepared, 0.2, validation=side, memo=tmp_path)) for side in (False, True))
+    assert 40 < len(held) < 120
+    assert sorted(kept + held) == sorted(texts)
+    assert kept == [text for text in texts if text in set(kept)], "in the order of the data"
+    (tmp_path / "e.jsonl").write_bytes(json_lines(["more", *reversed(texts)]))
+    build(tmp_path / "more", recipe(tmp_path / "e.jsonl", tokenizer), "k", workers=1)
+    again = Selection(Prepared(tmp_path / "more"), 0.2, validation=True, memo=tmp_path)
+    assert set(documents(again)) - {"more"} == set(held)
+    remembered = Selection(prepared, 0.2, validation=True, memo=tmp_path)
+    assert documents(remembered) == held
+    for start, stop in ((0, 3), (50, 500), (remembered.tokens - 9, remembered.tokens)):
+        assert (remembered.read(start, stop) == remembered.read(0, remembered.tokens)[start:stop]).all()
+
+
+def test_pieces_of_one_document_are_held_back_together(tmp_path: Path, tokenizer: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} says\n" * 180_000)
+    made = tmp_path / "made"
+    build(made, recipe(tmp_path / "*.txt", tokenizer), "k", workers=1)
+    prepared = Prepared(made)
+    hashes = [prepared.batch(number)[2] for number in range(len(prepared.batch_tokens))]
+    assert sum(len(part) for part in hashes) == 6
+    assert len(np.unique(np.concatenate(hashes))) == 3
+    share = held_back(np.array([0, 2**63 - 1, 2**63, 2**64 - 1], np.uint64), 0.5)
+    assert share.tolist() == [True, True, False, False]
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_wait() -> None:
+    with Workers(2) as workers, pytest.raises(WorkerError, match=r"was killed by SIGKILL .*memory is short"):
+        list(workers.map(os.kill, [(0, 0), (0, 0), (os.getpid(), 0), (0, 9), (0, 0)]))
+
+
+def test_an_error_in_a_worker_comes_with_its_traceback() -> None:
+    with Workers(1) as workers:
+        with pytest.raises(WorkerError, match=r"(?s)Traceback.*ZeroDivisionError"):
+            workers.call(divmod, 1, 0)
+        assert workers.call(divmod, 7, 2) == (3, 1), "and the worker goes on"
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    with Workers(3) as workers:
+        calls = [(number, 7) for number in range(50)]
+        assert list(workers.map(divmod, calls)) == [divmod(*call) for call in calls]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_data_that_are_recognised_with_their_tokenizer(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = many(tmp_path / "d.jsonl")
+    with (tmp_path / "d.jsonl").open("ab") as stream:
+        stream.write(b"{oops\n")
+    out = tmp_path / "made"
+    command = ["prepare-data", "--source", str(tmp_path / "d.jsonl"), "--tokenizer", str(tokenizer)]
+    assert cli.run([*command, "--output", str(out), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert f"{out}: 400 documents, " in said
+    assert "tokens/s, 1 lines skipped, the first: " in said
+    assert "d.jsonl line 401: not JSON" in said
+    settings = config(tmp_path, out, tokenizer={})
+    data = opened(settings)
+    assert decoded(data) == "".join(text + END for text in texts)
+    assert vocabulary_of_data(settings) == 300
+    assert cli.run([*command, "--output", str(out)]) == 0, "again: it is there"
+    assert cli.run([*command, "--output", str(tmp_path)]) == ExitCode.USER_ERROR
+    assert "is there already and is not prepared data" in capsys.readouterr().err
+    assert cli.run([*command, "--output", str(tmp_path / "x"), "--max-bad-lines", "0"]) == ExitCode.USER_ERROR
+    assert not (tmp_path / "x").exists()
+    assert cli.run([*command, "--output", str(tmp_path / "x"), "--workers", "0"]) == ExitCode.USER_ERROR
+    assert "workers is 0" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_differs_from_the_prepared_datas_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    document = json.loads(tokenizer.read_text())
+    document["added_tokens"][0]["special"] = False
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    (tmp_path / "same.json").write_text(json.dumps(json.loads(tokenizer.read_text()), indent=3))
+    with pytest.raises(UserError, match=r"was prepared with another tokenizer than .*other.json"):
+        opened(config(tmp_path, tmp_path / "made", tokenizer={"path": str(tmp_path / "other.json")}))
+    opened(config(tmp_path, tmp_path / "made", tokenizer={"path": str(tmp_path / "same.json")}))
+
+
+def test_the_progress_of_a_build_reaches_its_end(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "d.jsonl")
+    seen: list[Progress] = []
+    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1, progress=seen.append)
+    assert seen[-1].bytes == seen[-1].total_bytes
+    assert seen[-1].documents == 400
+
+
+def test_several_sources_are_mixed_by_their_weights_and_share_a_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    many(tmp_path / "a.jsonl")
+    build(tmp_path / "made", recipe(tmp_path / "a.jsonl", tokenizer), "k", workers=1)
+    (tmp_path / "b.jsonl").write_bytes(json_lines(["b " * 400] * 3).replace(b'"text"', b'"body"'))
+    sources = [
+        {"source": str(tmp_path / "made"), "weight": 3},
+        {"source": str(tmp_path / "b.jsonl"), "textField": "body"},
+    ]
+    settings = config(tmp_path, "unused", sources=sources, tokenizer={})
+    assert vocabulary_of_data(settings) == 300
+    data = opened(settings)
+    assert data.tokenizer == tmp_path / "made" / "tokenizer.json"
+    from_made = data.training.sizes[0]
+    numbers = data.training.numbers(0, 1000)
+    assert sum(number < from_made for number in numbers) == pytest.approx(750, abs=2)
+    second = data.training.at(0, 8)[-1]
+    assert {opened(settings).identity} == {data.identity}
+    other = config(tmp_path, "unused", sources=[sources[0] | {"weight": 2}, sources[1]], tokenizer={})
+    assert opened(other).identity != data.identity
+    assert len(second.tokens) == 17

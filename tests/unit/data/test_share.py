@@ -1,0 +1,208 @@
+"""Which rank computes which samples in which pass, at even and at uneven sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trials import trials
+
+from trainium_contract.sizes import BatchShape, SizeRule, passes
+from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
+from trainium_trainer.data.batches.order import Mixture
+from trainium_trainer.data.batches.samples import Part, Rules, Samples
+from trainium_trainer.data.batches.share import Share
+from trainium_trainer.models.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LENGTH = 4
+RULES = Rules(sequence_length=LENGTH, vocabulary=2**16)
+BATCHES = st.integers(1, 70)
+DEGREES = st.integers(1, 24)
+
+
+class Counting:
+    """The run of tokens 0, 1, 2, ..."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        return np.arange(start, stop, dtype=np.uint16)
+
+
+def shares(global_size: int, micro_size: int, dp_size: int) -> list[Share]:
+    return [
+        Share(global_size=global_size, micro_size=micro_size, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+    ]
+
+
+def samples(count: int) -> Samples:
+    return Samples([Part("s", Counting(count * LENGTH + 1))], Mixture([1.0], 3), seed=3, rules=RULES)
+
+
+def step_at(data: Samples, share: Share, position: int) -> RankBatch:
+    loader = Loader(SampleMaker(data, share), global_size=share.global_size)
+    try:
+        return loader.batch_at(position)
+    finally:
+        loader.close()
+
+
+@given(BATCHES, st.integers(1, 8), DEGREES)
+def test_the_ranks_have_every_sample_of_a_step_once_and_differ_by_one_at_most(
+    global_size: int, micro_size: int, dp_size: int
+) -> None:
+    ranks = shares(global_size, micro_size, dp_size)
+    held = [number for share in ranks for number in range(share.offset, share.offset + share.size)]
+    assert held == list(range(global_size))
+    sizes = [share.size for share in ranks]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(BATCHES, st.integers(1, 8), DEGREES)
+def test_all_ranks_make_as_many_passes_and_no_fewer_would_hold_the_batch(
+    global_size: int, micro_size: int, dp_size: int
+) -> None:
+    ranks = shares(global_size, micro_size, dp_size)
+    (count,) = {share.passes for share in ranks}
+    assert count * micro_size * dp_size >= global_size > (count - 1) * micro_size * dp_size
+    assert all(share.size <= count * micro_size for share in ranks)
+    assert all(0 <= share.empty_passes <= count for share in ranks)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), DEGREES)
+def test_where_the_batch_comes_out_even_each_rank_has_its_equal_slice_as_ever(
+    rounds: int, micro_size: int, dp_size: int
+) -> None:
+    global_size = rounds * micro_size * dp_size
+    for rank, share in enumerate(shares(global_size, micro_size, dp_size)):
+        assert (share.size, share.offset) == (global_size // dp_size, rank * (global_size // dp_size))
+        assert (share.passes, share.empty_passes) == (rounds, 0)
+
+
+@given(
+    global_size=st.integers(1, 24),
+    micro_size=st.integers(1, 4),
+    dp_size=st.integers(1, 12),
+    step=st.integers(0, 50),
+    count=st.integers(1, 60),
+)
+@settings(max_examples=trials(60))
+def test_every_micro_batch_has_one_shape_and_what_holds_no_sample_counts_for_nothing(
+    global_size: int, micro_size: int, dp_size: int, step: int, count: int
+) -> None:
+    data, position = samples(count), step * global_size
+    batches = [step_at(data, share, position) for share in shares(global_size, micro_size, dp_size)]
+    assert [number for batch in batches for number in batch.samples] == data.numbers(position, global_size)
+    micros = [micro for batch in batches for micro in batch.micro_batches]
+    assert len(micros) == dp_size * passes(global_size, micro_size, dp_size)
+    assert {tuple(tensor.shape) for micro in micros for tensor in (micro.inputs, micro.labels)} == {
+        (micro_size, LENGTH)
+    }
+    assert sum(micro.valid_tokens for micro in micros) == global_size * LENGTH
+    rows = [row for micro in micros for row in micro.labels if (row != IGNORED_LABEL).any()]
+    assert len(rows) == global_size
+    places = [
+        int(place)
+        for micro in micros
+        for place, row in zip(micro.places, micro.labels, strict=True)
+        if (row != IGNORED_LABEL).any()
+    ]
+    assert places == list(range(position, position + global_size)), "dropout follows from them"
+    for micro in micros:
+        empty = (micro.labels == IGNORED_LABEL).all(dim=1)
+        assert (micro.inputs[empty] == RULES.padding).all(), "tokens that the model knows"
+
+
+def test_a_pass_without_a_sample_is_made_once_and_used_at_every_step() -> None:
+    share = Share(global_size=4, micro_size=1, dp_rank=0, dp_size=3)
+    loader = Loader(SampleMaker(samples(40), share), global_size=4)
+    first, second = loader.batch_at(0), loader.batch_at(4)
+    loader.close()
+    assert [micro.valid_tokens for micro in first.micro_batches] == [LENGTH, 0]
+    assert first.micro_batches[-1] is second.micro_batches[-1]
+
+
+def test_a_rank_without_a_sample_has_masked_passes_only() -> None:
+    batches = [step_at(samples(40), share, 6) for share in shares(2, 1, 3)]
+    assert sorted(len(batch.samples) for batch in batches) == [0, 1, 1]
+    (idle,) = [batch for batch in batches if not batch.samples]
+    (micro,) = idle.micro_batches
+    assert micro.valid_tokens == 0
+    assert bool(torch.all(micro.labels == IGNORED_LABEL))
+
+
+# --- what a size is worth
+
+
+def shape(global_size: int, micro: int = 1, cores: int = 1, tensor: int = 1, rule: SizeRule = SizeRule.ANY) -> Any:
+    return BatchShape(
+        cores_per_node=cores,
+        tensor=tensor,
+        pipeline=1,
+        global_batch_size=global_size,
+        micro_batch_size=micro,
+        rule=rule,
+    )
+
+
+SHAPES = st.builds(
+    BatchShape,
+    cores_per_node=st.sampled_from([1, 2, 3, 4, 32]),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    pipeline=st.sampled_from([1, 2, 3]),
+    global_batch_size=st.integers(1, 300),
+    micro_batch_size=st.integers(1, 4),
+    rule=st.sampled_from(SizeRule),
+)
+
+
+@given(SHAPES, st.integers(1, 60), st.integers(1, 60))
+def test_the_best_size_has_the_fewest_passes_and_of_those_the_fewest_nodes(
+    shape: BatchShape, nodes: int, smallest: int
+) -> None:
+    legal = shape.legal_sizes(smallest, nodes)
+    best = min(legal, key=lambda size: (shape.passes(size), size), default=0)
+    assert shape.best(nodes, smallest) == best
+    assert shape.floor(nodes, smallest) == max(legal, default=0)
+
+
+@given(SHAPES, st.integers(1, 60), st.integers(1, 60))
+def test_the_useful_sizes_are_those_that_are_best_for_some_number_of_nodes(
+    shape: BatchShape, largest: int, smallest: int
+) -> None:
+    best = {shape.best(nodes, smallest) for nodes in range(smallest, largest + 1)} - {0}
+    assert shape.useful_sizes(smallest, largest) == tuple(sorted(best))
+
+
+@given(SHAPES)
+def test_an_even_size_is_its_own_best(given: BatchShape) -> None:
+    free = replace(given, rule=SizeRule.ANY)
+    for nodes in replace(given, rule=SizeRule.EVEN).legal_sizes(1, 60):
+        assert free.best(nodes) == nodes
+        assert free.filled(nodes) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "speed"), [(128, 2, 1.0), (127, 3, 2 / 3), (86, 3, 2 / 3), (85, 4, 0.5), (64, 4, 0.5)]
+)
+def test_hlat_without_a_spare_keeps_two_thirds_of_its_speed(nodes: int, count: int, speed: float) -> None:
+    hlat = shape(1024, cores=32, tensor=8)
+    assert hlat.passes(nodes) == count
+    assert hlat.speed(nodes, 128) == pytest.approx(speed)
+    assert hlat.useful_sizes(64, 128) == (64, 86, 128)
+
+
+def test_a_llama_3_8b_job_keeps_eight_ninths_on_fifteen_of_sixteen_nodes() -> None:
+    llama = shape(16 * 16 * 4, cores=32, tensor=8)
+    assert (llama.passes(16), llama.passes(15)) == (16, 18)
+    assert llama.speed(15, 16) == pytest.approx(8 / 9)
+    assert shape(16 * 16 * 4, cores=32, tensor=8, rule=SizeRule.EVEN).best(15) == 8

@@ -1,0 +1,228 @@
+"""Sources and formats: what is read, in what order, and what is said of bad data."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+from data_files import (
+    END,
+    FORMATS,
+    TEXTS,
+    config,
+    decoded,
+    json_lines,
+    opened,
+    write_arrow_file,
+    write_parquet,
+    write_text,
+)
+from pyarrow import parquet
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.sources.documents import Piece, Skipped
+from trainium_trainer.data.sources.resolve import open_source
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def pieces(source: str, target: int) -> list[Piece]:
+    opened = open_source(source, "text")
+    items = [item for block in opened.blocks(target) for item in opened.read(block)]
+    assert not [item for item in items if isinstance(item, Skipped)]
+    return [item for item in items if isinstance(item, Piece)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("target", [40, 300, 10**9])
+def test_every_format_gives_its_documents_in_order_however_it_is_divided(
+    tmp_path: Path, name: str, target: int
+) -> None:
+    FORMATS[name](tmp_path / name)
+    assert [piece.text for piece in pieces(str(tmp_path / name), target)] == TEXTS
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("target", [1, 7, 64, 10**9])
+def test_a_text_file_is_one_document_however_it_is_divided(tmp_path: Path, ending: str, target: int) -> None:
+    text = "\n".join(["first", "", "naïve 日本語 🙂", "x" * 100, "last"] * 3)
+    (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", ending).encode())
+    found = pieces(str(tmp_path / "d.txt"), target)
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
+    assert {piece.document for piece in found} == {"d.txt"}
+
+
+def test_the_tokens_are_the_documents_with_their_ends(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(json_lines(["", *TEXTS, "that says <|endoftext|> itself"]))
+    data = opened(config(tmp_path, tmp_path / "d.jsonl"))
+    expected = [*TEXTS, "that says <|endoftext|> itself"]
+    assert decoded(data) == "".join(text + END for text in expected)
+    run = data.training.parts[0].run
+    assert (run.read(0, run.tokens) == 0).sum() == len(expected), "what stands in the text is no end of a document"
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "b.txt").write_text("second " * 30)
+    (folder / "a.txt").write_text("first " * 30)
+    (folder / "inner" / "c.txt").write_text("third " * 30)
+    for note in ("readme.md", "state.json", ".hidden.txt", "_SUCCESS.txt"):
+        (folder / note).write_text("not data")
+    texts = [word * 30 + END for word in ("first ", "second ", "third ")]
+    assert decoded(opened(config(tmp_path, folder))) == "".join(texts)
+    assert decoded(opened(config(tmp_path, folder / "[ab].txt"))) == texts[0] + texts[1]
+    assert decoded(opened(config(tmp_path, folder / "**" / "c*.txt"))) == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("none.txt", None, "there is no such file or folder"),
+        ("no*.txt", None, "file matches: correct the pattern"),
+        ("empty.txt", b"", "holds no text"),
+        ("short.txt", b"too short", "tokens to train on, fewer than one sequence of 16"),
+        ("latin.txt", b"caf\xe9 " * 50, "latin.txt line 1: not UTF-8 text at byte 3 of it"),
+        ("table.tsv", b"a\tb\n", "files end in .txt, .jsonl, .json, .csv, .arrow, .parquet"),
+        ("d.csv", b"a,b\n1,2\n", "no column 'text' (columns: a, b): set data.textField"),
+        ("d.csv", b"text,b\n1\n", "line 2: has 1 values, the header 2 names"),
+        ("d.csv", b"text\n\xe9\n", "line 2: not UTF-8 text"),
+        ("d.csv", b"text,text\n1,2\n", "two columns are called 'text'"),
+        ("d.csv", b'text\n"open\n', "line 2: not comma-separated values"),
+        ("d.json", b"[{}, oops]\n", "line 1: not one JSON array"),
+        ("d.json", b'[{"body": 1}]\n', "item 1: no text under 'text' (keys: body)"),
+        ("d.jsonl", b"{oops\n", "line 1: not JSON"),
+        ("d.jsonl", b'{"body": "fine"}\n', "line 1: no text under 'text' (keys: body): set data.textField"),
+        ("d.jsonl", b"[1]\n", "line 1: no text under 'text'"),
+        ("d.jsonl", b'{"text": "\\ud800"}\n', "line 1: holds half a surrogate pair"),
+        ("d.jsonl.gz", b"not gzip", "cannot be decompressed"),
+        ("d.jsonl.gz", gzip.compress(json_lines())[:-40], "cannot be decompressed"),
+        ("d.parquet", b"not parquet", "not a Parquet file"),
+        ("d.arrow", b"not arrow at all", "not an Arrow file"),
+    ],
+)
+def test_unusable_data_is_refused_in_a_sentence(
+    tmp_path: Path, name: str, content: bytes | None, sentence: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as refusal:
+        opened(config(tmp_path, path))
+    assert sentence in str(refusal.value)
+    assert name in str(refusal.value)
+    assert refusal.value.code is ExitCode.USER_ERROR
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow_file])
+def test_a_table_that_was_cut_off_is_refused(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    path = tmp_path / ("d.parquet" if write is write_parquet else "d.arrow")
+    write(path)
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    with pytest.raises(UserError, match=r"not an? (Parquet|Arrow) file, or not all of one .*: copy it again"):
+        opened(config(tmp_path, path))
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow_file])
+def test_an_unknown_column_is_refused_with_the_known_ones(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    path = tmp_path / ("d.parquet" if write is write_parquet else "d.arrow")
+    write(path)
+    with pytest.raises(UserError, match=r"no column 'body' \(columns: .*text\): set data.textField"):
+        opened(config(tmp_path, path, text_field="body"))
+
+
+def test_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "d.parquet")
+    with pytest.raises(UserError, match="the column 'id' holds int64, neither text nor lists of token ids"):
+        opened(config(tmp_path, tmp_path / "d.parquet", text_field="id"))
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match="the folder holds no"):
+        opened(config(tmp_path, tmp_path / "nothing"))
+
+
+def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path: Path) -> None:
+    lines = json_lines().splitlines(keepends=True)
+    lines[3:3] = [b"{oops\n"]
+    lines[20:20] = [b'{"text": "caf\xe9"}\n', b"\n"]
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b"".join(lines))
+    data = opened(config(tmp_path, path, max_bad_lines=2))
+    assert decoded(data) == "".join(text + END for text in TEXTS)
+    with pytest.raises(UserError, match=r"d.jsonl line 4: not JSON .* \(more such lines than data.maxBadLines 1 "):
+        opened(config(tmp_path, path, max_bad_lines=1))
+    path.write_bytes(b"".join(lines[1:]))
+    with pytest.raises(UserError, match=r"d.jsonl line 20: not UTF-8 text at byte 13 of it \(more such lines"):
+        opened(config(tmp_path, path, max_bad_lines=1))
+
+
+def test_a_bad_line_has_its_number_however_the_file_is_divided(tmp_path: Path) -> None:
+    lines = json_lines().splitlines(keepends=True)
+    lines[33] = b"{oops\n"
+    (tmp_path / "d.jsonl").write_bytes(b"".join(lines))
+    opened = open_source(str(tmp_path / "d.jsonl"), "text")
+    items = [item for block in opened.blocks(100) for item in opened.read(block)]
+    (skipped,) = [item for item in items if isinstance(item, Skipped)]
+    assert skipped.sentence().startswith(f"{tmp_path}/d.jsonl line 34: not JSON")
+
+
+def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
+    texts = pa.array([b"fine " * 20, b"caf\xe9", b"good " * 20], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "d.parquet")
+    opened = open_source(str(tmp_path / "d.parquet"), "text")
+    items = [item for block in opened.blocks(10**6) for item in opened.read(block)]
+    assert [item.text[:4] for item in items if isinstance(item, Piece)] == ["fine", "good"]
+    (skipped,) = [item for item in items if isinstance(item, Skipped)]
+    assert skipped.sentence().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
+
+
+def test_one_document_is_trained_on_and_its_end_may_be_held_back_but_not_its_only_hash(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("a document much longer than a sequence, and the only one " * 40)
+    data = opened(config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
+    assert isinstance(data.training, Samples)
+    assert data.validation is not None
+    held = sum(len(sample.tokens) - 1 for sample in data.validation.share(0, 1) if sample is not None)
+    kept = data.training.parts[0].run.tokens
+    assert held + 1 == pytest.approx((kept + held + 1) / 4, abs=1)
+    with pytest.raises(UserError, match=r"no document to hold back: .* set data.validation.split to Tail"):
+        opened(config(tmp_path, path, validation={"fraction": 0.0001}))
+    with pytest.raises(UserError, match="holds 0 tokens to train on, fewer than one sequence of 16"):
+        opened(config(tmp_path, path, validation={"fraction": 0.9999}))
+
+
+def test_token_ids_may_be_brought_and_must_be_of_the_vocabulary(tmp_path: Path) -> None:
+    write_text(tmp_path / "d.txt")
+    tokenizer = opened(config(tmp_path, tmp_path / "d.txt")).tokenizer
+    given = {"tokenizer": {"path": str(tokenizer)}, "text_field": "ids"}
+    parquet.write_table(pa.table({"ids": [[7] * 30, [], [8, 9, 0]]}), tmp_path / "d.parquet")
+    data = opened(config(tmp_path, tmp_path / "d.parquet", **given))
+    run = data.training.parts[0].run
+    assert run.read(0, run.tokens).tolist() == [7] * 30 + [0, 8, 9, 0]
+    parquet.write_table(pa.table({"ids": [[7] * 30, [300]]}), tmp_path / "e.parquet")
+    with pytest.raises(UserError, match=r"e.parquet: holds token id 300, but the tokenizer has 300 entries"):
+        opened(config(tmp_path, tmp_path / "e.parquet", **given))
+
+
+def test_the_python_documentation_is_real_text_in_a_fixed_order() -> None:
+    source = open_source("python-docs", "text")
+    (block,) = source.blocks(1)
+
+    def head() -> list[str]:
+        found = source.read(block)
+        return [item.text for item in (next(found) for _ in range(30)) if isinstance(item, Piece)]
+
+    first = head()
+    assert first == head()
+    assert any("assert" in text for text in first)
+    assert sum(len(text) for text in first) > 20_000

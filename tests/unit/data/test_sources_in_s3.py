@@ -1,0 +1,155 @@
+"""Data in S3, through the real client and a server that speaks its protocol on loopback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from data_files import END, FORMATS, TEXTS, config, decoded, json_lines, opened
+from s3_server import Fault, S3Server
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_trainer import exits
+from trainium_trainer.data.examples.held_out import held_out
+from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.sources import files
+from trainium_trainer.data.sources.documents import Piece
+from trainium_trainer.data.sources.resolve import open_source
+from trainium_trainer.exits import StorageError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
+    with S3Server(page_size=2) as running:
+        running.make_bucket("bucket")
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        files.s3.cache_clear()
+        yield running
+        files.s3.cache_clear()
+
+
+def put(server: S3Server, tmp_path: Path, *names: str) -> None:
+    for name in names:
+        FORMATS[name](tmp_path / name)
+        server.put("bucket", f"data/{name}", (tmp_path / name).read_bytes())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read_from_s3(server: S3Server, tmp_path: Path, name: str) -> None:
+    put(server, tmp_path, name)
+    opened = open_source(f"s3://bucket/data/{name}", "text")
+    blocks = opened.blocks(300)
+    assert opened.named(blocks[0]) == f"s3://bucket/data/{name}"
+    pieces = [piece for block in blocks for piece in opened.read(block)]
+    assert [piece.text for piece in pieces if isinstance(piece, Piece)] == TEXTS
+
+
+def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server: S3Server, tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "inner/c.jsonl", "inner/readme.md", "_SUCCESS", "d.txt"):
+        server.put("bucket", f"data/{name}", json_lines([f"this is {name}"]))
+
+    def names(source: str) -> list[str]:
+        return [file.path.removeprefix("bucket/data/") for file in files.find_files(source)]
+
+    assert names("s3://bucket/data/") == ["a.jsonl", "b.jsonl", "d.txt", "inner/c.jsonl"]
+    assert names("s3://bucket/data/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names("s3://bucket/data/**.jsonl") == ["a.jsonl", "b.jsonl", "inner/c.jsonl"]
+    for source in ("s3://bucket/none", "s3://bucket/data/*.parquet", "s3://bucket/data/inner/readme.md"):
+        with pytest.raises(UserError):
+            names(source)
+    with pytest.raises(UserError, match="names no bucket"):
+        names("s3://*/data")
+
+
+@pytest.mark.parametrize("source", ["s3://bucket/tuning/", "s3://bucket/tuning/d.jsonl", "s3://bucket/tuning/*.jsonl"])
+def test_examples_and_the_template_beside_them_are_read_from_s3(server: S3Server, tmp_path: Path, source: str) -> None:
+    rows = [{"question": f"what is {number}", "answer": f"it is {number}"} for number in range(30)]
+    server.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    server.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
+    held = {"fraction": 0.2, "split": "Tail"}
+    given = config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
+    assert opened(given).report.examples == 30
+    assert [(one.prompt_text, one.answer_text) for one in held_out(given).examples] == [
+        (f"Q: what is {number}\nA:", f" it is {number}") for number in range(24, 30)
+    ]
+
+
+def test_a_changed_object_is_tokenised_anew(server: S3Server, tmp_path: Path) -> None:
+    put(server, tmp_path, "d.jsonl")
+    first = opened(config(tmp_path, "s3://bucket/data")).identity
+    reads = len(server.requests)
+    assert opened(config(tmp_path, "s3://bucket/data")).identity == first
+    assert not [request for request in server.requests[reads:] if request.method == "GET" and request.key]
+    server.written.clear()
+    server.put("bucket", "data/d.jsonl", json_lines([*TEXTS, "one more"]))  # times in S3 are whole seconds
+    assert opened(config(tmp_path, "s3://bucket/data")).identity != first
+
+
+def test_a_store_that_fails_for_a_while_is_asked_again(server: S3Server, tmp_path: Path) -> None:
+    put(server, tmp_path, "d.jsonl")
+    server.fail(Fault(status=503, code="SlowDown", times=7))
+    server.fail(Fault(cut=100, method="GET", fits=lambda request: request.key != "", times=2))
+    assert decoded(opened(config(tmp_path, "s3://bucket/data"))) == "".join(text + END for text in TEXTS)
+
+
+def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(server, tmp_path, "d.jsonl")
+    monkeypatch.setattr(files, "_TRIES", 2)
+    server.fail(Fault(status=500, times=10**6))
+    with pytest.raises(
+        StorageError, match=r"s3://bucket/data: cannot be read after 2 tries .*: look at the storage"
+    ) as error:
+        opened(config(tmp_path, "s3://bucket/data"))
+    assert exits.code_of(error.value) == ExitCode.STORAGE_UNAVAILABLE
+
+
+def test_what_the_user_must_correct_is_refused_at_once(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(server, tmp_path, "d.jsonl")
+    with pytest.raises(UserError, match=r"s3://nowhere/data: .*correct"):
+        opened(config(tmp_path, "s3://nowhere/data"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDOFSOMEBODYELSE00")
+    files.s3.cache_clear()
+    with pytest.raises(UserError, match=r"cannot be read .*: correct or replace it"):
+        opened(config(tmp_path, "s3://bucket/data"))
+
+
+def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Server, tmp_path: Path) -> None:
+    FORMATS["d.jsonl"](tmp_path / "d.jsonl")
+    here = opened(config(tmp_path, tmp_path / "d.jsonl"))
+    (made,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
+    for file in made.iterdir():
+        server.put("bucket", f"made/{file.name}", file.read_bytes())
+    settings: Any = config(tmp_path, "s3://bucket/made/", cache_directory=str(tmp_path / "elsewhere"), tokenizer={})
+    assert vocabulary_of_data(settings) == 300
+    server.fail(Fault(status=500, method="GET", fits=lambda request: request.key.endswith(".arrow"), times=2))
+    there = opened(settings)
+    assert there.identity == here.identity
+    assert decoded(there) == decoded(here)
+    before = [request.key for request in server.requests].count("made/tokens-00000.arrow")
+    opened(settings)
+    assert [request.key for request in server.requests].count("made/tokens-00000.arrow") == before
+
+
+def test_reading_local_data_does_not_touch_s3(tmp_path: Path) -> None:
+    FORMATS["d.jsonl"](tmp_path / "d.jsonl")
+    script = (
+        "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
+        "from trainium_trainer.data.opening import open_data\n"
+        "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
+        "sys.exit('pyarrow._s3fs' in sys.modules or 'torch' in sys.modules)\n"
+    )
+    document = config(tmp_path, tmp_path / "d.jsonl").model_dump_json(by_alias=True)
+    assert subprocess.run([sys.executable, "-c", script, document], check=False).returncode == 0

@@ -1,0 +1,166 @@
+"""A container's environment, command line, downward API and quantities."""
+
+from __future__ import annotations
+
+import base64
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_devcluster.node.api import quantities
+from trainium_devcluster.node.spec import downward_api, environment
+from trainium_devcluster.node.spec.environment import ConfigError, ServiceView
+
+POD = {
+    "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"b": "2", "a": 'x"y'}, "annotations": {}},
+    "spec": {
+        "nodeName": "node-1",
+        "serviceAccountName": "sa",
+        "containers": [
+            {"name": "c", "resources": {"limits": {"cpu": "1500m"}, "requests": {"memory": "1Mi"}}},
+        ],
+    },
+}
+FACTS = downward_api.PodFacts(POD, "127.20.0.2", "127.20.0.1", {"memory": "32Gi", "cpu": "8"})
+CONFIG = {"data": {"k": "v"}, "binaryData": {"raw": base64.b64encode(b"\x01").decode()}}
+SECRET = {"data": {"s": base64.b64encode(b"hush").decode()}}
+
+
+def lookup(plural: str, name: str) -> dict[str, Any] | None:
+    return {("configmaps", "cm"): CONFIG, ("secrets", "sec"): SECRET}.get((plural, name))
+
+
+def build(**container: Any) -> dict[str, str]:
+    return environment.build({"name": "c", **container}, FACTS, lookup, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$(A)", "1"),
+        ("$$(A)", "$(A)"),
+        ("$(B)", "$(B)"),
+        ("x$(A)y$(A)", "x1y1"),
+        ("$$", "$"),
+        ("$", "$"),
+        ("$(A", "$(A"),
+        ("$$$(A)", "$1"),
+    ],
+)
+def test_references_are_replaced_and_dollars_escaped(text: str, expected: str) -> None:
+    assert environment.expand(text, {"A": "1"}) == expected
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="$")))
+def test_text_without_dollars_stays_as_it_is(text: str) -> None:
+    assert environment.expand(text, {"A": "1"}) == text
+
+
+def test_a_variable_sees_only_those_before_it() -> None:
+    env = build(env=[{"name": "A", "value": "$(B)"}, {"name": "B", "value": "2"}, {"name": "C", "value": "$(B)"}])
+    assert env == {"A": "$(B)", "B": "2", "C": "2"}
+
+
+def test_env_wins_over_env_from_and_prefixes_apply() -> None:
+    env = build(
+        envFrom=[{"prefix": "P_", "configMapRef": {"name": "cm"}}, {"secretRef": {"name": "sec"}}],
+        env=[{"name": "s", "value": "mine"}],
+    )
+    assert env == {"P_k": "v", "P_raw": "\x01", "s": "mine"}
+
+
+def test_a_missing_reference_is_an_error_unless_it_is_optional() -> None:
+    with pytest.raises(ConfigError, match='configmap "none" not found'):
+        build(envFrom=[{"configMapRef": {"name": "none"}}])
+    with pytest.raises(ConfigError, match="couldn't find key x in secret n/sec"):
+        build(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "x"}}}])
+    optional = {"secretKeyRef": {"name": "sec", "key": "x", "optional": True}}
+    assert (
+        build(env=[{"name": "A", "valueFrom": optional}], envFrom=[{"secretRef": {"name": "no", "optional": True}}])
+        == {}
+    )
+
+
+def test_references_are_listed_once() -> None:
+    container = {
+        "envFrom": [{"configMapRef": {"name": "cm"}}],
+        "env": [
+            {"name": "A", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "k"}}},
+            {"name": "B", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "s"}}},
+        ],
+    }
+    assert environment.references(container) == [("configmaps", "cm"), ("secrets", "sec")]
+
+
+def test_services_become_variables() -> None:
+    env = environment.service_variables(ServiceView("my-svc", "127.1.2.3", (("web", 80, "TCP"), ("", 53, "UDP"))))
+    assert env["MY_SVC_SERVICE_HOST"] == "127.1.2.3"
+    assert env["MY_SVC_SERVICE_PORT"] == env["MY_SVC_SERVICE_PORT_WEB"] == "80"
+    assert env["MY_SVC_PORT"] == env["MY_SVC_PORT_80_TCP"] == "tcp://127.1.2.3:80"
+    assert env["MY_SVC_PORT_53_UDP_PROTO"] == "udp"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("metadata.name", "p"),
+        ("metadata.uid", "u"),
+        ("metadata.labels", 'a="x\\"y"\nb="2"'),
+        ("metadata.labels['b']", "2"),
+        ("metadata.annotations['none']", ""),
+        ("spec.nodeName", "node-1"),
+        ("spec.serviceAccountName", "sa"),
+        ("status.podIP", "127.20.0.2"),
+        ("status.podIPs", "127.20.0.2"),
+        ("status.hostIP", "127.20.0.1"),
+    ],
+)
+def test_fields_of_the_pod(path: str, expected: str) -> None:
+    assert downward_api.field(FACTS, path) == expected
+
+
+def test_an_unknown_field_is_an_error() -> None:
+    with pytest.raises(downward_api.UnknownFieldError, match=r"status\.phase"):
+        downward_api.field(FACTS, "status.phase")
+    with pytest.raises(downward_api.UnknownFieldError, match="does not have"):
+        downward_api.resource(FACTS, {"containerName": "x", "resource": "limits.cpu"}, "c")
+
+
+@pytest.mark.parametrize(
+    ("resource", "divisor", "expected"),
+    [
+        ("limits.cpu", "1", "2"),
+        ("limits.cpu", "1m", "1500"),
+        ("limits.memory", "1Gi", "32"),
+        ("requests.memory", "1Ki", "1024"),
+        ("requests.cpu", "0", "0"),
+    ],
+)
+def test_resources_are_rounded_up_and_default_to_the_node(resource: str, divisor: str, expected: str) -> None:
+    assert downward_api.resource(FACTS, {"resource": resource, "divisor": divisor}, "c") == expected
+
+
+@pytest.mark.parametrize(("text", "value"), [("500m", "0.5"), ("32Gi", str(32 << 30)), ("1e3", "1000"), ("2k", "2000")])
+def test_quantities(text: str, value: str) -> None:
+    assert quantities.parse(text) == Decimal(value)
+
+
+def test_a_wrong_quantity_says_what_a_right_one_is() -> None:
+    with pytest.raises(ValueError, match="'8 GB' is not a quantity"):
+        quantities.parse("8 GB")
+
+
+def test_a_pod_counts_its_containers_or_its_biggest_init_container() -> None:
+    def asking(name: str, cpu: str, **more: Any) -> dict[str, Any]:
+        return {"name": name, "resources": {"requests": {"cpu": cpu}}, **more}
+
+    pod = {
+        "spec": {
+            "initContainers": [asking("s", "1", restartPolicy="Always"), asking("i", "5")],
+            "containers": [asking("a", "2"), {"name": "b", "resources": {"limits": {"cpu": "500m"}}}],
+        }
+    }
+    assert quantities.pod_requests(pod) == {"pods": Decimal(1), "cpu": Decimal(6)}

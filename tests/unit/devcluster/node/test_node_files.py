@@ -1,0 +1,263 @@
+"""Atomic volumes, hosts files, logs, addresses and options of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_devcluster.node import options
+from trainium_devcluster.node.network import addresses, hosts
+from trainium_devcluster.node.pods import logs
+from trainium_devcluster.node.pods.pod_setup import capabilities
+from trainium_devcluster.node.processes.isolation import Isolation, Namespaces
+from trainium_devcluster.node.spec import mounts, unsupported_fields
+from trainium_devcluster.node.spec.config_data import FileContent, MissingKeyError, select
+from trainium_devcluster.node.spec.environment import ConfigError
+from trainium_devcluster.node.volumes import atomic_writer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def contents(**files: str) -> dict[str, FileContent]:
+    return {name.replace("__", "/"): FileContent(text.encode()) for name, text in files.items()}
+
+
+def test_a_volume_changes_all_at_once_and_only_when_something_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "v"
+    assert atomic_writer.write(folder, contents(a="1", deep__b="1"))
+    first = (folder / "..data").resolve()
+    assert not atomic_writer.write(folder, contents(a="1", deep__b="1"))
+    assert (folder / "..data").resolve() == first
+    opened = os.open(folder / "..data", os.O_RDONLY)
+    assert atomic_writer.write(folder, contents(a="2", c="2"))
+    os.close(opened)
+    assert sorted(p.name for p in folder.iterdir() if not p.name.startswith("..")) == ["a", "c"]
+    assert (folder / "a").read_text() == "2"
+    assert not first.exists()
+
+
+def test_a_volume_of_modes_and_chosen_keys(tmp_path: Path) -> None:
+    values = {"a": b"1", "b": b"2"}
+    files = select(values, [{"key": "a", "path": "x/y", "mode": 0o400}], 0o644, optional=False, what="configmap n/c")
+    atomic_writer.write(tmp_path / "v", files)
+    assert (tmp_path / "v/x/y").stat().st_mode & 0o777 == 0o400
+    with pytest.raises(MissingKeyError, match="references non-existent config key: z"):
+        select(values, [{"key": "z", "path": "z"}], 0o644, optional=False, what="configmap n/c")
+    assert select(values, [{"key": "z", "path": "z"}], 0o644, optional=True, what="") == {}
+
+
+def test_a_sub_path_cannot_lead_out_of_its_volume(tmp_path: Path) -> None:
+    volume = tmp_path / "v"
+    volume.mkdir()
+    (volume / "link").symlink_to("/etc")
+    for sub in ("../x", "/etc", "link/passwd"):
+        with pytest.raises(ConfigError, match="subPath"):
+            mounts.volume_mounts(
+                {"volumeMounts": [{"name": "v", "mountPath": "/m", "subPath": sub}]}, {"v": volume}, {}
+            )
+
+
+def service(name: str = "s", **spec: Any) -> dict[str, Any]:
+    body = {"selector": {"app": "a"}, "ports": [{"port": 80}], "clusterIP": "10.0.0.9", **spec}
+    return {"metadata": {"name": name, "namespace": "n"}, "spec": body}
+
+
+def member(ip: str, *, ready: bool = True, phase: str = "Running", **spec: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "p", "namespace": "n", "uid": ip, "labels": {"app": "a", "more": "x"}},
+        "spec": spec,
+        "status": {"podIP": ip, "phase": phase, "conditions": [{"type": "Ready", "status": str(ready)}]},
+    }
+
+
+def test_a_service_is_its_ready_pods_in_order_of_their_addresses() -> None:
+    pods = [
+        member("127.1.0.10"),
+        member("127.1.0.9"),
+        member("127.1.0.11", ready=False),
+        member("127.1.0.12", phase="Failed"),
+    ]
+    pods[0]["metadata"]["deletionTimestamp"] = None
+    assert [e.address for e in hosts.endpoints(service(), pods)] == ["127.1.0.9"]
+    everyone = hosts.endpoints(service(publishNotReadyAddresses=True), pods)
+    assert [e.address for e in everyone] == ["127.1.0.9", "127.1.0.10", "127.1.0.11"]
+    assert hosts.endpoints(service(selector=None), pods) == ()
+
+
+def test_names_are_short_only_in_their_own_namespace() -> None:
+    named = member("127.1.0.9", hostname="h", subdomain="s")
+    names = [hosts.ServiceNames("n", "s", hosts.endpoints(service(), [named, member("127.1.0.10")]))]
+    text = hosts.render("127.1.0.2", "me", {"metadata": {"namespace": "n"}, "spec": {}}, names)
+    assert "127.1.0.2\tme\n" in text
+    assert "127.1.0.9\ts.n.svc.cluster.local s.n.svc s.n s\n127.1.0.10\ts.n" in text
+    assert "127.1.0.9\th.s.n.svc.cluster.local h.s.n.svc h.s.n h.s\n" in text
+    other = hosts.render("127.1.0.2", "me", {"metadata": {"namespace": "o"}, "spec": {}}, names)
+    assert "127.1.0.9\ts.n.svc.cluster.local s.n.svc s.n\n" in other
+
+
+def test_a_hosts_file_keeps_its_inode_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    hosts.write(path, "long text\n")
+    inode = path.stat().st_ino
+    hosts.write(path, "short\n")
+    assert (path.read_text(), path.stat().st_ino) == ("short\n", inode)
+
+
+def test_ports_that_differ_are_found() -> None:
+    ports = [{"port": 80, "targetPort": 8080}, {"port": 443, "targetPort": "web"}, {"port": 5}]
+    assert hosts.unreachable_ports(service(ports=ports)) == ["80 -> 8080"]
+    assert hosts.unreachable_ports(service(ports=ports, clusterIP="None")) == []
+
+
+def test_addresses_are_given_out_in_turn_and_kept_by_their_owner() -> None:
+    pods = addresses.PodAddresses(ipaddress.IPv4Network("127.1.2.0/29"))
+    assert [pods.take(owner) for owner in "abab"] == ["127.1.2.2", "127.1.2.3", "127.1.2.2", "127.1.2.3"]
+    pods.release("a")
+    assert pods.take("c") == "127.1.2.4"
+    assert pods.take("d", wanted="127.1.2.2") == "127.1.2.2"
+    assert pods.take("e", wanted="127.1.2.2") == "127.1.2.5"
+    assert pods.take("f") == "127.1.2.6"
+    with pytest.raises(addresses.NoAddressError, match="all 5"):
+        pods.take("g")
+
+
+def test_two_nodes_never_own_the_same_network() -> None:
+    def networks() -> Any:
+        return iter([ipaddress.IPv4Network("127.213.7.0/24"), ipaddress.IPv4Network("127.213.8.0/24")])
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, one = addresses.claim(networks(), port)
+    second, two = addresses.claim(networks(), port)
+    with one, two:
+        assert (str(first), str(second)) == ("127.213.7.0/24", "127.213.8.0/24")
+        with pytest.raises(addresses.NoAddressError):
+            addresses.claim(networks(), port)
+
+
+ARGUMENTS = (
+    "--name node-1 --kubeconfig k --state-dir d --control-socket s --venv-bin b --api-server 127.0.0.1:6443 --neuron 16"
+)
+
+
+def test_options_are_read() -> None:
+    found = options.parse([*ARGUMENTS.split(), "--label", "a=b", "--taint", "k=v:NoSchedule", "--taint", "x:NoExecute"])
+    assert found.capacity["aws.amazon.com/neuroncore"] == "32"
+    assert "vpc.amazonaws.com/efa" not in found.capacity
+    assert found.labels == {"a": "b"}
+    assert found.taints == (options.Taint("k", "v", "NoSchedule"), options.Taint("x", "", "NoExecute"))
+    assert found.api_server == ("127.0.0.1", 6443)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (["--name", "Node_1"], "is not a node name"),
+        (["--api-server", "here"], "must be host:port"),
+        (["--memory", "lots"], "capacity of memory"),
+        (["--label", "ab"], "must be KEY=VALUE"),
+        (["--taint", "a=b:Sometimes"], "with an effect of NoSchedule"),
+    ],
+)
+def test_a_wrong_option_ends_with_a_sentence(
+    wrong: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse([*ARGUMENTS.split(), *wrong])
+    assert sentence in capsys.readouterr().err
+
+
+def refused(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:
+    body = {"containers": [{"name": "c", "command": ["x"], **container}], **spec}
+    return unsupported_fields.refusals({"metadata": {}, "spec": body}, Isolation(namespaces, own_pids=True))
+
+
+def test_an_ordinary_pod_is_not_refused() -> None:
+    context = {
+        "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert refused({"securityContext": context}, volumes=[{"name": "e", "emptyDir": {}}]) == []
+
+
+def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
+    container = {"volumeMounts": [{"name": "e", "mountPath": "/e"}]}
+    assert "needs mount namespaces" in refused(container, Namespaces.NONE)[0]
+    assert refused(container) == []
+
+
+def test_a_refusal_names_the_container_and_the_field() -> None:
+    found = refused({"readinessProbe": {"grpc": {"port": 1}}}, hostIPC=True)
+    assert found[0].startswith("spec.hostIPC is not supported")
+    assert found[1].startswith("spec.containers[c].readinessProbe.grpc is not supported")
+
+
+def test_capabilities_are_dropped_and_added() -> None:
+    assert capabilities({"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}) == (14,)
+    assert 13 in capabilities({})
+    assert 13 not in capabilities({"capabilities": {"drop": ["NET_RAW"]}})
+
+
+async def collect(path: Path, ended: Any = lambda: True, **query: Any) -> str:
+    return b"".join([piece async for piece in logs.read(path, logs.LogQuery(**query), ended)]).decode()
+
+
+async def test_a_log_is_written_line_by_line_and_read_as_asked(tmp_path: Path) -> None:
+    writer = logs.LogWriter(tmp_path / "1.log")
+    out, err = writer.pipe("stdout"), writer.pipe("stderr")
+    os.write(out, b"one\ntwo\nhalf")
+    os.write(err, b"bad\n")
+    await asyncio.sleep(0.05)
+    os.close(out)
+    os.close(err)
+    await writer.close()
+    path = writer.path
+    assert sorted((await collect(path)).splitlines()) == ["bad", "half", "one", "two"]
+    assert await collect(path, stream="Stderr") == "bad\n"
+    assert await collect(path, stream="Stdout", tail=1) == "half"
+    assert await collect(path, stream="Stdout", limit=5) == "one\nt"
+    assert await collect(path, since=4e9) == ""
+    assert (await collect(path, stream="Stdout", timestamps=True)).startswith("20")
+    assert logs.last_lines(path, max_lines=1) in {"half", "bad\n"}
+
+
+async def test_following_a_log_crosses_the_moment_when_its_file_is_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_LIMIT", 200)
+    writer = logs.LogWriter(tmp_path / "1.log")
+    out = writer.pipe("stdout")
+    ended = False
+
+    async def write() -> None:
+        nonlocal ended
+        for number in range(12):
+            os.write(out, f"line {number}\n".encode())
+            await asyncio.sleep(0.06)
+        os.close(out)
+        await writer.close()
+        ended = True
+
+    os.write(out, b"begin\n")
+    await asyncio.sleep(0.05)
+    task = asyncio.create_task(write())
+    text = await collect(writer.path, lambda: ended, follow=True)
+    await task
+    assert text.splitlines() == ["begin", *(f"line {number}" for number in range(12))]
+    assert writer.path.with_suffix(".old").exists()
+
+
+async def test_a_very_long_line_is_kept_whole_for_the_reader(tmp_path: Path) -> None:
+    writer = logs.LogWriter(tmp_path / "1.log")
+    out = writer.pipe("stdout")
+    os.write(out, b"x" * 40000 + b"\n")
+    os.close(out)
+    await writer.close()
+    assert await collect(writer.path) == "x" * 40000 + "\n"

@@ -1,0 +1,217 @@
+"""Container processes with real namespaces, as root and as an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainium_devcluster.node.processes import isolation, process_trees
+from trainium_devcluster.node.processes.isolation import Namespaces
+
+PREAMBLE = """
+import asyncio, json, os, signal, sys
+from trainium_devcluster.node.processes import isolation, launcher
+found = isolation.find()
+isolation.enter(found)
+sock, _ = launcher.fork_launcher(found)
+from trainium_devcluster.node.processes.container_root import Mount
+from trainium_devcluster.node.processes.launcher_client import Command, Launcher, LaunchError
+
+STATE = sys.argv[1]
+os.makedirs(STATE + "/shm"); os.makedirs(STATE + "/vol")
+open(STATE + "/vol/file", "w").write("content")
+
+def command(script, **more):
+    number = len(os.listdir(STATE))
+    scratch = f"{STATE}/scratch-{number}"
+    os.makedirs(scratch)
+    argv = script if isinstance(script, list) else ["sh", "-c", script]
+    base = {"hostname": "pod-1", "scratch": scratch, "shm": STATE + "/shm", "hidden": STATE}
+    return Command(argv, {"PATH": os.environ["PATH"]}, **{**base, **more})
+
+async def run(launch, cmd):
+    read, write = os.pipe()
+    null = os.open("/dev/null", os.O_RDONLY)
+    process = launch.start(cmd, null, write, write)
+    os.close(write); os.close(null)
+    text = await asyncio.to_thread(lambda: os.fdopen(read).read())
+    return (await process.exited).code, text, process
+
+async def main():
+    launch = Launcher(sock, found)
+    print(json.dumps(await work(launch)), flush=True)
+    launch.close()
+"""
+
+
+def unprivileged() -> list[str]:
+    return ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+
+
+def possible(prefix: list[str]) -> str:
+    code = "from trainium_devcluster.node.processes import isolation; print(isolation.find().namespaces)"
+    done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+@pytest.fixture(params=["self", "unprivileged"], scope="module")
+def prefix(request: pytest.FixtureRequest) -> list[str]:
+    """Command words that make the node's user: whoever runs the tests, and an ordinary user."""
+    words = unprivileged() if request.param == "unprivileged" else []
+    if request.param == "unprivileged" and not words:
+        pytest.skip("the tests run as an ordinary user already")
+    if possible(words) not in {Namespaces.ROOT.value, Namespaces.USER.value}:
+        pytest.skip("this machine permits no mount namespaces to this user")
+    return words
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    above = 3 if tmp_path.parent.name.startswith("popen-") else 2  # tests that run side by side have a folder more
+    for folder in (tmp_path, *tmp_path.parents[:above]):
+        folder.chmod(0o755)
+    tmp_path.chmod(0o777)
+    return tmp_path / "state"
+
+
+def node(prefix: list[str], state: Path, work: str) -> Any:
+    """What the coroutine `work(launch)` returns in a process that is a node."""
+    script = PREAMBLE + textwrap.dedent(work) + "\nasyncio.run(main())\n"
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", script, str(state)], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_container_sees_its_volumes_and_leaves_nothing_on_the_machine(prefix: list[str], state: Path) -> None:
+    code, text = node(
+        prefix,
+        state,
+        """
+        async def work(launch):
+            script = '''echo $$; hostname; cat /etc/trainium/file /made/up/path /var/run/sub/file; echo
+            echo x > /etc/trainium-was-here; echo y > /trainium-top; cat /etc/trainium-was-here; ls STATE | wc -l
+            touch /ro/x 2>&1 | grep -o "Read-only"; ls /etc/passwd; ls /dev/shm | wc -l; cat /proc/1/comm'''
+            mounts = (Mount(STATE + "/vol", "/etc/trainium"), Mount(STATE + "/vol/file", "/made/up/path"),
+                      Mount(STATE + "/vol", "/var/run/sub"), Mount(STATE + "/vol", "/ro", True))
+            return (await run(launch, command(script.replace("STATE", STATE), mounts=mounts)))[:2]
+        """,
+    )
+    assert (code, text.split()) == (
+        0,
+        ["1", "pod-1", "contentcontentcontent", "x", "0", "Read-only", "/etc/passwd", "0", "sh"],
+    )
+    for path in ("/etc/trainium", "/etc/trainium-was-here", "/trainium-top", "/made", "/ro"):
+        assert not Path(path).exists()
+
+
+def test_a_read_only_root_keeps_volumes_writable_also_at_top_level_folders(prefix: list[str], state: Path) -> None:
+    code, text = node(
+        prefix,
+        state,
+        """
+        async def work(launch):
+            mounts = (Mount(STATE + "/vol", "/tmp"), Mount(STATE + "/vol", "/data"))
+            script = "touch /usr/x /y 2>/dev/null && echo bad; touch /tmp/a /data/b && ls /tmp"
+            return (await run(launch, command(script, mounts=mounts, read_only_root=True)))[:2]
+        """,
+    )
+    assert (code, text.split()) == (0, ["a", "b", "file"])
+
+
+def test_a_command_that_cannot_start_says_why(prefix: list[str], state: Path) -> None:
+    found = node(
+        prefix,
+        state,
+        """
+        async def work(launch):
+            answers = []
+            for cmd in (command(["no-such-program"]), command("true", mounts=(Mount("/no/where", "/x"),))):
+                code, _, process = await run(launch, cmd)
+                try:
+                    await process.running
+                except LaunchError as error:
+                    answers.append([code, error.stage, str(error)])
+            return answers
+        """,
+    )
+    assert found[0][:2] == [128, "exec"]
+    assert "not found in $PATH: no-such-program" in found[0][2]
+    assert found[1][1] == "file system"
+    assert "/no/where" in found[1][2]
+
+
+def test_process_one_ignores_sigterm_unless_it_handles_it_and_takes_its_children_with_it(
+    prefix: list[str], state: Path
+) -> None:
+    found = node(
+        prefix,
+        state,
+        """
+        async def work(launch):
+            null = os.open("/dev/null", os.O_RDWR)
+            process = await launch.run(command("setsid sleep 765432 & exec sleep 765432"), null, null, null)
+            process.signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            ignored = not process.exited.done()
+            inside = await run(launch, command("hostname; ls /proc | grep -c '^[0-9]*$'", join=process.pid))
+            process.signal(signal.SIGKILL)
+            ended = await process.exited
+            return [ignored, inside[:2], ended.code, ended.signal]
+        """,
+    )
+    assert found[0] is True
+    assert found[1][0] == 0
+    assert found[1][1].splitlines()[0] == "pod-1"
+    assert int(found[1][1].splitlines()[1]) <= 6
+    assert found[2:] == [137, 9]
+    assert sleepers("sleep 765432") == []
+
+
+def test_a_killed_node_takes_every_process_of_its_containers_with_it(prefix: list[str], state: Path) -> None:
+    node_script = """
+        async def work(launch):
+            null = os.open("/dev/null", os.O_RDWR)
+            await launch.run(command("setsid sleep 876543 & exec sleep 876543"), null, null, null)
+            await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(AssertionError):
+        node(prefix, state, node_script)
+    end = time.monotonic() + 5
+    while sleepers("sleep 876543"):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def sleepers(command: str) -> list[int]:
+    return [pid for pid in process_trees.parents() if process_trees.command_line(pid) == command]
+
+
+def test_a_tree_of_processes_is_found_and_can_be_killed() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 987654 & sleep 987654; true"]) as process:
+        end = time.monotonic() + 5
+        while len(process_trees.process_tree(process.pid)) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert process_trees.process_tree(process.pid)[0] == process.pid
+        reached = process_trees.signal_tree(process.pid, 9)  # type: ignore[arg-type]
+        assert len(reached) == 3
+    assert process_trees.process_tree(process.pid) == []
+
+
+def test_the_strongest_isolation_is_found_without_changing_this_process() -> None:
+    before = Path("/proc/self/ns/mnt").readlink()
+    found = isolation.find()
+    assert Path("/proc/self/ns/mnt").readlink() == before
+    if os.geteuid() != 0:
+        assert found.namespaces is not Namespaces.ROOT

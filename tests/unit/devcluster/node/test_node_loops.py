@@ -1,0 +1,285 @@
+"""What runs in the background of a node, against fakes: reflectors, status writer, tokens, probes, control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_devcluster.node.api.client import ApiError, Unreachable
+from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
+from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.pods import probes
+from trainium_devcluster.node.pods.probe_actions import Outcome, port_number
+from trainium_devcluster.node.pods.status_writer import StatusWriter
+from trainium_devcluster.node.server import control_socket
+from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+def item(uid: str, version: int = 1) -> dict[str, Any]:
+    return {"metadata": {"uid": uid, "name": uid, "namespace": "n", "resourceVersion": str(version)}}
+
+
+class FakeApi:
+    """Answers from scripts; an exception in a script is raised."""
+
+    def __init__(self) -> None:
+        self.lists: list[Any] = []
+        self.watches: list[list[Any]] = []
+        self.answers: list[Any] = []
+        self.calls: list[tuple[str, str, Any]] = []
+
+    async def get(self, path: str, params: Any = None) -> Any:
+        return self._next(self.lists)
+
+    async def watch(self, path: str, params: Any) -> AsyncIterator[tuple[str, Any]]:
+        if not self.watches:
+            await asyncio.Event().wait()
+        for event in self.watches.pop(0):
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    async def patch(self, path: str, body: Any, kind: str = "") -> Any:
+        self.calls.append(("patch", path, body))
+        await asyncio.sleep(0.01)
+        return self._next(self.answers) if self.answers else item("u", len(self.calls))
+
+    async def create(self, path: str, body: Any) -> Any:
+        self.calls.append(("create", path, body))
+        return self._next(self.answers) if self.answers else {}
+
+    @staticmethod
+    def _next(script: list[Any]) -> Any:
+        answer = script.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def listed(*items: Any) -> dict[str, Any]:
+    return {"metadata": {"resourceVersion": "1"}, "items": list(items)}
+
+
+@pytest.fixture
+def api() -> Any:
+    return FakeApi()
+
+
+async def test_a_reflector_notices_deletions_that_it_did_not_watch(api: Any) -> None:
+    api.lists = [listed(item("a"), item("b")), listed(item("b"), item("c"))]
+    api.watches = [[("MODIFIED", item("b", 2)), ApiError(410, "Expired", "too old")]]
+    seen: list[tuple[str, bool]] = []
+    reflector = Reflector(api, "/p", {}, lambda obj, gone: seen.append((obj["metadata"]["uid"], gone)))
+    task = asyncio.create_task(reflector.run())
+    while ("c", False) not in seen:  # noqa: ASYNC110 - polls a fake
+        await asyncio.sleep(0.01)
+    task.cancel()
+    assert seen == [("a", False), ("b", False), ("b", False), ("a", True), ("b", False), ("c", False)]
+
+
+async def test_a_reflector_waits_for_an_api_server_that_is_away(api: Any) -> None:
+    api.lists = [Unreachable("no"), Unreachable("no"), listed()]
+    reflector = Reflector(api, "/p", {}, lambda *_: None)
+    task = asyncio.create_task(reflector.run())
+    assert await until(reflector.synced, 5)
+    task.cancel()
+
+
+async def test_an_object_is_watched_as_long_as_somebody_uses_it(api: Any) -> None:
+    api.lists = [listed(item("cm")), listed()]
+    cache, woken = ObjectCache(api), asyncio.Event()
+    assert await cache.use("configmaps", "n", "cm", "pod-1", woken.set) == item("cm")
+    assert await cache.use("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
+    cache.release("pod-1")
+    assert await cache.use("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
+    cache.release("pod-2")
+    assert await cache.use("configmaps", "n", "cm", "pod-3", woken.set) is None
+    cache.release("pod-3")
+
+
+async def test_status_writes_that_pile_up_become_one(api: Any) -> None:
+    state = {"phase": "Pending"}
+    writer = StatusWriter(api, lambda: item("u"), lambda _: dict(state), lambda _: None)
+    task = asyncio.create_task(writer.run())
+    writer.changed()
+    await asyncio.sleep(0.005)
+    for phase in ("Running", "Failed", "Succeeded"):
+        state["phase"] = phase
+        writer.changed()
+    await writer.flush()
+    await writer.flush()
+    assert [body["status"]["phase"] for _, _, body in api.calls] == ["Pending", "Succeeded"]
+    assert api.calls[0][2]["metadata"] == {"uid": "u"}
+    task.cancel()
+
+
+async def test_a_status_write_is_tried_again_until_the_server_is_back(api: Any) -> None:
+    api.answers = [Unreachable("no"), ApiError(500, "", "oops"), item("u", 9)]
+    written: list[Any] = []
+    writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, written.append)
+    task = asyncio.create_task(writer.run())
+    await writer.flush()
+    assert written == [item("u", 9)]
+    task.cancel()
+
+
+async def test_the_status_of_a_pod_that_was_made_anew_is_left_alone(api: Any) -> None:
+    api.answers = [ApiError(409, "Conflict", "uid mismatch")]
+    writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, lambda _: None)
+    task = asyncio.create_task(writer.run())
+    await writer.flush()
+    assert writer.gone
+    task.cancel()
+
+
+async def test_a_token_is_renewed_before_it_expires_and_kept_when_that_fails(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(token: str, expires: str) -> dict[str, Any]:
+        return {"status": {"token": token, "expirationTimestamp": expires}}
+
+    now = 1_000_000_000.0  # 2001-09-09T01:46:40Z
+    monkeypatch.setattr(time, "time", lambda: now)
+    pod = item("u") | {"spec": {"serviceAccountName": "sa"}}
+    source = TokenSource(api, pod, {"path": "token", "audience": "x", "expirationSeconds": 1000})
+    api.answers = [answer("one", "2001-09-09T02:03:20Z"), Unreachable("no"), answer("two", "2001-09-09T03:46:40Z")]
+    assert await source.get() == "one"
+    assert api.calls[0][1] == "/api/v1/namespaces/n/serviceaccounts/sa/token"
+    assert api.calls[0][2]["spec"]["boundObjectRef"]["uid"] == "u"
+    now += 799
+    assert await source.get() == "one"
+    now += 2
+    assert await source.get() == "one"
+    now += 10
+    assert await source.get() == "two"
+
+
+async def test_the_same_event_again_is_counted(api: Any) -> None:
+    sink = EventSink(api, "node-1")
+    task = asyncio.create_task(sink.run())
+    for _ in range(2):
+        sink.emit(item("u"), "Pod", Severity.WARNING, "BackOff", "again", field_path="spec.containers{c}")
+    while len(api.calls) < 2:  # noqa: ASYNC110 - polls a fake
+        await asyncio.sleep(0.01)
+    assert [call[0] for call in api.calls] == ["create", "patch"]
+    assert api.calls[1][2]["count"] == 2
+    task.cancel()
+
+
+class Record:
+    """The verdicts of probes."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def callbacks(self) -> probes.ProbeCallbacks:
+        return probes.ProbeCallbacks(
+            started=lambda: self.log.append("started"),
+            ready=lambda ready: self.log.append(f"ready={ready}"),
+            unhealthy=lambda kind, _: self.log.append(f"{kind.value} bad"),
+            failed=lambda kind, _: self.log.append(f"{kind.value} failed"),
+        )
+
+
+async def probe(container: dict[str, Any], results: list[bool]) -> list[Any]:
+    record = Record()
+
+    async def check(_: Any, __: float) -> Outcome:
+        if not results:
+            await asyncio.Event().wait()
+        return Outcome(results.pop(0))
+
+    task = asyncio.create_task(probes.run_probes(container, check, record.callbacks()))
+    while results and not task.done():  # noqa: ASYNC110 - polls a fake
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return record.log
+
+
+FAST = {"periodSeconds": 0.01}
+
+
+async def test_a_container_without_probes_is_ready_once_it_has_started() -> None:
+    assert await probe({}, []) == ["started", "ready=True"]
+
+
+async def test_readiness_has_thresholds_both_ways() -> None:
+    container = {"readinessProbe": {**FAST, "successThreshold": 2, "failureThreshold": 2}}
+    log = await probe(container, [True, False, True, True, False, True, False, False])
+    bad = "readiness bad"
+    assert log == ["started", bad, "ready=True", bad, bad, bad, "ready=False"]
+
+
+async def test_liveness_fails_after_its_threshold_only() -> None:
+    container = {"livenessProbe": {**FAST, "failureThreshold": 2}}
+    log = await probe(container, [False, True, False, False])
+    assert log[-1] == "liveness failed"
+    assert log.count("liveness bad") == 3
+
+
+async def test_a_startup_probe_that_fails_asks_for_a_restart_and_starts_no_other() -> None:
+    container = {"startupProbe": {**FAST, "failureThreshold": 2}, "livenessProbe": FAST}
+    assert await probe(container, [False, False, True]) == ["startup bad", "startup bad", "startup failed"]
+
+
+def test_ports_are_numbers_or_names() -> None:
+    container = {"ports": [{"name": "web", "containerPort": 80}]}
+    assert [port_number(port, container) for port in (1, "2", "web", "none")] == [1, 2, 80, None]
+
+
+async def test_a_waiting_task_can_be_cancelled_at_the_very_moment_it_is_woken() -> None:
+    event = asyncio.Event()
+
+    async def loop() -> None:
+        while True:
+            await until(event, None)
+            event.clear()
+
+    task = asyncio.create_task(loop())
+    await asyncio.sleep(0)
+    event.set()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 1)
+
+
+async def test_the_control_socket_answers_bad_requests_with_sentences(tmp_path: Path) -> None:
+    async def handle(request: dict[str, Any]) -> dict[str, Any]:
+        if request["op"] == "bad":
+            raise ValueError("that does not exist")
+        return {"got": request["op"]}
+
+    path = tmp_path / "control.sock"
+    server = await control_socket.serve(path, handle)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    async def ask(body: Any) -> Any:
+        return await asyncio.to_thread(control_socket.request, path, body)
+
+    assert await ask({"op": "x"}) == {"ok": True, "got": "x"}
+    assert await ask({"op": "bad"}) == {"ok": False, "error": "that does not exist"}
+    assert await ask({}) == {"ok": False, "error": "the request lacks 'op'"}
+    assert await ask([1]) == {"ok": False, "error": "a request is a JSON object with the key op"}
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(b"not json\n")
+    assert json.loads(await reader.readline())["ok"] is False
+    writer.close()
+    await writer.wait_closed()
+    server.close()
+
+
+async def test_a_control_socket_with_too_long_a_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be shorter"):
+        await control_socket.serve(tmp_path / ("x" * 120), None)  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""From containers to the pod's status, and the back-off between restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_devcluster.node.api.objects import grace_seconds
+from trainium_devcluster.node.pods.backoff import Backoff
+from trainium_devcluster.node.pods.status import (
+    ContainerView,
+    Kind,
+    PodView,
+    Running,
+    State,
+    Terminated,
+    Waiting,
+    phase,
+    pod_status,
+    should_restart,
+)
+
+NOW = "2026-01-01T00:00:00Z"
+UP, CREATING = Running(10.0), Waiting("ContainerCreating")
+
+
+def ended(code: int) -> Terminated:
+    return Terminated(code, "Completed" if code == 0 else "Error", "", 1.0, 2.0, "process://x")
+
+
+def pod(policy: str = "Never", *, init: str | None = None, main: int = 1, **metadata: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "restartPolicy": policy,
+        "containers": [{"name": f"m{number}", "image": "i"} for number in range(main)],
+    }
+    if init is not None:
+        spec["initContainers"] = [{"name": "i0", **({"restartPolicy": init} if init else {})}]
+    return {"metadata": {"name": "p", "namespace": "n", "uid": "u", "generation": 1, **metadata}, "spec": spec}
+
+
+def view(name: str, state: State, kind: Kind = Kind.MAIN, **more: Any) -> ContainerView:
+    return ContainerView(name, "i", kind, state, **more)
+
+
+@pytest.mark.parametrize(
+    ("policy", "states", "expected"),
+    [
+        ("Never", [CREATING], "Pending"),
+        ("Never", [UP], "Running"),
+        ("Never", [UP, CREATING], "Pending"),
+        ("Never", [UP, ended(1)], "Running"),
+        ("Never", [ended(0), ended(0)], "Succeeded"),
+        ("Never", [ended(0), ended(1)], "Failed"),
+        ("OnFailure", [ended(1)], "Running"),
+        ("OnFailure", [ended(0)], "Succeeded"),
+        ("Always", [ended(0)], "Running"),
+    ],
+)
+def test_the_phase_follows_from_the_main_containers(policy: str, states: list[State], expected: str) -> None:
+    views = [view(f"m{number}", state) for number, state in enumerate(states)]
+    assert phase(pod(policy, main=len(states)), views, terminal=False) == expected
+
+
+def test_a_container_in_back_off_counts_as_having_run() -> None:
+    waiting = view("m0", Waiting("CrashLoopBackOff"), last=ended(1))
+    assert phase(pod("Always"), [waiting], terminal=False) == "Running"
+
+
+@pytest.mark.parametrize(
+    ("policy", "state", "expected"),
+    [
+        ("Never", UP, "Pending"),
+        ("Never", ended(1), "Failed"),
+        ("OnFailure", ended(1), "Pending"),
+        ("Always", ended(1), "Pending"),
+    ],
+)
+def test_a_pod_is_pending_until_its_init_containers_are_done(policy: str, state: State, expected: str) -> None:
+    views = [view("i0", state, Kind.INIT), view("m0", Waiting("PodInitializing"))]
+    assert phase(pod(policy, init=""), views, terminal=False) == expected
+
+
+def test_a_running_sidecar_keeps_the_pod_running() -> None:
+    views = [view("i0", UP, Kind.SIDECAR, started=True), view("m0", ended(0))]
+    assert phase(pod(init="Always"), views, terminal=False) == "Running"
+    views[0] = view("i0", ended(143), Kind.SIDECAR)
+    assert phase(pod(init="Always"), views, terminal=False) == "Succeeded"
+
+
+def test_a_successful_init_container_is_never_run_again() -> None:
+    spec = pod("Always", init="")
+    assert not should_restart(spec, spec["spec"]["initContainers"][0], 0)
+    assert should_restart(spec, spec["spec"]["initContainers"][0], 1)
+    assert should_restart(spec, spec["spec"]["containers"][0], 0)
+
+
+def render(spec: dict[str, Any], views: list[ContainerView], **more: Any) -> dict[str, Any]:
+    fields = {"terminal": False, "verdict": None, "sandbox_ready": True} | more
+    return pod_status(PodView(spec, views, "127.1.0.1", "127.1.0.2", start_time=NOW, **fields), NOW)
+
+
+def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
+    return {c["type"]: (c["status"], c["reason"]) for c in status["conditions"]}
+
+
+def test_an_unready_container_is_named() -> None:
+    status = render(pod(main=2), [view("m0", UP, ready=True), view("m1", UP)])
+    assert conditions(status)["Ready"] == ("False", "ContainersNotReady")
+    assert next(c for c in status["conditions"] if c["type"] == "Ready")["message"] == (
+        "containers with unready status: [m1]"
+    )
+
+
+def test_a_ready_pod_waits_for_its_gates() -> None:
+    spec = pod()
+    spec["spec"]["readinessGates"] = [{"conditionType": "x/y"}]
+    views = [view("m0", UP, ready=True)]
+    assert conditions(render(spec, views))["Ready"] == ("False", "ReadinessGatesNotReady")
+    spec["status"] = {"conditions": [{"type": "x/y", "status": "True"}]}
+    assert conditions(render(spec, views))["Ready"] == ("True", None)
+
+
+def test_a_transition_time_changes_only_with_the_status_of_its_condition() -> None:
+    spec = pod()
+    old = {"type": "Ready", "status": "True", "lastTransitionTime": "2025-01-01T00:00:00Z"}
+    spec["status"] = {"conditions": [old]}
+    times = {c["type"]: c["lastTransitionTime"] for c in render(spec, [view("m0", UP, ready=True)])["conditions"]}
+    assert times["Ready"] == "2025-01-01T00:00:00Z"
+    assert times["ContainersReady"] == NOW
+
+
+def test_a_pod_never_leaves_a_final_phase() -> None:
+    spec = pod(generation=5)
+    spec["status"] = {"phase": "Failed", "reason": "Evicted", "message": "why", "observedGeneration": 1}
+    status = render(spec, [view("m0", UP)])
+    assert (status["phase"], status["reason"], status["observedGeneration"]) == ("Failed", "Evicted", 1)
+
+
+def test_a_verdict_gives_phase_and_reason() -> None:
+    status = render(pod(), [view("m0", CREATING)], terminal=True, verdict=("Failed", "NotSupported", "because"))
+    assert (status["phase"], status["reason"], status["message"]) == ("Failed", "NotSupported", "because")
+
+
+def test_a_container_that_never_ran_shows_the_epoch() -> None:
+    state = Terminated(128, "StartError", "no", 0.0, 2.0, "process://x")
+    found = render(pod(), [view("m0", state)], terminal=True)["containerStatuses"][0]["state"]["terminated"]
+    assert (found["startedAt"], found["finishedAt"]) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:02Z")
+
+
+def test_the_first_restart_is_immediate_and_later_ones_wait_twice_as_long() -> None:
+    backoff, now, delays = Backoff(), 1000.0, []
+    for _ in range(8):
+        delays.append(backoff.remaining(now, now))
+        now += delays[-1]
+        backoff.restarted(now)
+    assert delays == [0, 10, 20, 40, 80, 160, 300, 300]
+    assert backoff.remaining(now + 700, now + 700) == 0
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_a_back_off_is_never_negative_nor_longer_than_five_minutes(finished: float, later: float) -> None:
+    backoff = Backoff()
+    backoff.restarted(finished)
+    assert 0 <= backoff.remaining(finished, finished + later) <= 300
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "expected"), [(None, 30, 30), (5, 30, 5), (0, 7, 7), (None, 0, 1), (60, 30, 60)]
+)
+def test_the_grace_period_is_what_the_deletion_says_or_the_pod_s_own(
+    asked: int | None, own: int, expected: int
+) -> None:
+    metadata = {} if asked is None else {"deletionGracePeriodSeconds": asked}
+    assert grace_seconds({"metadata": metadata, "spec": {"terminationGracePeriodSeconds": own}}) == expected

@@ -1,0 +1,149 @@
+"""The same numbers at every size and layout, with real gloo processes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.trainer.data import DataConfig
+from trainium_trainer.data.opening import open_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+    Metrics = list[dict[str, Any]]
+
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+TP = "parallelism.tensor=2"
+SP = "parallelism.sequence=true"
+SHARDED = "dataParallel=FullySharded"
+ZERO = "dataParallel=ShardedOptimizer"
+VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
+"""An odd number of samples, so that the ranks' shares differ."""
+
+
+def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Metrics:
+    job = launch(ranks, name, [VALIDATION, *overrides])
+    assert job.wait() == [0] * ranks, job.log()
+    return job.metrics()
+
+
+@pytest.fixture
+def reference(launch: Launcher) -> Metrics:
+    return run(launch, 1, "reference")
+
+
+def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
+    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
+    for line, expected in zip(metrics, reference, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+        assert ("parameterNorm" in line) == (line["step"] % 2 == 0)
+        assert ("validationLoss" in line) == (line["step"] in (4, 6)), "every four steps, and after the last"
+        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
+        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
+
+
+def test_the_text_has_a_shorter_last_sample_so_that_valid_tokens_differ_between_steps(reference: Metrics) -> None:
+    counts = [line["tokens"] for line in reference]
+    assert len({b - a for a, b in itertools.pairwise(counts)}) > 1
+
+
+def test_the_model_learns(reference: Metrics) -> None:
+    assert reference[-1]["loss"] < reference[0]["loss"] - 0.2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) -> None:
+    first, second = run(launch, ranks, "first"), run(launch, ranks, "second")
+    keys = ("step", "loss", "gradNorm", "learningRate", "tokens", "samples")
+    assert [[line[key] for key in keys] for line in first] == [[line[key] for key in keys] for line in second]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(2, [], id="dp2"),
+        pytest.param(4, [], id="dp4"),
+        pytest.param(1, ["batch.microSize=8"], id="no accumulation"),
+        pytest.param(2, ["batch.microSize=1"], id="dp2, more accumulation"),
+        pytest.param(2, [TP], id="tp2"),
+        pytest.param(2, [TP, SP], id="tp2, sequence"),
+        pytest.param(4, [TP], id="dp2 tp2"),
+        pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head"),
+        pytest.param(4, ["parallelism.tensor=4", SP, SHARDED], id="the same, sequence, sharded over one"),
+        pytest.param(2, [ZERO], id="sharded optimizer"),
+        pytest.param(4, [ZERO, TP], id="sharded optimizer, tp2"),
+        pytest.param(1, [SHARDED], id="sharded over one"),
+        pytest.param(2, [SHARDED], id="sharded over two"),
+        pytest.param(4, [SHARDED, TP, SP], id="sharded, tp2, sequence"),
+    ],
+)
+def test_the_curve_does_not_depend_on_size_or_layout(
+    launch: Launcher, reference: Metrics, ranks: int, overrides: list[str]
+) -> None:
+    assert_same_curve(run(launch, ranks, "other", overrides), reference)
+
+
+def test_untied_embeddings_divide_as_well(launch: Launcher) -> None:
+    whole = run(launch, 1, "whole", ["model.tieEmbeddings=false"])
+    assert_same_curve(run(launch, 2, "divided", ["model.tieEmbeddings=false", TP]), whole)
+
+
+@pytest.mark.parametrize("overrides", [[], [SHARDED]], ids=["replicated", "sharded"])
+def test_half_precision_compute_stays_close_to_full_precision(
+    launch: Launcher, reference: Metrics, overrides: list[str]
+) -> None:
+    half = run(launch, 2, "half", ["precision=BFloat16", *overrides])
+    assert half[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.02)
+    assert half[-1]["loss"] != reference[-1]["loss"]
+
+
+@pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
+def test_half_precision_rounds_the_same_values_in_every_layout(launch: Launcher, precision: str) -> None:
+    chosen = [f"precision={precision}"]
+    whole = run(launch, 1, "whole", chosen)
+    layouts = ([SHARDED], [ZERO], [SHARDED, "recompute=Full"])
+    for number, layout in enumerate(layouts):
+        divided = run(launch, 2, f"divided-{number}", [*chosen, *layout])
+        # Before the first update nothing but the order of sums differs, and of that only in gradients.
+        assert divided[0]["loss"] == whole[0]["loss"]
+        # That is bfloat16's rounding: over several seeds up to 1.7e-4.
+        assert divided[0]["gradNorm"] == pytest.approx(whole[0]["gradNorm"], rel=4e-4)
+        if precision == "BFloat16":  # random rounding goes by shard
+            assert [line["loss"] for line in divided] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
+
+
+def test_the_validation_loss_is_that_of_a_step_over_the_same_text(
+    launch: Launcher, text_file: Path, base_config: dict[str, Any]
+) -> None:
+    config = DataConfig.model_validate(base_config["data"])
+    everything = open_data(config, 1).training.num_samples
+    overrides = [
+        f"batch={{globalSize: {everything}, microSize: 1}}",
+        f"data.validation={{source: '{text_file}', samples: {everything}}}",
+        "optimizer.learningRate=1e-12",
+        "schedule.warmupSteps=0",
+        "steps=1",
+    ]
+    job = launch(1, "whole", overrides)
+    assert job.wait() == [0], job.log()
+    (line,) = job.metrics()
+    assert line["validationLoss"] == pytest.approx(line["loss"], rel=1e-6)
+    assert line["validationPerplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-5)
+
+
+def test_training_goes_on_as_if_nobody_had_measured(launch: Launcher, reference: Metrics) -> None:
+    often = VALIDATION.replace("everySteps: 4", "everySteps: 1")
+    for overrides in ([], [SHARDED]):
+        metrics = run(launch, 2, f"often-{len(overrides)}", [often, *overrides])
+        assert all("validationLoss" in line for line in metrics)
+        assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in reference], rel=1e-5)

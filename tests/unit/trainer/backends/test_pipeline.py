@@ -1,0 +1,166 @@
+"""Pipelines: how layers are cut, which schedule runs, and one history through every kind of parallelism."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_contract.trainer.config import ModelConfig
+from trainium_contract.trainer.parallelism import PipelineSchedule
+from trainium_trainer.backends.pipeline import check_torch, schedule_kind
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.stages import LlamaStage, canonical_parameters, layers_of, shared_with_first
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+try:
+    check_torch()
+except UserError:
+    able = False
+else:
+    able = True
+needs_new_torch = pytest.mark.skipif(not able, reason="this torch has no pipeline schedules that can be used")
+
+PP, TP = "parallelism.pipeline=2", "parallelism.tensor=2"
+SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
+VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "shares"),
+    [(4, 2, [2, 2]), (5, 2, [2, 3]), (3, 3, [1, 1, 1]), (7, 4, [1, 2, 2, 2]), (9, 4, [2, 3, 2, 2])],
+)
+def test_layers_are_cut_in_order_and_evenly_with_more_in_the_middle(
+    layers: int, stages: int, shares: list[int]
+) -> None:
+    cut = [layers_of(stage, stages, layers) for stage in range(stages)]
+    assert [len(part) for part in cut] == shares
+    assert [layer for part in cut for layer in part] == list(range(layers))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_stages_together_have_the_parameters_of_the_whole_under_its_names(tied: bool) -> None:
+    shape = resolve_shape(ModelConfig(num_layers=5, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
+    with torch.device("meta"):
+        whole = Llama(shape)
+        stages = [LlamaStage(shape, stage=number, num_stages=3, length=8, between=torch.float32) for number in range(3)]
+    owned = [
+        (name, parameter.shape)
+        for stage in stages
+        for name, parameter in canonical_parameters(stage)
+        if name not in shared_with_first(stage)
+    ]
+    expected = [(name, parameter.shape) for name, parameter in whole.named_parameters()]
+    assert sorted(owned) == sorted(expected)
+    assert [shared_with_first(stage) for stage in stages] == [frozenset(), frozenset(), {EMBEDDING} if tied else set()]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "kind"),
+    [
+        ("OneForwardOneBackward", 4, 8, "Schedule1F1B"),
+        ("OneForwardOneBackward", 4, 3, "ScheduleGPipe"),
+        ("GPipe", 4, 8, "ScheduleGPipe"),
+        ("OneForwardOneBackward", 8, 8, "ScheduleInterleaved1F1B"),
+        ("OneForwardOneBackward", 8, 9, "ScheduleLoopedBFS"),
+        ("GPipe", 8, 8, "ScheduleLoopedBFS"),
+    ],
+)
+def test_a_schedule_that_cannot_take_the_micro_batches_gives_way_to_one_that_can(
+    schedule: str, stages: int, micro_batches: int, kind: str
+) -> None:
+    found = schedule_kind(PipelineSchedule(schedule), stages=stages, ranks=4, micro_batches=micro_batches)
+    assert found.__name__ == kind
+
+
+def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> list[dict[str, Any]]:
+    job = launch(ranks, name, overrides)
+    assert job.wait() == [0] * ranks, job.log()
+    return job.metrics()
+
+
+@pytest.fixture
+def reference(launch: Launcher) -> list[dict[str, Any]]:
+    metrics = finish(launch, 1, "reference", [VALIDATION])
+    assert "validationLoss" in metrics[-1]
+    return metrics
+
+
+def assert_same_curve(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
+    for line, expected in zip(metrics, reference, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
+        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
+
+
+@pytest.mark.skipif(able, reason="this torch can do it")
+def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher) -> None:
+    job = launch(2, "old", [PP])
+    assert job.wait() == [64, 64]
+    assert "parallelism.pipeline is above 1, which torch 2" in job.log()
+
+
+@needs_new_torch
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(2, [], id="pp2"),
+        pytest.param(2, ["parallelism.pipelineSchedule=GPipe"], id="pp2, GPipe"),
+        pytest.param(2, ["batch.microSize=8"], id="pp2, fewer micro-batches than stages"),
+        pytest.param(4, [], id="pp2 dp2"),
+        pytest.param(4, [TP, "parallelism.sequence=true"], id="pp2 tp2, sequence"),
+        pytest.param(4, [SHARDED], id="pp2, sharded"),
+    ],
+)
+def test_the_curve_does_not_depend_on_the_pipeline(
+    launch: Launcher, reference: list[dict[str, Any]], ranks: int, overrides: list[str]
+) -> None:
+    assert_same_curve(finish(launch, ranks, "other", [VALIDATION, PP, *overrides]), reference)
+
+
+@needs_new_torch
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_interleaved_stages_of_uneven_size_train_like_one_process(launch: Launcher, tied: str) -> None:
+    model = [VALIDATION, "model.numLayers=5", f"model.tieEmbeddings={tied}", "steps=4"]
+    whole = finish(launch, 1, "whole", model)
+    assert_same_curve(finish(launch, 2, "interleaved", [*model, PP, "parallelism.stagesPerRank=2"]), whole)
+
+
+@needs_new_torch
+def test_a_history_goes_through_pipeline_tensor_and_sharded_sizes_by_its_checkpoints(launch: Launcher) -> None:
+    flat = ["schedule.finalRatio=1"]
+    whole = finish(launch, 1, "whole", [*flat, "steps=12"])
+    sizes = [(2, [PP]), (2, [TP]), (4, [PP, TP]), (4, [PP, SHARDED]), (4, [PP, ZERO]), (1, [])]
+    for number, (ranks, overrides) in enumerate(sizes, start=1):
+        metrics = finish(launch, ranks, "parts", [*flat, f"steps={2 * number}", *overrides])
+    assert_same_curve(metrics, whole)
+
+
+@needs_new_torch
+def test_a_pipeline_that_yielded_goes_on_from_its_ranks_memory_bit_for_bit(launch: Launcher) -> None:
+    overrides = ["steps=40", PP, "checkpoint.durable.everySteps=1000"]
+    whole = finish(launch, 2, "whole", overrides)
+    job = launch(2, "parts", overrides, memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.wait() == [75, 75], job.log()
+    assert not list(job.folder.glob("step-*")), "both ranks' memory is enough"
+    again = launch(2, "parts", overrides, memory=True)
+    assert again.wait() == [0, 0], again.log()
+    assert [(line["step"], line["loss"]) for line in again.metrics()] == [(w["step"], w["loss"]) for w in whole]

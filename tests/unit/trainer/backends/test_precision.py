@@ -1,0 +1,121 @@
+"""Number formats: rounding at random that loses nothing on average, and training in every format and layout."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_contract.trainer.optimizer import OptimizerConfig
+from trainium_trainer.backends.adamw import Rounding, Slot, adamw
+from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+CPU = torch.device("cpu")
+STOCHASTIC = "precision=BFloat16Stochastic"
+
+
+def rounded(value: torch.Tensor, step: int = 1, share: int = 0) -> torch.Tensor:
+    target = torch.empty(value.shape, dtype=torch.bfloat16)
+    round_into(target, value, noise_like(value, noise_generator(0, step, "x", CPU)), share=share)
+    return target
+
+
+@pytest.mark.parametrize("share", [0, 1, 2])
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.0e-5, -7.77e12, 1.0 - 2**-10, 1e-39])
+def test_rounding_goes_to_a_neighbour_and_its_mean_is_the_value(value: float, share: int) -> None:
+    many = torch.full((200_000,), value)
+    found = rounded(many, share=share).double()
+    low, high = found.min().item(), found.max().item()
+    exact = many[0].double().item()
+    assert low < exact < high
+    assert set(found.unique().tolist()) == {low, high}, "the two neighbours and nothing else"
+    neighbour = torch.tensor(low if exact > 0 else high, dtype=torch.bfloat16)
+    following = (neighbour.view(torch.int16) + 1).view(torch.bfloat16)
+    assert following.double().item() == (high if exact > 0 else low)
+    # Five standard deviations of the mean of a coin with two sides `high - low` apart, at its most uncertain.
+    assert found.mean().item() == pytest.approx(exact, abs=5 * 0.5 * (high - low) / len(many) ** 0.5)
+
+
+def test_what_bfloat16_can_hold_stays_and_so_do_infinities_and_nan() -> None:
+    exact = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**100, float("inf"), float("-inf")])
+    for step in range(20):
+        assert torch.equal(rounded(exact, step).float(), exact)
+    assert rounded(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_equal_ranks_round_alike_and_steps_and_shares_do_not() -> None:
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rounded(values), rounded(values))
+    others = (rounded(values, step=2), rounded(values, share=1), rounded(values, share=2))
+    for other in others:
+        different = (rounded(values) != other).float().mean().item()
+        assert 0.2 < different < 0.5  # a third on average for values anywhere between neighbours
+
+
+def test_an_update_too_small_for_bfloat16_arrives_on_average() -> None:
+    count, steps = 20_000, 30
+    weight = torch.ones(count, dtype=torch.bfloat16)
+    nearest = torch.ones(1, dtype=torch.bfloat16)
+    moments = torch.zeros(2, count, dtype=torch.bfloat16)
+    config = OptimizerConfig(learning_rate=1e-4, beta1=0.0, weight_decay=0.0)
+    for step in range(1, steps + 1):
+        slot = Slot(weight, torch.full((count,), -1.0), moments[0], moments[1], is_matrix=True, key="w")
+        adamw([slot], config, step=step, learning_rate=1e-4, gradient_scale=1.0, rounding=Rounding(0, by_device=False))
+        nearest += 1e-4
+    assert nearest.item() == 1.0, "rounding to the nearest loses all of it"
+    # A coin per step and value: right by five standard deviations.
+    assert weight.double().mean().item() - 1 == pytest.approx(1e-4 * steps, rel=5 / (count * steps / 80) ** 0.5)
+
+
+def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> list[dict[str, Any]]:
+    job = launch(ranks, name, overrides)
+    assert job.wait() == [0] * ranks, job.log()
+    return job.metrics()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [STOCHASTIC], id="stochastic"),
+        pytest.param(2, [STOCHASTIC, "parallelism.tensor=2", "parallelism.sequence=true"], id="stochastic, tp2"),
+        pytest.param(2, [STOCHASTIC, "dataParallel=FullySharded"], id="stochastic, sharded"),
+        pytest.param(2, ["precision=BFloat16"], id="master weights"),
+        pytest.param(2, ["precision=BFloat16", "dataParallel=FullySharded"], id="master weights, sharded"),
+    ],
+)
+def test_narrow_formats_stay_close_to_full_precision(launch: Launcher, ranks: int, overrides: list[str]) -> None:
+    whole = finish(launch, 1, "whole", ["steps=6"])
+    narrow = finish(launch, ranks, "narrow", ["steps=6", *overrides])
+    assert narrow[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.02)
+    assert narrow[-1]["loss"] != whole[-1]["loss"]
+
+
+def test_a_run_that_rounds_at_random_can_be_repeated_and_its_checkpoint_is_half_as_large(launch: Launcher) -> None:
+    first, again = (finish(launch, 2, name, ["steps=3", STOCHASTIC]) for name in ("first", "again"))
+    assert [line["loss"] for line in first] == [line["loss"] for line in again]
+    job = launch(2, "first", ["steps=3", STOCHASTIC])
+    assert job.wait() == [0, 0]
+    (path,) = job.folder.glob("step-3/**/index.json")
+    kinds = {name: entry["dtype"] for name, entry in json.loads(path.read_text())["tensors"].items()}
+    assert kinds.pop("optimizer.step") == "I64"
+    assert set(kinds.values()) == {"BF16"}
+
+
+def test_a_checkpoint_goes_on_in_another_number_format(launch: Launcher) -> None:
+    formats = ["Float32", "BFloat16Stochastic", "BFloat16"]
+    for number, precision in enumerate(formats, start=1):
+        metrics = finish(launch, 2, "run", [f"steps={2 * number}", f"precision={precision}", "schedule.finalRatio=1"])
+    whole = finish(launch, 1, "whole", ["steps=6", "schedule.finalRatio=1"])
+    assert [line["step"] for line in metrics] == list(range(1, 7))
+    assert metrics[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.02)

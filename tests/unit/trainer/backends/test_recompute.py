@@ -1,0 +1,100 @@
+"""Activation recompute: the same numbers to the bit, with less kept between the passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainium_contract.trainer.config import ModelConfig
+from trainium_contract.trainer.parallelism import Recompute
+from trainium_trainer.backends.recompute import apply_recompute
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.loss import loss_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is really computed: below the mode by which torch hands out what was kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[operation._schema.name] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def build(mode: Recompute) -> Llama:
+    shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=96), 64)
+    model = Llama(shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_weight(name, parameter.shape, seed=0, num_layers=2))
+    apply_recompute(model, mode)
+    return model
+
+
+def kept_bytes(model: Llama, tokens: torch.Tensor) -> int:
+    """What a forward pass leaves allocated for the backward pass, its output among it."""
+    model(tokens)  # tables are made once
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        out = model(tokens)
+        kept = out.sum()
+    del out, kept
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
+
+
+def test_each_mode_keeps_less_than_the_one_before() -> None:
+    tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
+    kept = {mode: kept_bytes(build(mode), tokens) for mode in Recompute}
+    assert kept[Recompute.SELECTIVE] < 0.75 * kept[Recompute.NONE]
+    assert kept[Recompute.FULL] < 0.5 * kept[Recompute.SELECTIVE]
+
+
+@pytest.mark.parametrize("mode", [Recompute.SELECTIVE, Recompute.FULL])
+def test_selective_computes_no_product_again_and_full_computes_all(mode: Recompute) -> None:
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    counts: dict[Recompute, Counter[str]] = {}
+    for which in (Recompute.NONE, mode):
+        model = build(which)
+        loss = loss_sum(model(tokens), tokens)
+        with Operations() as operations:
+            loss.backward()
+        counts[which] = operations.counts
+    more = counts[mode] - counts[Recompute.NONE]
+    # Of the seven products of a layer the last is never needed again.
+    assert more["aten::mm"] == (0 if mode is Recompute.SELECTIVE else 6 * 2)
+    assert more["aten::_scaled_dot_product_flash_attention_for_cpu"] == (0 if mode is Recompute.SELECTIVE else 2)
+    assert more["aten::silu"] == 2, "what is cheap is computed again"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [], id="one process"),
+        pytest.param(1, ["precision=BFloat16"], id="one process, half precision"),
+        pytest.param(2, ["parallelism.tensor=2", "parallelism.sequence=true"], id="tp2, sequence"),
+        pytest.param(2, ["dataParallel=FullySharded"], id="sharded"),
+    ],
+)
+def test_losses_and_norms_are_the_same_to_the_bit(launch: Launcher, ranks: int, overrides: list[str]) -> None:
+    curves: list[list[tuple[Any, ...]]] = []
+    for mode in Recompute:
+        job = launch(ranks, mode.value, [*overrides, "steps=3", f"recompute={mode.value}"])
+        assert job.wait() == [0] * ranks, job.log()
+        curves.append([(line["loss"], line["gradNorm"]) for line in job.metrics()])
+    assert curves[1:] == curves[:1] * 2

@@ -1,0 +1,80 @@
+"""What the sharded layouts send: weights once a step, or for every pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainium_contract.trainer.model import ModelConfig
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.loss import loss_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LAYERS = 2
+
+
+class Gathers(TorchDispatchMode):
+    """Counts gathering collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation._schema.name.startswith(("c10d::allgather", "c10d::_allgather"))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def half_a_world() -> Iterator[None]:
+    """Rank 0 of 2 whose collectives return at once: what is sent is counted, not used."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mode", "passes"),
+    [
+        # Units are the layers and the rest. Each layer is gathered for its forward and for its backward pass, the rest
+        # for both at once.
+        pytest.param(DataParallelMode.FULLY_SHARDED, [2 * LAYERS + 1] * 3, id="fully"),
+        pytest.param(DataParallelMode.SHARDED_OPTIMIZER, [LAYERS + 1, 0, 0], id="optimizer"),
+    ],
+)
+def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
+    half_a_world: None, mode: DataParallelMode, passes: list[int]
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = resolve_shape(ModelConfig(num_layers=LAYERS, hidden_size=32, intermediate_size=48), 64)
+    with torch.device("meta"):
+        model = Llama(shape)
+    apply_sharding(model, init_device_mesh("cpu", (2,)), Precision.FLOAT32, mode)
+    once = mode is DataParallelMode.SHARDED_OPTIMIZER
+    store = ShardedStore([model], torch.device("cpu"), dp=(2, 0), tp=(1, 0), once=once)
+    for _, _, local, _ in store.parameters():
+        local.zero_()
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for step in range(2):
+        found = []
+        for number in range(3):
+            store.expect(int(number == 2))
+            with Gathers() as gathers:
+                loss_sum(model(tokens), tokens).backward()
+            store.absorb()
+            found.append(gathers.count)
+            reduced = all(entry.parameter.grad is not None for entry in store._entries)
+            assert reduced == (not once or number == 2)
+        assert found == passes, step
+        store.forget()

@@ -1,0 +1,81 @@
+"""Layers compiled by Inductor: the same curve up to rounding in every layout, and to the bit when repeated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.trainer.parallelism import TorchCompile
+from trainium_trainer.backends.compiled import check_compiler
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(500)  # real processes and a real compiler
+
+COMPILER_SECONDS = 200
+"""How long a run may take that begins with an empty cache."""
+COMPILED = ["torchCompile=Layers", "steps=4"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Inductor keeps what it made, and what it found out about the machine's compiler."""
+    try:
+        check_compiler(TorchCompile.LAYERS, "cpu")
+    except UserError as reason:
+        pytest.skip(str(reason))
+    return tmp_path_factory.mktemp("inductor")
+
+
+def curve(launch: Launcher, ranks: int, name: str, overrides: list[str], cache: Path) -> list[dict[str, Any]]:
+    job = launch(ranks, name, overrides, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert job.wait(COMPILER_SECONDS) == [0] * ranks, job.log()
+    metrics: list[dict[str, Any]] = job.metrics()
+    return metrics
+
+
+MASKED = ["data.maskDocuments=true", "recompute=Full"]
+VALIDATED = "data.validation={fraction: 0.2, split: Tail, everySteps: 2, samples: 5}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [*MASKED, VALIDATED], id="one process, masked documents, full recompute"),
+        pytest.param(2, ["dataParallel=FullySharded", "recompute=Selective"], id="sharded, selective recompute"),
+        pytest.param(2, ["parallelism.tensor=2", "parallelism.sequence=true"], id="tp2, sequence"),
+        pytest.param(2, ["parallelism.pipeline=2"], id="pp2"),
+    ],
+)
+def test_the_curve_is_that_of_the_uncompiled_run(
+    launch: Launcher, cache: Path, ranks: int, overrides: list[str]
+) -> None:
+    plain = curve(launch, ranks, "plain", [*overrides, "steps=4"], cache)
+    known = {*cache.rglob("*.so")}
+    compiled = curve(launch, ranks, "compiled", [*overrides, *COMPILED], cache)
+    assert {*cache.rglob("*.so")} - known, "nothing was compiled"
+    assert len(compiled) == len(plain) == 4
+    for line, expected in zip(compiled, plain, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
+
+
+def test_a_compiled_run_repeats_itself_to_the_bit(launch: Launcher, cache: Path) -> None:
+    first, second = (curve(launch, 1, name, COMPILED, cache) for name in ("first", "second"))
+    assert [(line["loss"], line["gradNorm"]) for line in first] == [(line["loss"], line["gradNorm"]) for line in second]
+
+
+def test_without_a_compiler_the_run_is_refused_in_a_sentence(launch: Launcher, tmp_path: Path) -> None:
+    job = launch(1, "none", COMPILED, PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+    assert job.wait() == [64], job.log()
+    assert "no C++ compiler is here" in job.log()
+    assert not (tmp_path / "none").exists()

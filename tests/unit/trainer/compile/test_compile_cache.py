@@ -1,0 +1,251 @@
+"""Caches of compiled graphs: keys, whole files only, damage, and one compiler per key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.compile import lock
+from trainium_trainer.compile.cache import LocalCache, SharedCache
+from trainium_trainer.compile.key import Graphs, graphs_of, key
+from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
+from trainium_trainer.compile.replicas import data_ranks
+from trainium_trainer.compile.sizes import read_sizes
+from trainium_trainer.configuration.config import Settings, settle
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.shapes import PRESETS
+from trainium_trainer.tuning.choice import choose
+
+KEY = "k" * 32
+MODULE = "neuronxcc-2.1/MODULE_1+abc"
+EXAMPLES = Path(__file__).parents[4] / "manifests/examples"
+
+
+def graphs(nodes: int = 2, **fields: Any) -> Graphs:
+    config = TrainingConfig.model_validate({"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, **fields})
+    return graphs_of(settle(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",))
+
+
+def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
+    """A node's folder as the Neuron compiler leaves it."""
+    module = folder / MODULE
+    module.mkdir(parents=True)
+    (module / "model.neff").write_bytes(b"neff" * 1000)
+    (module / "model.hlo.lock").touch()
+    if finished:
+        (module / "model.done").touch()
+    return LocalCache(folder)
+
+
+def test_a_key_is_the_same_for_what_does_not_change_a_graph() -> None:
+    same = graphs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
+    assert key(graphs()) == key(same)
+
+
+def test_packed_examples_have_the_graph_of_masked_documents() -> None:
+    packed = graphs(data={"format": "Instruction", "examples": {"packing": True}})
+    assert key(packed) == key(graphs(data={"maskDocuments": True})) != key(graphs())
+
+
+def test_a_key_differs_by_image_flags_model_and_size() -> None:
+    one = graphs()
+    others = [
+        replace(one, image="image@sha256:2"),
+        replace(one, flags=()),
+        graphs(model={"preset": "Tiny", "numLayers": 5}),
+        graphs(nodes=3),
+        graphs(precision="BFloat16"),
+        graphs(data={"sequenceLength": 64}),
+        graphs(data={"maskDocuments": True}),
+        graphs(torchCompile="Layers"),
+    ]
+    assert len({key(each) for each in [one, *others]}) == 1 + len(others)
+
+
+def test_what_one_node_compiled_another_one_has_after_fetching(tmp_path: Path) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
+    assert shared.fetch(KEY, there) is None
+    shared.publish(KEY, here)
+    assert not there.has(KEY)
+    assert shared.fetch(KEY, there)
+    assert there.has(KEY)
+    copied = {path.name for path in (there.folder / MODULE).iterdir()}
+    assert copied == {"model.neff", "model.done"}
+    assert (there.folder / MODULE / "model.neff").read_bytes() == b"neff" * 1000
+
+
+def test_a_module_that_the_compiler_has_not_finished_is_not_shared(tmp_path: Path) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    assert shared.publish(KEY, compiled(tmp_path / "a", finished=False)).files == ()
+
+
+def test_a_key_with_a_damaged_file_is_set_aside_and_can_be_published_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
+    neff = next(file for file in shared.publish(KEY, here).files if file.size)
+    stored = shared.folder / "files" / neff.digest[:2] / neff.digest
+    stored.write_bytes(b"X" * neff.size)  # the same size, other bytes
+    assert shared.fetch(KEY, there) is None
+    assert not (there.folder / MODULE / "model.neff").exists()
+    assert not (there.folder / MODULE / "model.done").exists()
+    assert "set aside" in caplog.text
+    assert not shared.has(KEY)
+    shared.publish(KEY, here)
+    assert shared.fetch(KEY, there)
+
+
+@pytest.mark.parametrize("path", ["../outside", "a/../../outside", "/etc/outside"])
+def test_a_key_that_names_a_file_outside_of_the_folder_is_not_used(tmp_path: Path, path: str) -> None:
+    shared, there = SharedCache(tmp_path / "shared"), LocalCache(tmp_path / "b")
+    shared.publish(KEY, compiled(tmp_path / "a"))
+    note = shared.folder / "keys" / f"{KEY}.json"
+    entry = json.loads(note.read_text())
+    entry["files"][0]["path"] = path
+    note.write_text(json.dumps(entry))
+    assert shared.fetch(KEY, there) is None
+    assert not (tmp_path / "outside").exists()
+
+
+def test_half_a_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> None:
+    shared = SharedCache(tmp_path / "shared")
+    there = LocalCache(tmp_path / "b")
+    shared.publish(KEY, compiled(tmp_path / "a"))
+    shared.fetch(KEY, there)
+    (there.folder / MODULE / "model.neff").write_bytes(b"ne")
+    assert not there.has(KEY)
+    shared.fetch(KEY, there)
+    assert there.has(KEY)
+
+
+def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def compile_once() -> None:
+        with lock.held(tmp_path / "locks" / KEY, unless=lambda: False, poll_seconds=0.002):
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
+
+    threads = [threading.Thread(target=compile_once) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+    assert list((tmp_path / "locks").iterdir()) == []
+
+
+def test_the_lock_of_a_process_that_was_killed_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / KEY
+    program = (
+        "import os, sys; from pathlib import Path; from trainium_trainer.compile import lock\n"
+        "with lock.held(Path(sys.argv[1]), unless=lambda: False): os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert path.exists()
+    with lock.held(path, unless=lambda: False, poll_seconds=0.01) as mine:
+        assert mine
+
+
+def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_touched(tmp_path: Path) -> None:
+    path = tmp_path / KEY
+    path.write_text(json.dumps({"place": "another node", "pid": 1, "born": "1", "token": "theirs"}))
+    looks = iter([False, False, True])
+    with lock.held(path, unless=lambda: next(looks), poll_seconds=0.01) as mine:
+        assert not mine
+    assert json.loads(path.read_text())["token"] == "theirs"
+    os.utime(path, (1, 1))
+    with lock.held(path, unless=lambda: False, poll_seconds=0.01) as mine:
+        assert mine
+
+
+def test_the_sizes_of_a_job_are_those_that_it_may_come_to_run_at_the_first_start_first() -> None:
+    plan = read_sizes(EXAMPLES / "demo.yaml")
+    assert plan.nodes == (4, 3, 2, 6)
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 86, 64), "between them a node more brings nothing"
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml", asked=(256,)).cores_per_node == 32
+
+
+def test_a_size_that_is_not_legal_is_refused_with_the_next_one() -> None:
+    with pytest.raises(UserError, match=r"--sizes has 5, but 5 x 1 ranks .* pipeline 1: the next smaller .* size is 4"):
+        read_sizes(EXAMPLES / "demo.yaml", ["parallelism.tensor=2"], asked=(5,))
+
+
+def test_a_job_that_wants_even_sizes_only_compiles_no_others(tmp_path: Path) -> None:
+    job = yaml.safe_load((EXAMPLES / "hlat-7b.yaml").read_text())
+    job["spec"]["elasticity"] = {"sizes": "Even"}
+    file = tmp_path / "even.yaml"
+    file.write_text(yaml.safe_dump(job))
+    assert read_sizes(file).nodes == (128, 64)
+    with pytest.raises(UserError, match=r"a global batch of 1024 in micro-batches of 1: the next .* size is 64"):
+        read_sizes(file, asked=(86,))
+
+
+def test_the_trainer_s_own_configuration_needs_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.yaml"
+    file.write_text("steps: 10\nschedule: {warmupSteps: 1}\n")
+    with pytest.raises(UserError, match="give --sizes"):
+        read_sizes(file)
+    assert read_sizes(file, asked=(2,), cores_per_node=4).nodes == (2,)
+
+
+def test_each_place_of_the_model_is_rehearsed_by_its_first_rank() -> None:
+    config = TrainingConfig.model_validate({"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"globalSize": 12}})
+    assert [rank_of(place, config, 12) for place in places(config)] == [0, 1, 6, 7]
+    assert places(config)[-1] == Place(pipeline=1, tensor=1)
+
+
+def nxd_settings(tensor: int, data: int, **fields: Any) -> Settings:
+    """Llama 2 70B, of 8 key/value heads, divided by NxD."""
+    given = {"backend": "Nxd", "dataParallel": "FullySharded", "batch": {"globalSize": data}} | fields
+    config = TrainingConfig.model_validate({"parallelism": {"tensor": tensor}} | given)
+    shape = PRESETS["Llama2-70B"]
+    return Settings(config=config, shape=shape, launch=launch_at(0, tensor * data), choice=choose(shape, config.tuning))
+
+
+def test_ranks_that_count_repeated_heads_otherwise_are_rehearsed_too() -> None:
+    # Of 512 rows of query, key and value the first half is on one rank, the other half on four each.
+    assert data_ranks(nxd_settings(32, 128)) == (0, 64)
+    assert data_ranks(nxd_settings(32, 5)) == (0, 2, 3), "the third has rows of both kinds, and a graph of its own"
+    stochastic = nxd_settings(32, 5, precision="BFloat16Stochastic")
+    assert data_ranks(stochastic) == (0, 2, 3, 4), "there keys and values are also made equal, in runs of rows"
+    found = [rank_of(place, stochastic.config, 160) for place in places(stochastic.config, data_ranks(stochastic))]
+    assert found == [data * 32 + part for part in range(32) for data in (0, 2, 3, 4)]
+
+
+def test_where_no_head_is_repeated_or_nothing_is_divided_one_rank_stands_for_its_replicas() -> None:
+    assert data_ranks(nxd_settings(8, 16)) == (0,)
+    assert data_ranks(nxd_settings(32, 128, dataParallel="Replicated")) == (0,)
+    assert data_ranks(nxd_settings(32, 1)) == (0,)
+
+
+def test_an_adapter_of_fewer_rows_than_replicas_has_ranks_without_any_of_it() -> None:
+    tuned = nxd_settings(2, 8, tuning={"method": "LoRA", "lora": {"rank": 4, "targets": ["gate_proj"]}})
+    assert data_ranks(tuned) == (0, 4), "its first matrix is whole on both, and has a row for four of the eight"
+
+
+def test_an_entry_that_was_made_for_one_kind_of_rank_is_not_taken_for_all() -> None:
+    with_more, with_one = nxd_settings(32, 128), nxd_settings(8, 16)
+    found = [graphs_of(each, image="i", flags=()).compute for each in (with_more, with_one)]
+    assert found[0]["dataRanks"] == (0, 64)
+    assert "dataRanks" not in found[1], "what needs no more places keeps its key"
+
+
+def test_a_rank_of_another_kind_is_found_where_groups_lie_in_each_other() -> None:
+    config = nxd_settings(4, 16).config
+    ranks = [rank_of(Place(0, part, data), config, 64, apart=8) for data in (0, 3, 9) for part in (0, 1)]
+    assert ranks == [0, 8, 3, 11, 33, 41]

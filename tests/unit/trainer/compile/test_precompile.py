@@ -1,0 +1,148 @@
+"""`trainium-trainer precompile` with real steps on the CPU: what it compiles, keeps and does not write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.commands import precompile
+from trainium_trainer.compile import crew
+from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.configuration.config import settle
+from trainium_trainer.exits import UserError
+
+pytestmark = pytest.mark.timeout(240)  # processes that import torch, one after another
+
+JOB: dict[str, Any] = {
+    "kind": "TrainingJob",
+    "spec": {
+        "workers": {"replicas": 2, "minReplicas": 2, "maxReplicas": 4, "accelerator": {"device": "cpu"}},
+        "trainer": {
+            "model": {"numLayers": 1, "hiddenSize": 32, "intermediateSize": 64},
+            "data": {"source": "/there/is/no/such/folder", "sequenceLength": 32, "tokenizer": {"vocabSize": 320}},
+            "batch": {"globalSize": 4},
+        },
+    },
+}
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = dict(os.environ)
+    inherited.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it for good in a process that compiled something
+    return subprocess.run(
+        [sys.executable, "-m", "trainium_trainer", *arguments],
+        cwd=folder,
+        env=inherited | {"XDG_CACHE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_size_is_compiled_once_for_all_nodes_and_nothing_else_is_written(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    shared = ("--set", f"neuron.sharedCacheDirectory={tmp_path / 'shared'}")
+    first = run(tmp_path, "precompile", "--config", "job.yaml", *shared)
+    assert first.returncode == 0, first.stderr
+    assert [line.rsplit(" in ", 1)[0] for line in first.stdout.splitlines()] == [
+        "2 nodes: data parallel 2, 1 place(s) in the model: compiled",
+        "4 nodes: data parallel 4, 1 place(s) in the model: compiled",
+    ]
+    written = files(tmp_path)
+    assert all(name == "job.yaml" or name.startswith(("node/trainium/compiled/", "shared/")) for name in written)
+    assert len([name for name in written if name.startswith("shared/keys/")]) == 2
+    assert run(tmp_path, "precompile", "--config", "job.yaml", *shared).stdout.count(": ready in ") == 2
+    elsewhere = run(tmp_path, "precompile", "--config", "job.yaml", *shared, XDG_CACHE_HOME=str(tmp_path / "node-2"))
+    assert elsewhere.stdout.count(": fetched in ") == 2
+
+
+def test_one_process_stands_for_any_rank_of_a_world_divided_in_every_way() -> None:
+    config = JOB["spec"]["trainer"] | {
+        "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64},
+        "data": JOB["spec"]["trainer"]["data"] | {"maskDocuments": True},
+        "dataParallel": "FullySharded",
+        "parallelism": {"tensor": 2, "pipeline": 2},
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "trainium_trainer.compile.rehearsal"],
+        input=json.dumps({"config": config, "rank": 5, "world_size": 8}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_places_of_a_model_are_compiled_side_by_side(tmp_path: Path) -> None:
+    trainer = JOB["spec"]["trainer"] | {"model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}}
+    spec = JOB["spec"] | {"trainer": trainer, "parallelism": {"tensor": 2, "pipeline": 2}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "TrainingJob", "spec": spec}))
+    done = run(tmp_path, "precompile", "--config", "job.yaml", "--sizes", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 nodes: data parallel 1, 4 place(s) in the model: compiled in ")
+
+
+TOOL = """#!/bin/sh
+cat > /dev/null
+echo "$2 $NEURON_RT_VISIBLE_CORES $RANK" > "$NOTES/$RANK"
+while [ "$RANK" != 0 ] && [ "$(ls "$NOTES" | wc -l)" -lt 4 ]; do sleep 0.02; done
+sleep 0.5
+[ "$RANK" != "$FAILS" ] || { echo "no such operator" >&2; exit 64; }
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "2"])
+def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The tool removes its folder at its start, and a core of the device is one process's; the tool is a stand-in."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "neuron_parallel_compile").write_text(TOOL)
+    (tmp_path / "neuron_parallel_compile").chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAILS": fails}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(precompile, "_is_nxd", lambda _: True)
+    monkeypatch.setattr(precompile, "data_ranks", lambda _: (0,))
+    monkeypatch.setattr(crew, "memory_of", lambda _: 1)  # three fit beside each other on any machine
+    trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
+    settings = settle(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
+    if fails:
+        with pytest.raises(UserError, match="compiling for 4 ranks, rank 2: no such operator"):
+            precompile._compile(settings, None)
+        return
+    precompile._compile(settings, None)
+    seen = [(notes / str(rank)).read_text().split() for rank in range(4)]
+    assert len({folder for folder, _, _ in seen}) == 4
+    assert [rank for _, _, rank in seen] == ["0", "1", "2", "3"]
+    assert sorted(core for _, core, _ in seen[1:]) == ["0", "1", "2"]
+    assert not any(Path(folder).parent.exists() for folder, _, _ in seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (("precompile", "--config", "job.yaml", "--sizes", "three"), {}, "--sizes is 'three'"),
+        (("precompile", "--config", "job.yaml", "--set", "backend=Nxd"), {}, "neuronx_distributed"),
+        (("train", "--config", "job.yaml"), {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "use `trainium-trainer precompile`"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_with_code_64(
+    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], words: str
+) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    done = run(tmp_path, *arguments, **environment)
+    assert done.returncode == 64
+    assert words in done.stderr

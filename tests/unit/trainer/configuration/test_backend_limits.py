@@ -1,0 +1,107 @@
+"""What backend Nxd cannot do is a sentence: from the configuration alone, or from the node before a device is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
+from trainium_trainer.backends.choose import NXD_PACKAGES, choose, find_backend
+from trainium_trainer.cli import run
+from trainium_trainer.compile.rehearsal import launch_at, places, rank_of
+from trainium_trainer.configuration.config import Settings, settle
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = {"numLayers": 2, "hiddenSize": 64, "intermediateSize": 64, "numAttentionHeads": 4, "numKeyValueHeads": 4}
+TEXT = {"sequenceLength": 32}
+PACKED = TEXT | {"format": "Instruction", "source": "/data/examples.jsonl", "examples": {"packing": True}}
+
+
+def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
+    document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": TEXT} | fields
+    launch = replace(launch_at(0, ranks, node), alone=alone)
+    return settle(TrainingConfig.model_validate(document), launch, vocabulary=320)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields", "said"),
+    [
+        (2, {"parallelism": {"pipeline": 2}}, "parallelism.pipeline is 2, but backend Nxd has no pipeline: use 1"),
+        (1, {"device": "Cpu"}, "device is Cpu, but backend Nxd computes on NeuronCores only: leave device out"),
+        (2, {"precision": "BFloat16Stochastic"}, "drift apart; set dataParallel to ShardedOptimizer"),
+        (1, {"data": TEXT | {"maskDocuments": True}}, "data.maskDocuments cannot be had with the Nxd backend: leave"),
+        (1, {"data": PACKED}, "data.examples.packing cannot be had with the Nxd backend: leave it out"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        settings(ranks, **fields)
+    assert said in str(refused.value)
+
+
+def test_what_only_replicas_break_is_allowed_without_replicas() -> None:
+    settings(1, precision="BFloat16Stochastic")
+    settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer")
+    settings(2, precision="BFloat16")
+
+
+def test_check_says_it_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"backend": "Nxd", "model": {"preset": "Llama2-7B"}, "parallelism": {"pipeline": 2}}
+    (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(document))
+    assert run(["check", "--config", str(tmp_path / "trainer.yaml"), "--ranks", "2"]) == 64
+    assert "backend Nxd has no pipeline" in capsys.readouterr().err
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of device files, on a machine that has the packages."""
+    for name in NXD_PACKAGES:
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("NXD_CPU_MODE", "PJRT_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    return devices
+
+
+def test_a_node_without_neuron_devices_is_refused(packages: Path) -> None:
+    with pytest.raises(UserError, match=r"this node has no Neuron device: give the worker aws.amazon.com/neuron"):
+        find_backend(settings(), devices=packages)
+    (packages / "neuron0").touch()
+    assert find_backend(settings(), devices=packages) is BackendChoice.NXD
+
+
+def test_graphs_are_compiled_on_a_node_without_devices_but_not_in_the_mode_that_makes_none(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_backend(settings(alone=True), devices=packages) is BackendChoice.NXD
+    monkeypatch.setenv("NXD_CPU_MODE", "1")
+    with pytest.raises(UserError, match="NXD_CPU_MODE is set, with which NxD makes no graphs to compile: unset it"):
+        find_backend(settings(alone=True), devices=packages)
+
+
+def test_a_node_that_cannot_be_divided_by_four_is_refused(packages: Path) -> None:
+    (packages / "neuron0").touch()
+    four = {"parallelism": {"tensor": 4}}
+    assert find_backend(settings(8, node=8, **four), devices=packages) is BackendChoice.NXD
+    with pytest.raises(UserError, match="a node has 2 processes: backend Nxd divides a node into groups of 4; start"):
+        find_backend(settings(8, node=2, **four), devices=packages)
+
+
+def test_auto_does_not_take_it_where_another_device_is_asked_for(packages: Path) -> None:
+    assert choose(BackendChoice.AUTO) is BackendChoice.NXD
+    assert choose(BackendChoice.AUTO, DeviceChoice.NEURON) is BackendChoice.NXD
+    assert choose(BackendChoice.AUTO, DeviceChoice.CPU) is BackendChoice.NATIVE
+
+
+def test_the_places_of_four_ranks_are_spread_over_a_node_of_trn1() -> None:
+    config = settings(64, node=32, parallelism={"tensor": 4}, batch={"globalSize": 16}).config
+    assert [rank_of(place, config, 64, apart=8) for place in places(config)] == [0, 8, 16, 24]

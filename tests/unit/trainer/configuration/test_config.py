@@ -1,0 +1,389 @@
+"""Configuration: every refusal is one sentence with field, value and advice, and code 64, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.needs.memory_needs import Needs
+from trainium_contract.sizes import INSTANCES
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer import cli
+from trainium_trainer.checkpoint.root.run_settings import settings_digest
+from trainium_trainer.commands.check_files import missing
+from trainium_trainer.configuration.config import Launch, launch_of, load, settle, with_steps
+from trainium_trainer.exits import UserError
+from trainium_trainer.loop.memory_check import refuse_what_does_not_fit
+
+
+def write(tmp_path: Path, document: Any) -> Path:
+    path = tmp_path / "trainer.yaml"
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    return path
+
+
+def world(size: int) -> Launch:
+    return Launch(
+        rank=0,
+        local_rank=0,
+        world_size=size,
+        generation=0,
+        attempt=0,
+        run_id="",
+        progress_file=None,
+        memory_directory=None,
+    )
+
+
+def test_an_empty_file_is_the_default_configuration(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "")) == TrainingConfig()
+
+
+def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> None:
+    path = write(tmp_path, {"optimizer": {"learningRate": 0.1}})
+    config = load(path, ["optimizer.learningRate=1e-3", "data.sequence_length=64", "monitor.tensorboard=false"])
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.data.sequence_length == 64
+    assert config.monitor.tensorboard is False
+
+
+@pytest.mark.parametrize(
+    ("document", "override", "sentence"),
+    [
+        ({"optimizer": {"learnRate": 1}}, None, "optimizer.learnRate is not a field: did you mean learningRate?"),
+        ({"zzz": 1}, None, "zzz is not a field: known fields: artifacts, backend, batch,"),
+        ({"steps": 0}, None, "steps is 0: use a number of at least 1"),
+        ({"batch": {"globalSize": -4}}, None, "batch.globalSize is -4: use a number of at least 1"),
+        ({"steps": "many"}, None, "steps is 'many', which is not a whole number: use one"),
+        ({"optimizer": {"learningRate": 0}}, None, "learningRate is 0: use a number greater than 0 and at most 1"),
+        ({"optimizer": {"beta1": 1}}, None, "optimizer.beta1 is 1: use a number of at least 0 and less than 1"),
+        ({"seed": 2**31}, None, "seed is 2147483648: use a number of at least 0 and at most 2147483647"),
+        ({"model": {"initialStd": 2}}, None, "model.initialStd is 2: use a number greater than 0 and at most 1"),
+        ({"model": {"ropeScaling": {"factr": 2}}}, None, "model.ropeScaling.factr is not a field: did you mean factor"),
+        (
+            {"model": {"ropeScaling": {"lowFrequencyFactor": 4}}},
+            None,
+            "model.ropeScaling.lowFrequencyFactor is 4.0 but highFrequencyFactor is 4.0: the low one must be",
+        ),
+        ({"model": {"preset": "Llama2-7B", "path": "x"}}, None, "both name a shape, leave one of them out"),
+        ({"model": {"path": "x" * 1025}}, None, "model.path has 1025 characters: use at most 1024"),
+        (
+            {"steps": 20, "schedule": {"decaySteps": 11}},
+            None,
+            "schedule.warmupSteps 10 and schedule.decaySteps 11 are together more than the 20 steps",
+        ),
+        (
+            {"precision": "FP8"},
+            None,
+            "precision is 'FP8', which is not one of its values: use 'Float32', 'BFloat16' or 'BFloat16Stochastic'",
+        ),
+        ({"batch": 3}, None, "batch is 3, but it has fields of its own"),
+        ({"data": {"source": ""}}, None, "data.source is empty"),
+        ({"data": {"validation": {"samples": 5}}}, None, "data.validation needs either fraction or source"),
+        ({"data": {"validation": {"fraction": 0.1, "source": "v.txt"}}}, None, "give exactly one of them"),
+        ({"monitor": {"tensorboard": "perhaps"}}, None, "which is neither true nor false"),
+        ({"steps": 5}, None, "schedule.warmupSteps is 10 but steps is 5"),
+        ("- a\n- b\n", None, "holds a list, not fields"),
+        ("steps: [", None, "not valid YAML"),
+        ({}, "steps", "write it as a.b=value"),
+        ({"steps": 5}, "steps.more=1", "steps is 5, which has no fields below it"),
+        ({"steps": 0, "zzz": 1}, None, "zzz is not a field: known fields: "),
+    ],
+)
+def test_a_wrong_configuration_is_refused_in_a_sentence(
+    tmp_path: Path, document: Any, override: str | None, sentence: str
+) -> None:
+    with pytest.raises(UserError) as refusal:
+        load(write(tmp_path, document), [override] if override else [])
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_wrong_value_is_blamed_on_the_override_that_gave_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--set steps=0: steps is 0: use a number of at least 1"):
+        load(write(tmp_path, {}), ["steps=0"])
+    with pytest.raises(UserError, match=r"^--set model\.num_layers=0: model\.numLayers is 0"):
+        load(write(tmp_path, {}), ["seed=1", "model.num_layers=0"])
+    with pytest.raises(UserError, match=r"trainer\.yaml: batch\.microSize is 0"):
+        load(write(tmp_path, {"batch": {"microSize": 0}}), ["steps=50"])
+
+
+def test_further_problems_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"\(and 1 more problem\)"):
+        load(write(tmp_path, {"steps": 0, "seed": -1}))
+
+
+def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "sentence"),
+    [
+        (["model.vocabSize=100"], 1, "the tokenizer has 2048 entries: set model.vocabSize to at least 2048"),
+        (["backend=Nxd", "data.maskDocuments=true"], 1, "data.maskDocuments cannot be had with the Nxd backend"),
+        (
+            ["backend=Nxd", "data.format=Instruction", "data.examples.packing=true"],
+            1,
+            "data.examples.packing cannot be had with the Nxd backend",
+        ),
+        (["backend=Nxd", "torchCompile=Layers"], 1, "torchCompile is Layers, but backend Nxd compiles whole steps"),
+        (["model.hiddenSize=97"], 1, "model.hiddenSize is 97, which is not divisible by model.numAttentionHeads 4"),
+        (["model.hiddenSize=100"], 1, "heads of width 25"),
+        (["model.headDim=25"], 1, "model.headDim is 25, but the rotary embedding needs an even width"),
+        (["model.path=/none"], 1, "model.path /none: there is no config.json that can be read"),
+        (["model.maxPositions=64"], 1, "data.sequenceLength is 128 but the model is meant for at most 64 positions"),
+        (["model.numKeyValueHeads=3"], 1, "model.numAttentionHeads is 4, which is not divisible"),
+        (
+            ["parallelism.tensor=4", "model.numKeyValueHeads=6", "model.numAttentionHeads=12"],
+            4,
+            "model.numKeyValueHeads is 6, which neither is divisible by parallelism.tensor 4 nor divides it",
+        ),
+        (["parallelism.tensor=2"], 3, "the number of ranks is 3, which is not divisible by parallelism.tensor 2"),
+        (
+            ["parallelism.tensor=2", "parallelism.pipeline=2"],
+            6,
+            "the number of ranks is 6, which is not divisible by parallelism.tensor x pipeline 4",
+        ),
+        (["parallelism.pipeline=4"], 4, "is more than the 3 layers of the model (model.numLayers)"),
+        (["parallelism.stagesPerRank=2"], 1, "parallelism.pipeline is 1: only a pipeline has stages"),
+        (["model.vocabSize=2049", "parallelism.tensor=2"], 2, "model.vocabSize is 2049, which is not divisible"),
+        (
+            ["batch={globalSize: 2, microSize: 4}"],
+            3,
+            "batch.microSize is 4 but batch.globalSize is 2: every pass of every",
+        ),
+        (
+            ["parallelism.tensor=2", "parallelism.sequence=true", "data.sequenceLength=127"],
+            2,
+            "data.sequenceLength is 127, which is not divisible",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_launch_is_refused(
+    tmp_path: Path, overrides: list[str], size: int, sentence: str
+) -> None:
+    with pytest.raises(UserError) as refusal:
+        settle(load(write(tmp_path, ""), overrides), world(size))
+    assert sentence in str(refusal.value)
+
+
+def test_what_must_not_change_is_all_that_the_history_is_held_to(tmp_path: Path) -> None:
+    def digest(*overrides: str, data: str = "d", tokenizer: str = "t") -> str:
+        return settings_digest(settle(load(write(tmp_path, ""), overrides), world(1)).fixed(data, tokenizer))
+
+    assert digest() == digest("steps=50", "optimizer.learningRate=0.1", "batch.microSize=2", "precision=BFloat16")
+    others = [digest("model.numLayers=9"), digest("seed=3"), digest("data.sequenceLength=64"), digest(data="e")]
+    others.append(digest(tokenizer="u"))
+    assert len({digest(), *others}) == 6
+
+
+def test_metrics_of_a_run_with_checkpoints_in_s3_need_a_folder(tmp_path: Path) -> None:
+    in_s3 = ["checkpoint.path=s3://bucket/run"]
+    with pytest.raises(UserError, match=r"set checkpoint\.recordsPath to a folder"):
+        load(write(tmp_path, ""), in_s3)
+    assert load(write(tmp_path, ""), [*in_s3, "checkpoint.recordsPath=/here"]).checkpoint.records == "/here"
+    assert load(write(tmp_path, ""), ["checkpoint.path=/there"]).checkpoint.records == "/there"
+
+
+def test_launch_variables_are_optional_and_checked() -> None:
+    assert launch_of({}) == world(1)
+    launch = launch_of({"RANK": "2", "WORLD_SIZE": "4", "TRAINIUM_GENERATION": "7", "TRAINIUM_RUN_ID": "uid"})
+    assert (launch.generation, launch.run_id) == (7, "uid")
+    with pytest.raises(UserError, match="RANK is 'x', not a number"):
+        launch_of({"RANK": "x"})
+    with pytest.raises(UserError, match="RANK is 4 but WORLD_SIZE is 2"):
+        launch_of({"RANK": "4", "WORLD_SIZE": "2"})
+
+
+def test_a_bad_command_line_or_configuration_ends_with_64_and_its_sentence_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", "--config", str(write(tmp_path, {"steps": 0}))]) == ExitCode.USER_ERROR
+    assert capsys.readouterr().err.splitlines()[-1].endswith("steps is 0: use a number of at least 1")
+    assert cli.run(["train", "--no-such-option"]) == ExitCode.USER_ERROR
+    assert cli.run(["--help"]) == 0
+
+
+def test_check_says_what_a_configuration_means_at_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        "model": {"preset": "Llama2-7B"},
+        "data": {"sequenceLength": 4096},
+        "batch": {"globalSize": 1024, "microSize": 1},
+        "parallelism": {"tensor": 8, "sequence": True},
+        "steps": 500_000,
+        "schedule": {"warmupSteps": 2000},
+    }
+    argv = ["check", "--config", str(write(tmp_path, document))]
+    assert cli.run([*argv, "--ranks", "4096"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "model: 6,738,415,616 parameters, 32 layers of width 4096",
+        "processes: 4096 = data 512 x tensor 8 x pipeline 1",
+        "step: 1024 samples of 4096 tokens = 4,194,304 tokens; 2 passes of 1 samples on each data-parallel rank",
+        "run: 500,000 steps = 2,097,152,000,000 tokens",
+        "learning rate: up to 0.0003 in 2,000 steps, Cosine, 3e-05 in the last",
+        "open files: up to 4,237 in one process",
+        (
+            "memory of a process: 12.6 GiB of weights, gradients and optimizer (842,534,912 parameters), about "
+            "4.3 GiB of activations"
+        ),
+    ]
+    assert cli.run([*argv, "--ranks", "12"]) == ExitCode.USER_ERROR
+    assert "the number of ranks is 12, which is not divisible by parallelism.tensor 8" in capsys.readouterr().err
+
+
+def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_says_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(instance: str) -> int:
+        spec = {
+            "workers": {"replicas": 1, "accelerator": {"instanceType": instance}},
+            "parallelism": {"tensor": 2},
+            "trainer": {"model": {"preset": "Llama2-7B"}, "batch": {"globalSize": 32, "microSize": 1}, "steps": 10},
+        }
+        document = {
+            "apiVersion": "trainium.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "a"},
+            "spec": spec,
+        }
+        document["spec"]["trainer"]["data"] = {"source": "/data", "tokenizer": {"vocabSize": 32000}}
+        document["spec"]["trainer"]["schedule"] = {"warmupSteps": 1}
+        return cli.run(["check", "--config", str(write(tmp_path, document))])
+
+    assert check("trn1.32xlarge") == ExitCode.USER_ERROR
+    assert "a core of trn1.32xlarge has 16.0 GiB, but a process needs 50.2 GiB of weights" in capsys.readouterr().err
+
+
+def test_too_little_shared_memory_on_a_node_is_told_with_what_is_switched_off() -> None:
+    gib = 1 << 30
+    found = Needs(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
+    small = INSTANCES["trn1.2xlarge"]
+    first, second = refuse_what_does_not_fit(found, small, "trn1.2xlarge")
+    assert first.startswith(
+        "snapshots need 20.0 GiB of /dev/shm on each node, but trn1.2xlarge has about 16.0 GiB there"
+    )
+    assert "switch them, or the copies of a buddy's, off" in first
+    assert second.startswith("a node needs 40.0 GiB of memory")
+    assert refuse_what_does_not_fit(found, INSTANCES["trn1.32xlarge"], "") == []
+
+
+def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        "schedule": {"kind": "Constant", "decaySteps": 5},
+        "optimizer": {"weightDecay": 0, "decayScope": "Matrices"},
+        "parallelism": {"sequence": True},
+    }
+    assert cli.run(["check", "--config", str(write(tmp_path, document))]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[1] for line in warnings] == [
+        "schedule.decaySteps",
+        "optimizer.decayScope",
+        "parallelism.sequence",
+    ]
+
+
+def test_data_and_packages_that_are_not_here_are_refused_where_the_run_would_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = str(tmp_path / "corpus")
+    for document, sentence in (
+        ({"data": {"source": gone}}, f"data.source {gone}: there is no such file or folder on this machine"),
+        ({"data": {"sources": [{"source": "python-docs"}, {"source": gone}]}}, f"data.source {gone}: there is no such"),
+        ({"data": {"source": f"{gone}/*.txt"}}, f"data.source {gone}/*.txt: there is no such file or folder"),
+        ({"backend": "Nxd"}, "backend is Nxd, but torch_xla and neuronx_distributed cannot be imported"),
+    ):
+        argv = ["check", "--config", str(write(tmp_path, document))]
+        assert cli.run(argv) == ExitCode.USER_ERROR
+        assert sentence in capsys.readouterr().err
+        # So many ranks run elsewhere, where both may be.
+        assert cli.run([*argv, "--ranks", "2"]) == 0
+        assert f"warning: {sentence}" in capsys.readouterr().out
+
+
+def test_data_that_is_here_or_need_not_be_is_not_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.txt").write_text("text")
+    for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt", "owner/set"):
+        assert cli.run(["check", "--config", str(write(tmp_path, {"data": {"source": source}}))]) == 0
+        assert "data.source" not in capsys.readouterr().out
+    assert missing(TrainingConfig.model_validate({"data": {"source": "s3://bucket/corpus"}})) == []
+
+
+def test_weights_beside_a_shape_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    argv = ["check", "--config", str(write(tmp_path, {"model": {"path": str(folder)}}))]
+    assert cli.run(argv) == 0
+    assert "warning" not in capsys.readouterr().out
+    (folder / "model.safetensors").write_bytes(b"")
+    assert cli.run(argv) == 0
+    assert f"warning: model.path {folder} gives the shape only and its weights are not read" in capsys.readouterr().out
+
+
+def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom trainium_trainer import cli\n"
+        f"code = cli.run(['train', '--config', {str(write(tmp_path, {'steps': 0}))!r}])\n"
+        "sys.exit(99 if 'torch' in sys.modules else code)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 64
+
+
+def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[4] / "manifests/examples/hlat-7b.yaml"
+    assert cli.run(["check", "--config", str(example)]) == 0
+    told = capsys.readouterr().out
+    assert "job: starts on 128 nodes of 32 processes; useful sizes: 64, 86, 128\n" in told
+    assert "warning: data.tokenizer.path /data/tokenizer is not on this machine" in told
+    assert "warning: data.source /data/corpus: there is no such file or folder on this machine" in told
+    assert "processes: 4096 = data 512 x tensor 8 x pipeline 1" in told
+    assert cli.run(["check", "--config", str(example), "--ranks", "2048"]) == 0
+    assert "processes: 2048 = data 256" in capsys.readouterr().out
+    assert load(example).batch.global_size == 1024
+
+
+def test_what_is_wrong_with_a_manifest_is_said_with_its_place(tmp_path: Path) -> None:
+    document = {"kind": "TrainingJob", "spec": {"workers": {"replica": 3}}}
+    with pytest.raises(UserError, match=r"spec: workers\.replica is not a field: did you mean replicas\?"):
+        load(write(tmp_path, document))
+
+
+def test_the_steps_follow_from_the_epochs_and_the_warm_up_from_the_steps() -> None:
+    config = TrainingConfig.model_validate(
+        {"epochs": 2.5, "batch": {"globalSize": 8}, "schedule": {"warmupRatio": 0.03}}
+    )
+    settled = with_steps(config, 400)
+    assert (settled.steps, settled.schedule.warmup_steps) == (125, 4), "rounded up"
+    assert with_steps(TrainingConfig(), None) == TrainingConfig()
+
+
+def test_epochs_of_unknown_length_and_a_warm_up_longer_than_the_run_are_refused() -> None:
+    config = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}})
+    with pytest.raises(UserError, match=r"set data.tokenization to Ahead, or give steps"):
+        with_steps(config, None)
+    with pytest.raises(UserError, match=r"warmupSteps is 10, but 1 epochs are 5 steps"):
+        with_steps(config, 40)
+
+
+def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    shape = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(shape))
+    tuning = {"method": "LoRA", "lora": {"rank": 4, "alpha": 8}}
+    config = {"model": {"weights": str(tmp_path / "base")}, "tuning": tuning, "epochs": 3}
+    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
+    said = capsys.readouterr().out
+    assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in said
+    assert "run: 3 epochs" in said

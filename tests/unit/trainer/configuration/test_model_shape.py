@@ -1,0 +1,170 @@
+"""Presets and Hugging Face configurations: published sizes, both spellings of the rotary settings, refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.huggingface import to_config
+from trainium_trainer.models.shapes import PRESETS, ModelShape
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The published config.json of Llama-3.1-8B, as transformers 4 wrote it.
+LLAMA31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    document = {name: value for name, value in (LLAMA31 | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(document))
+    return str(folder)
+
+
+def shape_of(path: str, **overrides: Any) -> Any:
+    return resolve_shape(ModelConfig(path=path, **overrides), 100)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        (ModelPreset.LLAMA2_7B, 6_738_415_616),
+        (ModelPreset.LLAMA2_13B, 13_015_864_320),
+        (ModelPreset.LLAMA2_70B, 68_976_648_192),
+        (ModelPreset.LLAMA3_8B, 8_030_261_248),
+        (ModelPreset.LLAMA3_70B, 70_553_706_496),
+        (ModelPreset.LLAMA31_8B, 8_030_261_248),
+        (ModelPreset.LLAMA31_70B, 70_553_706_496),
+        (ModelPreset.LLAMA32_1B, 1_235_814_400),
+    ],
+)
+def test_a_published_shape_has_the_published_size(preset: ModelPreset, parameters: int) -> None:
+    assert PRESETS[preset].num_parameters == parameters
+
+
+def test_every_preset_has_a_shape_and_the_default_is_small() -> None:
+    assert set(PRESETS) == set(ModelPreset)
+    for preset in ModelPreset:
+        shape = resolve_shape(ModelConfig(preset=preset), 2048)
+        assert shape.head_dim * shape.num_attention_heads == shape.hidden_size
+    assert resolve_shape(ModelConfig(), 2048).num_parameters < 1_000_000
+
+
+def test_the_preset_of_llama_3_1_is_its_published_file(tmp_path: Path) -> None:
+    assert shape_of(write(tmp_path)) == PRESETS[ModelPreset.LLAMA31_8B]
+    assert shape_of(str(tmp_path / "config.json")) == PRESETS[ModelPreset.LLAMA31_8B]
+
+
+def test_the_new_spelling_of_the_rotary_settings_means_the_same(tmp_path: Path) -> None:
+    parameters = {"rope_theta": 500000.0, **LLAMA31["rope_scaling"]}  # type: ignore[dict-item]
+    path = write(tmp_path, rope_scaling="absent", rope_theta="absent", rope_parameters=parameters)
+    assert shape_of(path) == PRESETS[ModelPreset.LLAMA31_8B]
+    old = {name: value for name, value in LLAMA31["rope_scaling"].items() if name != "rope_type"}  # type: ignore[attr-defined]
+    assert shape_of(write(tmp_path, rope_scaling=old | {"type": "llama3"})) == PRESETS[ModelPreset.LLAMA31_8B]
+
+
+def test_what_the_file_leaves_out_has_the_default_of_llama_config(tmp_path: Path) -> None:
+    left_out = (
+        "rope_scaling num_key_value_heads rms_norm_eps initializer_range tie_word_embeddings max_position_embeddings "
+        "rope_theta architectures"
+    )
+    shape = shape_of(write(tmp_path, **dict.fromkeys(left_out.split(), "absent")))
+    assert (shape.num_key_value_heads, shape.head_dim, shape.rope_stretch, shape.rope_theta) == (32, 128, None, 10_000)
+    assert (shape.norm_eps, shape.initial_std, shape.tie_embeddings, shape.max_positions) == (1e-6, 0.02, False, 2048)
+
+
+def test_heads_may_be_wider_than_the_residual_stream_divided_by_them(tmp_path: Path) -> None:
+    shape = shape_of(write(tmp_path, head_dim=64))
+    assert shape.head_dim == 64
+    narrower = shape_of(write(tmp_path, head_dim=64), hidden_size=2048)
+    assert narrower.head_dim == 64, "2048 over 32 heads"
+    assert shape_of(write(tmp_path, head_dim=64), hidden_size=2048, head_dim=128).head_dim == 128
+
+
+def test_fields_of_the_configuration_override_the_file(tmp_path: Path) -> None:
+    shape = shape_of(write(tmp_path), num_layers=2, initial_std=0.01, rope_scaling={"kind": "Unscaled"})
+    assert (shape.num_layers, shape.initial_std, shape.rope_stretch) == (2, 0.01, None)
+    linear = resolve_shape(ModelConfig(rope_scaling={"kind": "Linear", "factor": 4}), 100).rope_stretch  # type: ignore[arg-type]
+    assert linear is not None
+    assert (linear.kind, linear.factor) == ("Linear", 4)
+
+
+@pytest.mark.parametrize("preset", ModelPreset)
+def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPreset) -> None:
+    shape = resolve_shape(ModelConfig(preset=preset), 100)
+    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+    for left_out in ("rope_parameters", "rope_scaling"):
+        document = {name: value for name, value in to_config(shape).items() if name != left_out}
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        assert shape_of(str(tmp_path)) == shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "describes MistralForCausalLM, but only LlamaForCausalLM can be"),
+        ({"architectures": "absent", "model_type": "qwen2"}, "describes model_type 'qwen2', but only"),
+        ({"architectures": "absent", "model_type": "absent"}, "describes no architecture, but only"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', which is not a whole number"),
+        ({"vocab_size": "absent"}, "vocab_size is missing"),
+        ({"vocab_size": 0}, "vocab_size is 0: use a number of at least 1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but this trainer has only 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True, but this trainer has only False"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, but this trainer has only 0.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling has the type 'yarn', but this trainer has"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters has the type 'dynamic', but this trainer has"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings",
+        ),
+        ({"num_attention_heads": 33}, "hidden_size 4096 is not divisible by num_attention_heads 33"),
+        ({"num_key_value_heads": 5}, "model.numAttentionHeads is 32, which is not divisible by"),
+    ],
+)
+def test_a_file_of_another_model_is_refused_in_a_sentence(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError) as refusal:
+        shape_of(write(tmp_path, **changes))
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("{", "not valid JSON"), ("[1]", "holds a list, not fields"), ("\xff", "not valid JSON")]
+)
+def test_a_file_that_holds_no_configuration_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=sentence):
+        shape_of(str(tmp_path))

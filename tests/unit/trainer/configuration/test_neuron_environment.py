@@ -1,0 +1,133 @@
+"""Typed settings of compiler and runtime become variables; what the user set by hand is never overridden in silence."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer import neuron_environment
+from trainium_trainer.configuration.config import load
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FLAGS = "NEURON_CC_FLAGS"
+
+
+def config(**neuron: Any) -> TrainingConfig:
+    return TrainingConfig.model_validate({"backend": "Nxd", "neuron": neuron})
+
+
+def variables(given: dict[str, str] | None = None, *, nxd: bool = True, **neuron: Any) -> dict[str, str]:
+    return neuron_environment.variables(config(**neuron), nxd=nxd, given=given or {})
+
+
+def test_the_defaults_are_those_of_hlat() -> None:
+    assert variables() == {
+        FLAGS: "--model-type=transformer --distribution-strategy=llm-training --auto-cast=none"
+        " --retry_failed_compilation",
+        "NEURON_FUSE_SOFTMAX": "1",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
+        "NEURON_RT_EXEC_TIMEOUT": "4000",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0",
+        "MALLOC_ARENA_MAX": "64",
+    }
+
+
+def test_every_setting_reaches_its_variable() -> None:
+    found = variables(
+        modelType="Generic",
+        distributionStrategy="Unspecified",
+        optimizationLevel=1,
+        autoCast="Matmult",
+        ccPipelineTilingFactor=2,
+        retryFailedCompilation=False,
+        extraCompilerFlags=["--enable-saturate-infinity"],
+        cacheDirectory="/var/cache/neuron",
+        fuseSoftmax=False,
+        stochasticRounding=True,
+        stochasticRoundingSeed=7,
+        asyncExecInflightRequests=5,
+        execTimeoutSeconds=100,
+        mallocArenas=None,
+    )
+    assert shlex.split(found.pop(FLAGS)) == [
+        "--model-type=generic",
+        "--auto-cast=matmult",
+        "--optlevel=1",
+        "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2",
+        "--enable-saturate-infinity",
+    ]
+    assert found == {
+        "NEURON_COMPILE_CACHE_URL": "/var/cache/neuron",
+        "NEURON_FUSE_SOFTMAX": "0",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "5",
+        "NEURON_RT_EXEC_TIMEOUT": "100",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "7",
+    }
+
+
+def test_torch_neuron_gets_no_variable_that_its_runtime_has_given_up() -> None:
+    assert "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS" not in variables(nxd=False)
+
+
+def test_compiler_flags_of_the_user_are_kept_beside_ours() -> None:
+    given = {FLAGS: "--retry_failed_compilation --model-type transformer --enable-saturate-infinity --lnc 2"}
+    words = shlex.split(variables(given)[FLAGS])
+    assert words.count("--retry_failed_compilation") == 1
+    assert words[-2:] == ["--enable-saturate-infinity", "--lnc=2"]
+    assert "--model-type=transformer" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {FLAGS: "--model-type=generic"},
+            "NEURON_CC_FLAGS has --model-type=generic, but neuron.modelType makes it --model-type=transformer",
+        ),
+        ({FLAGS: "-O1"}, "NEURON_CC_FLAGS has -O1, but neuron.optimizationLevel makes it --optlevel=2"),
+        ({FLAGS: "--auto-cast 'none"}, "is no command line"),
+        (
+            {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "7"},
+            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS is '7', but neuron.asyncExecInflightRequests makes it '3'",
+        ),
+        ({"XLA_USE_BF16": "1"}, "would turn float32 master weights and moments into bfloat16"),
+    ],
+    ids=["flag", "level", "quotes", "runtime", "downcast"],
+)
+def test_a_variable_that_contradicts_the_configuration_is_refused_by_name(given: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        variables(given, optimizationLevel=2)
+    assert said in str(refused.value)
+
+
+def test_variables_that_say_the_same_are_no_contradiction() -> None:
+    first = variables(optimizationLevel=2)
+    assert variables(first, optimizationLevel=2) == first
+
+
+def test_a_flag_that_has_a_field_of_its_own_is_refused_among_the_extra_flags(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.yaml"
+    file.write_text("neuron: {extraCompilerFlags: ['--optlevel=1']}")
+    with pytest.raises(UserError, match=r"has --optlevel=1: remove it there and set neuron\.optimizationLevel"):
+        load(file)
+
+
+def test_nothing_is_set_where_no_neuron_device_can_be_used(tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    neuron_environment.apply(TrainingConfig(), environment, devices=tmp_path)
+    assert environment == {}
+    (tmp_path / "neuron0").touch()
+    neuron_environment.apply(TrainingConfig.model_validate({"device": "Cpu"}), environment, devices=tmp_path)
+    assert environment == {}
+    neuron_environment.apply(
+        TrainingConfig.model_validate({"neuron": {"mallocArenas": None}}), environment, devices=tmp_path
+    )
+    assert environment["NEURON_RT_EXEC_TIMEOUT"] == "4000"

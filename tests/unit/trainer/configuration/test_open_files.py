@@ -1,0 +1,108 @@
+"""Open files: the law, the limit that a process raises, and what is said when it is too small; ranks that differ."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.needs import descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(150)
+START = [sys.executable, "-m", "trainium_trainer"]
+
+
+@given(st.integers(1, 100_000), st.integers(1, 3000))
+def test_the_need_grows_with_the_world_and_only_the_first_of_all_needs_much(world: int, nodes: int) -> None:
+    assert descriptors.needed(world + 1, nodes) >= descriptors.needed(world, nodes)
+    assert descriptors.needed_by_most_ranks(world) < 180
+    assert descriptors.needed(world, nodes) > world
+
+
+def test_a_limit_that_is_enough_or_absent_is_not_spoken_of() -> None:
+    least = descriptors.needed(4096, 128)
+    assert not descriptors.too_small(least, 4096, 128)
+    assert not descriptors.too_small(-1, 4096, 128)
+    assert f"{least:,} are needed with 4,096 training processes" in descriptors.too_small(least - 1, 4096, 128)
+
+
+def limited(soft: int, hard: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_raises_its_soft_limit_to_the_hard_one() -> None:
+    code = "from trainium_trainer.open_files import raise_limit, limit; print(raise_limit(), limit())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limited(256, 900), check=False
+    )
+    assert found.stdout.split() == ["900", "900"]
+
+
+def test_ranks_with_a_limit_that_is_too_small_end_with_64_and_one_sentence(
+    base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(base_config))
+    argv = [*START, "train", "--config", str(file), "--set", "batch.globalSize=512", "--set", "batch.microSize=1"]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "512", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = subprocess.run(
+        argv, capture_output=True, text=True, env=environment, preexec_fn=limited(256, 600), check=False
+    )
+    assert ended.returncode == 64, ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if "ulimit" in line)
+    assert "a process may open 600 files at most" in line
+    assert "with 512 training processes: raise" in line
+
+
+def test_ranks_hold_few_connections_to_each_other(launch: Launcher) -> None:
+    job = launch(8, "world", ["steps=100000", "batch.globalSize=8", "batch.microSize=1"])
+    job.wait_for_step(3)
+    held = [sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()) for pid in job.pids]
+    for pid in job.pids:
+        os.kill(pid, 9)
+    job.wait()
+    assert held[0] <= descriptors.needed_by_first_rank(8)
+    meshes = 3 * 7  # what three groups would have of each other rank
+    assert max(held[1:]) < 14 + meshes, held
+
+
+def test_one_rank_with_another_mesh_ends_all_with_one_sentence(base_config: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump({**base_config, "checkpoint": {"path": str(tmp_path / "run")}}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(2):
+        other = ["--set", "parallelism.tensor=2"] if rank else []
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        argv = [*START, "train", "--config", str(file), *other]
+        started.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment))
+    told = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [64, 64], told
+    for text in told:
+        (line,) = (line for line in text.splitlines() if "rank 1 has" in line)
+        assert "rank 1 has parallelism.tensor 2, parallelism.pipeline 1" in line
+        assert "but rank 0 has parallelism.tensor 1" in line

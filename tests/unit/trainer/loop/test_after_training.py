@@ -1,0 +1,125 @@
+"""What follows the last step, with real ranks: artifacts and evaluation, through kills and requests to leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's, of transformers
+]
+
+LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: ['*_proj']}}"
+
+
+@pytest.fixture
+def options(base: Path, text_file: Path, tmp_path: Path) -> list[str]:
+    """A short tuning on sums, with a base that has a tokenizer."""
+    from trainium_trainer.data.prepared.learned_tokenizer import learned
+    from trainium_trainer.data.tokens.encoding import SourceSpec
+
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "cache").mkdir()
+    tokenizer = learned([SourceSpec(str(text_file), "text")], 320, tmp_path / "cache")
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    records = [{"instruction": f"Add {n} and {n + 1}.", "context": "", "response": str(2 * n + 1)} for n in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {
+        "source": str(tmp_path / "sums.jsonl"),
+        "format": "Instruction",
+        "sequenceLength": 128,
+        "cacheDirectory": str(tmp_path / "cache"),
+        "validation": {"fraction": 0.2, "everySteps": 100},
+    }
+    generation = {"maxNewTokens": 4}
+    return [
+        f"model={{weights: {folder}}}",
+        LORA,
+        f"data={json.dumps(data)}",
+        "artifacts.precision=Float32",
+        f"evaluate={json.dumps({'enabled': True, 'samples': 4, 'generation': generation})}",
+    ]
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every artifact by file, and the figures of the evaluation."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+    return files | {"figures": json.loads((folder / "evaluation.json").read_text())["figures"]}
+
+
+def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
+    launch: Launcher, options: list[str], tmp_path: Path
+) -> None:
+    job = launch(2, "run", options)
+    assert job.wait(120) == [0, 0], job.log()
+    folder = job.folder / "artifacts" / "step-6"
+    tokens = torch.arange(40).reshape(1, -1)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        ours, pefts, before = merged(tokens).logits, adapted(tokens).logits, base(tokens).logits
+    torch.testing.assert_close(ours, pefts, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(ours, before, atol=1e-3)
+    figures = json.loads((folder / "evaluation.json").read_text())["figures"]
+    assert all(figure["before"] is not None and figure["after"] is not None for figure in figures)
+    assert "| figure | before | after |" in (folder / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("where", ["adapter/adapter_model", "model/model", "evaluation"])
+def test_a_kill_after_the_last_step_repeats_no_step_and_changes_nothing(
+    launch: Launcher, options: list[str], where: str
+) -> None:
+    whole = launch(2, "whole", options)
+    assert whole.wait(120) == [0, 0], whole.log()
+    broken = launch(2, "broken", options)
+    deadline = time.monotonic() + 100
+    while not list(broken.folder.glob(f"artifacts/**/*{where.rpartition('/')[2]}*")):
+        assert time.monotonic() < deadline, broken.log()
+        time.sleep(0.005)
+    os.kill(broken.pids[0], signal.SIGKILL)
+    assert broken.wait(60) in ([-9, 76], [-9, 0], [0, 0]), broken.log()
+    steps = len(broken.metrics())
+    again = launch(2, "broken", options)
+    assert again.wait(120) == [0, 0], again.log()
+    assert len(again.metrics()) == steps == 6
+    step = "artifacts/step-6"
+    assert contents(again.folder / step) == contents(whole.folder / step)
+
+
+def test_a_request_to_leave_is_answered_at_once_where_nothing_is_left_to_save(
+    launch: Launcher, options: list[str]
+) -> None:
+    job = launch(2, "run", options)
+    deadline = time.monotonic() + 100
+    while not (job.folder / "artifacts").exists():
+        assert time.monotonic() < deadline, job.log()
+        time.sleep(0.005)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGTERM)
+    codes = job.wait(30)
+    assert codes in ([75, 75], [0, 0]), job.log()
+    again = launch(1, "run", options)
+    assert again.wait(120) == [0], again.log()
+    assert load_file(job.folder / "artifacts" / "step-6" / "model" / "model.safetensors")

@@ -1,0 +1,345 @@
+"""Stopping, resuming, failing: what one run owes to the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.wire.nonfinite_origin import origin_in
+from trainium_trainer.agent.linux.proc import handles
+from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
+from trainium_trainer.loop.stop import patience
+from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
+from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Forge, Job
+
+    Launcher = Callable[..., Job]
+
+
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+
+def curve(job: Job) -> list[tuple[Any, ...]]:
+    return [(line["step"], line["loss"], line["tokens"], line["samples"]) for line in job.metrics()]
+
+
+def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: Launcher, tmp_path: Path) -> None:
+    job = launch(2, "run", ["steps=100000"], memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[1], signal.SIGTERM)
+    assert job.wait() == [75, 75], job.log()
+    assert "saved step" in job.log(0)
+    step = job.metrics()[-1]["step"]
+    assert f"saved step {step}" in job.log(0)
+    assert f"saved step {step}" in job.log(1)
+
+
+def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave(launch: Launcher) -> None:
+    overrides = ["steps=100000", "checkpoint.durable.everySteps=100000"]
+    staying = launch(2, "staying", overrides, memory=True)
+    staying.wait_for_step(3)
+    os.kill(staying.pids[1], signal.SIGTERM)
+    assert staying.wait() == [75, 75], staying.log()
+    assert not list(staying.folder.glob("step-*/COMMITTED")), "memory that stays is enough"
+
+    leaving = launch(2, "leaving", overrides, memory=True)
+    leaving.wait_for_step(3)
+    os.kill(leaving.pids[1], signal.SIGUSR1)
+    assert leaving.wait() == [75, 75], leaving.log()
+    step = leaving.metrics()[-1]["step"]
+    assert (leaving.folder / f"step-{step}" / "COMMITTED").exists()
+
+
+def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_never_came(launch: Launcher) -> None:
+    job = launch(2, "run", ["steps=100000"])
+    os.kill(job.pids[1], signal.SIGSTOP)
+    while not handles(job.pids[0], signal.SIGTERM):
+        time.sleep(0.01)
+    time.sleep(0.3)  # it waits for the other by now, or will
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.wait_for(0) == 75, job.log()
+    assert "nothing to save" in job.log()
+    job.wait(0)
+
+
+def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stands_still(launch: Launcher) -> None:
+    job = launch(2, "run", ["steps=100000"], memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[1], signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.wait_for(0) == 76, job.log()
+    assert "does not come" in job.log()
+    job.wait(0)
+
+
+def test_patience_with_peers_follows_the_steps_and_own_work_is_never_cut_short() -> None:
+    reading = PulseReading(1, Activity.STEP, Waiting.YES, 2.0, ((1.0, 0.9), (30.0, 1.0)))
+    assert patience(reading) == 90.0
+    assert patience(replace(reading, steps=())) == 10.0
+    assert patience(replace(reading, waiting=Waiting.MAYBE)) == 90.0
+    assert patience(replace(reading, waiting=Waiting.NO)) == float("inf")
+
+
+def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:
+    overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
+    zombie = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="1")
+    zombie.wait_for_step(7)
+    os.kill(zombie.pids[0], signal.SIGSTOP)  # its node hangs, and is fenced out by a newer generation
+    successor = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="2")
+    successor.wait_for_step(successor.metrics()[-1]["step"] + 20)
+
+    os.kill(zombie.pids[0], signal.SIGCONT)
+    assert zombie.wait_for(0) == 76, zombie.log()
+    assert "generation" in zombie.log(), "it says why"
+
+    before = successor.metrics()[-1]["step"]
+    successor.wait_for_step(before + 10)
+    starts = [line for line in successor.log().splitlines() if "start-up" in line]
+    resumed = int(starts[1].split(" step ")[1].split()[0])
+    assert resumed >= 6, "the line of step 7 may have been written before its snapshot"
+    manifests = [json.loads(path.read_text()) for path in successor.folder.glob("step-*/*/manifest.json")]
+    assert {m["generation"] for m in manifests if m["step"] > resumed} == {2}
+    assert (successor.folder / "GENERATION").exists()
+    os.kill(successor.pids[0], signal.SIGTERM)
+    assert successor.wait() == [75], successor.log()
+
+
+def test_a_rank_whose_collective_ends_long_after_it_began_records_nothing_if_the_run_went_on_elsewhere(
+    launch: Launcher,
+) -> None:
+    job = launch(2, "run", ["steps=100000", "checkpoint.durable.everySteps=100000"], TRAINIUM_GENERATION="1")
+    job.wait_for_step(3)
+    os.kill(job.pids[1], signal.SIGSTOP)
+    time.sleep(LATE_SECONDS + 1)
+    recorded = job.metrics()[-1]["step"]
+    (job.folder / "GENERATION").write_text("2\n")
+    os.kill(job.pids[1], signal.SIGCONT)
+    assert job.wait_for(0) == 76, job.log()
+    assert job.metrics()[-1]["step"] == recorded
+    job.wait()
+
+
+def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains_and_saves_on(launch: Launcher) -> None:
+    overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
+
+    def identity(name: str) -> dict[str, str]:
+        return {"TRAINIUM_NAMESPACE": "team", "TRAINIUM_JOB": name, "TRAINIUM_RUN_ID": f"uid-of-{name}"}
+
+    first = launch(1, "run", overrides, memory=True, **identity("one"))
+    first.wait_for_step(7)
+    second = launch(1, "run", overrides, TRAINIUM_MEMORY_DIR="", **identity("two"))
+    assert second.wait() == [64], second.log()
+    last = [line for line in second.log().splitlines() if "belongs to the job" in line][-1]
+    assert "belongs to the job team/one" in last
+    assert "checkpoint.storage.takeOver: team/one" in last
+    reached = first.metrics()[-1]["step"]
+    deadline = time.monotonic() + 45
+    while max(int(path.parent.name.split("-")[1]) for path in first.folder.glob("step-*/COMMITTED")) <= reached:
+        assert time.monotonic() < deadline, f"its commits are fenced out: {first.log()}"
+        time.sleep(0.05)
+    os.kill(first.pids[0], signal.SIGTERM)
+    assert first.wait() == [75], first.log()
+    steps = [line["step"] for line in first.metrics()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
+    whole = launch(2, "whole", ["steps=40"])
+    assert whole.wait() == [0, 0], whole.log()
+    job = launch(2, "parts", ["steps=40"], memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[0], signal.SIGTERM)
+    codes = job.wait()
+    assert codes == [75, 75], job.log()
+    again = launch(2, "parts", ["steps=40"], memory=True)
+    assert again.wait() == [0, 0], again.log()
+    assert curve(again) == curve(whole)
+
+
+def test_a_killed_run_resumes_and_its_files_are_the_final_history(launch: Launcher, tmp_path: Path) -> None:
+    overrides = ["steps=40", "monitor.recordSamples=true"]
+    whole = launch(2, "whole", overrides)
+    assert whole.wait() == [0, 0], whole.log()
+    job = launch(2, "parts", overrides, memory=True)
+    job.wait_for_step(5)
+    os.kill(job.pids[1], signal.SIGKILL)
+    assert job.wait() == [76, -9], job.log()
+    with (job.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step":900,"loss":1}\n{"step":9')  # of a step that the state does not have, and a torn one
+    again = launch(1, "parts", overrides, memory=True)  # at another size
+    assert again.wait() == [0], again.log()
+    assert [line["step"] for line in again.metrics()] == list(range(1, 41))
+    for line, expected in zip(again.metrics(), whole.metrics(), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert samples_by_step(job.folder) == samples_by_step(whole.folder)
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    found = {}
+    for path in sorted(folder.glob("samples-*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            found.setdefault(record["step"], []).extend(record["samples"])
+    return {step: sorted(samples) for step, samples in found.items()}
+
+
+def test_a_finished_run_finishes_again_without_a_step(launch: Launcher) -> None:
+    first = launch(1, "run", ["steps=3"])
+    assert first.wait() == [0], first.log()
+    before = curve(first)
+    second = launch(1, "run", ["steps=3"])
+    assert second.wait() == [0], second.log()
+    assert curve(second) == before
+
+
+def test_a_loss_that_is_not_a_number_ends_all_ranks_with_65(launch: Launcher) -> None:
+    job = launch(2, "run", ["model.ropeTheta=1e-300"])
+    assert job.wait() == [65, 65]
+    assert job.log().splitlines()[-1].startswith("step 1: loss is nan")
+
+
+def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all(launch: Launcher) -> None:
+    job = launch(3, "run", ["batch.globalSize=12"], FORGE_BROKEN_RANK="2", FORGE_BROKEN_STEP="3")
+    assert job.wait() == [65, 65, 65]
+    for rank in range(3):
+        last = job.log(rank).splitlines()[-1]
+        assert last.startswith("step 3: loss is nan"), last
+        assert origin_in(last) == 2, last
+
+
+def test_tolerated_steps_are_skipped_and_told(launch: Launcher, tmp_path: Path) -> None:
+    progress = tmp_path / "r0"
+    overrides = ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"]
+    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(progress))
+    assert job.wait() == [65]
+    assert [line["loss"] for line in job.metrics()] == [None, None]
+    told = json.loads(alerts_path(progress).read_text())["StepSkipped"]
+    assert told["step"] == 2
+    assert told["message"] == "step 2: loss is nan, gradient norm is nan: skipped, 2 of at most 2 in a row"
+    assert "step 3: loss is nan" in job.log().splitlines()[-1]
+
+
+@pytest.mark.parametrize("overrides", [[], ["dataParallel=FullySharded"]], ids=["replicated", "sharded"])
+def test_a_gradient_that_is_not_finite_is_named(launch: Launcher, overrides: list[str]) -> None:
+    # Embeddings so small that only the backward pass of the first normalisation overflows.
+    job = launch(1, "run", ["model.initialStd=1e-30", "model.normEps=1e-38", *overrides])
+    assert job.wait() == [65]
+    last = job.log().splitlines()[-1]
+    assert re.match(
+        r"step 1: loss is 5\.\d+, gradient norm is (nan|inf) \(not finite on this rank: \d+ gradients", last
+    )
+    assert re.search(r"nearest to the loss that of model\.layers\.\d\.\S+\), 1 such in a row", last)
+
+
+def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "progress" / "r0"
+    job = launch(1, "run", ["steps=5"], TRAINIUM_PROGRESS_FILE=str(file), TRAINIUM_GENERATION="4")
+    assert job.wait() == [0], job.log()
+    record = read_progress(file)
+    assert record.phase is ProgressPhase.FINISHED
+    assert (record.generation, record.step, record.resume_step, record.samples) == (4, 5, 0, 40)
+    assert record.loss == job.losses()[-1]
+    assert record.durable_step == 5
+
+
+def test_an_alarm_about_the_gradient_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "r0"
+    overrides = ["optimizer.learningRate=1", "monitor.alarmRatio=1.5", "monitor.spikeWindow=5"]
+    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file))
+    assert job.wait() == [0], job.log()
+    (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]
+    told = json.loads(alerts_path(file).read_text())["LossAlarm"]
+    assert told["step"] == raised
+    assert f"WARNING {told['message']}" in job.log()
+
+
+def test_a_failed_run_says_so_in_its_progress(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "r0"
+    job = launch(1, "run", ["model.ropeTheta=1e-300"], TRAINIUM_PROGRESS_FILE=str(file))
+    assert job.wait() == [65]
+    assert read_progress(file).phase is ProgressPhase.FAILED
+
+
+def test_ranks_that_read_different_text_refuse_to_train(
+    launch: Launcher, tmp_path: Path, text_file: Path, forge: Forge, base_config: dict[str, Any]
+) -> None:
+    first = launch(2, "same", ["steps=3"])
+    assert first.wait() == [0, 0]
+    # One rank's cache holds other tokens under the same name, as a node with another build of Python would.
+    cache = text_file.parent / "cache"
+    (folder,) = (path.parent for path in cache.glob("tokens-*/manifest.json"))
+    other = tmp_path / "other" / folder.name
+    shutil.copytree(folder, other)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | {"identity": "f" * 64}))
+    argv = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'differ'}"]
+    script = (
+        "import os, sys\n"
+        "extra = ['--set', 'data.cacheDirectory=' + sys.argv[1]] if os.environ['RANK'] == '1' else []\n"
+        "from trainium_trainer.cli import main\n"
+        "main(['train', *sys.argv[2:], *extra])\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = torchrun([str(tmp_path / "script.py"), str(other.parent), *argv])
+    assert "the ranks do not read the same tokens" in done.stderr
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
+    launch: Launcher, tmp_path: Path, text_file: Path
+) -> None:
+    saved = ["steps=3", "checkpoint.durable.everySteps=3"]
+    assert launch(1, "run", saved).wait() == [0]
+    file = next((text_file.parent / "cache").glob("tokenizer-*/tokenizer.json"))
+    document = json.loads(file.read_text())
+    document["added_tokens"][0]["special"] = False
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    again = launch(1, "run", [*saved, f"data.tokenizer.path={tmp_path / 'other.json'}"])
+    assert again.wait() == [64]
+    assert re.search(r"tokenizer is \w{12}… there and \w{12}… here", again.log())
+
+
+def test_it_runs_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> None:
+    launch(1, "unused", ["steps=3"]).wait()
+    arguments = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'torchrun'}"]
+    done = torchrun(["-m", "trainium_trainer", "train", *arguments])
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "torchrun" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    torchrun_module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        torchrun_module + rendezvous + arguments, capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_start_up_says_where_its_time_went(launch: Launcher) -> None:
+    job = launch(1, "run", ["steps=3"])
+    assert job.wait() == [0]
+    line = next(line for line in job.log().splitlines() if "start-up:" in line)
+    assert all(part in line for part in ("data ", "process group ", "model ", "state ", "together "))
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_a_storage_error(launch: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where a folder should be")
+    job = launch(1, "run", ["steps=3"])
+    assert job.wait() == [81], job.log()
+    assert "checkpoint" in job.log().splitlines()[-1]

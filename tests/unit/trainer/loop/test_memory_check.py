@@ -1,0 +1,105 @@
+"""Memory of runs that freeze weights, beside what a store allocates; and the device at the start of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_contract.needs.memory_needs import Trained
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.backends.replicated import ReplicatedStore
+from trainium_trainer.backends.room import device_memory
+from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.configuration.config import Settings
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.exits import UserError
+from trainium_trainer.loop import memory_check
+from trainium_trainer.loop.memory_check import needs_of, told_at_start, trained_of_rank
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.tuning.apply import apply_tuning
+from trainium_trainer.tuning.choice import choose, parameter_sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LORA = {"method": "LoRA", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+PARTS: dict[str, Any] = {"method": "Full", "trainable": ["model.layers.1.*", "norm"]}
+
+
+def settings_of(tuning: dict[str, Any], *, ranks: int = 1, **fields: Any) -> Settings:
+    """A small model, untied, of which a part is trained."""
+    model = {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 48, "weights": "/base", "vocabSize": 64}
+    config = TrainingConfig.model_validate({"model": model, "tuning": tuning} | fields)
+    shape = resolve_shape(config.model.model_copy(update={"weights": None}), 64)
+    return Settings(config=config, shape=shape, launch=launch_at(0, ranks), choice=choose(shape, config.tuning))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "precision"),
+    [(LORA, "Float32"), (LORA, "BFloat16"), *((PARTS, one) for one in ("Float32", "BFloat16", "BFloat16Stochastic"))],
+)
+def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, Any], precision: str) -> None:
+    settings = settings_of(tuning, precision=precision)
+    with torch.device("meta"):
+        model = Llama(settings.shape)
+    half = settings.config.precision.keeps_half
+    if half:
+        model.to(torch.bfloat16)
+    narrow = None if precision == "Float32" else torch.bfloat16
+    apply_tuning(model, settings.choice, settings.config.tuning.lora, frozen=narrow)
+    store = ReplicatedStore([model], torch.device("cpu"), None, 0, half=half)
+    held = [*store._flat.values(), store._gradients, *store._frozen_locals]
+    assert needs_of(settings, 1).state == sum(tensor.nbytes for tensor in held)
+
+
+def test_adapters_are_divided_at_the_side_that_their_projection_is() -> None:
+    whole = trained_of_rank(settings_of(LORA))
+    shape = settings_of(LORA).shape
+    heads = shape.num_attention_heads * shape.head_dim
+    assert whole == Trained(0, settings_of(LORA).choice.trained)
+    by_two = trained_of_rank(settings_of(LORA, ranks=2, parallelism={"tensor": 2}))
+    assert by_two.adapters == 2 * (4 * 32 + 4 * heads // 2 + 4 * 48 // 2 + 4 * 32)
+    stages = trained_of_rank(settings_of(LORA, ranks=2, parallelism={"pipeline": 2}))
+    assert stages.adapters == whole.adapters // 2
+
+
+def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
+    settings = settings_of(PARTS, ranks=2, parallelism={"pipeline": 2})
+    sizes = parameter_sizes(settings.shape)
+    expected = sum(torch.Size(size).numel() for name, size in sizes.items() if name in settings.choice.weights)
+    assert trained_of_rank(settings) == Trained(expected, 0), "all of it is in the second stage"
+
+
+def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings, device = settings_of(LORA), torch.device("cpu")
+    found = needs_of(settings, 1, on_host=False)
+    assert told_at_start(settings, device) == [], "nobody knows how much a CPU may take"
+
+    def with_room(room: int) -> list[str]:
+        monkeypatch.setattr(memory_check, "device_memory", lambda _: room)
+        return told_at_start(settings, device)
+
+    assert with_room(2 * found.device) == []
+    (told,) = with_room(found.state + 1)
+    assert "the device cpu has 0.0 GiB, but a process needs" in told
+    with pytest.raises(UserError, match=r"raise parallelism\.tensor or recompute"):
+        with_room(found.state - 1)
+
+
+@pytest.mark.parametrize(
+    ("instance", "logical", "gib"), [("trn1.32xlarge", "", 16), ("trn2.48xlarge", "", 24), ("trn2.48xlarge", "1", 12)]
+)
+def test_a_neuron_core_has_what_its_instance_type_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instance: str, logical: str, gib: int
+) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
+    (tmp_path / "product_name").write_text(f"{instance}\n")
+    device: Any = SimpleNamespace(type="neuron")
+    assert device_memory(device, product_name=tmp_path / "product_name") == gib << 30
+    assert device_memory(device, product_name=tmp_path / "absent") is None
+    assert device_memory(torch.device("cpu")) is None

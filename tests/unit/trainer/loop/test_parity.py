@@ -1,0 +1,150 @@
+"""The first steps of `make parity`: one rank against `transformers` and torch's AdamW. Other layouts equal one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Job
+
+pytestmark = pytest.mark.timeout(150)  # real processes, and transformers to import
+
+OVERRIDES = {
+    "HLAT": ["model.tieEmbeddings=false"],
+    "Llama 3.1": [
+        "schedule.kind=WarmupStableDecay",
+        "schedule.decaySteps=4",
+        "optimizer.decayScope=Matrices",
+        "model.headDim=16",
+        "model.ropeTheta=500",
+        "model.ropeScaling.originalMaxPositions=64",
+    ],
+}
+
+
+@pytest.mark.parametrize("settings", OVERRIDES)
+def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
+    launch: Callable[..., Job], tmp_path: Path, settings: str
+) -> None:
+    import torch
+    from benchmarks.parity import reference
+    from benchmarks.parity.ours import export_newest
+
+    from trainium_trainer.configuration.config import load
+
+    overrides = [*OVERRIDES[settings], "steps=12"]
+    config = load(tmp_path / "trainer.yaml", overrides)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        against = reference.train_reference(config)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    job = launch(1, "run", overrides)
+    assert job.wait() == [0], job.log()
+    assert job.losses() == pytest.approx(against.losses, rel=1e-5)
+    assert job.losses()[-1] < job.losses()[0] - 0.3
+    (tmp_path / "of").mkdir()
+    (tmp_path / "of" / "run").symlink_to(job.folder)
+    exported, model = export_newest(tmp_path / "of", reference.shape_of(config))
+    tokens, _ = next(reference.batches(config))
+    with torch.no_grad():
+        own = model(tokens)
+        trained = against.model(tokens).logits
+    torch.testing.assert_close(own, reference.exported_logits(exported, tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own, trained, rtol=1e-3, atol=1e-4)
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_the_export_command_writes_any_step_with_its_tokenizer(
+    launch: Callable[..., Job], tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from trainium_trainer import cli
+
+    job = launch(1, "run", ["steps=4", "checkpoint.durable.everySteps=2"])
+    assert job.wait() == [0], job.log()
+    tokenizer = next((text_file.parent / "cache").glob("*/tokenizer.json"))
+    argv = ["export", str(job.folder)]
+    out = tmp_path / "model"
+    assert cli.run([*argv, str(out), "--step", "2", "--tokenizer", str(tokenizer)]) == 0
+    assert capsys.readouterr().out == f"exported step 2 to {out}\n"
+    assert str(LlamaForCausalLM.from_pretrained(out).dtype) == "torch.bfloat16"
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded.decode(loaded("gradient of the loss").input_ids) == "gradient of the loss"
+    assert loaded.eos_token == "<|endoftext|>"
+
+    refused = {
+        (*argv, str(tmp_path / "other"), "--step", "3"): "there is no committed checkpoint of step 3 in",
+        (*argv, str(out)): "is not empty: name a folder that does not exist yet",
+        ("export", str(tmp_path / "none"), str(tmp_path / "other")): "there is no committed checkpoint in",
+        (*argv, str(tmp_path / "other"), "--tokenizer", str(tmp_path)): "there is no tokenizer.json",
+    }
+    for line, sentence in refused.items():
+        assert cli.run(line) == 64
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_every_row_has_a_name_of_its_own_and_the_passes_that_it_says() -> None:
+    from benchmarks.parity.rows import BASE, ROWS
+    from benchmarks.parity.tuning_rows import TUNING_ROWS, TUNING_SETTINGS
+
+    from trainium_contract.sizes import passes
+
+    rows = (*ROWS, *TUNING_ROWS)
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.settings.name for row in TUNING_ROWS} == {settings.name for settings in TUNING_SETTINGS}
+    for row in rows:
+        micro = int(row.set_options[0].removeprefix("batch.microSize="))
+        assert passes(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
+
+
+def test_the_page_tells_of_rows_that_failed(tmp_path: Path) -> None:
+    from benchmarks.parity.document import write
+
+    row: dict[str, Any] = {"settings": "A", "data": 2, "tensor": 1, "pipeline": 3, "overrides": ["x=y"]}
+    row |= {"accumulation": 1, "date": "2026-01-01"}
+    measured = {
+        "losses": [2.0, 1.0],
+        "loss": 1.0,
+        "greatestDifference": 0.5,
+        "step": 2,
+        "exportedLogits": 0.0,
+        "trainedLogits": 0.1,
+    }
+    report = {
+        "versions": {"torch": "1", "transformers": "2"},
+        "machine": "1 core",
+        "steps": 2,
+        "tolerance": 1e-4,
+        "settings": {"A": "about", "B": "no rows"},
+        "references": {"A": [2.0, 1.1], "C": [2.0, 1.1]},
+        "rows": [row | {"passed": False, "problem": "rank 1 ended with 76"}, row | measured | {"passed": True}],
+        "tunings": {"C": "tuned"},
+        "adapterTolerance": 1e-4,
+        "mergedTolerance": 1e-5,
+        "adaptersOfPeft": {"C": 1e-7},
+    }
+    tuned = row | measured | {"settings": "C", "trainedNumbers": 2e-3, "accuracy": 0.75, "passed": False}
+    report["rows"] += [tuned, row | {"settings": "C", "passed": False, "problem": "rank 0 ended with 64"}]
+    write(report, tmp_path / "parity.md", tmp_path / "parity.png")
+    page = (tmp_path / "parity.md").read_text()
+    assert "| 2 | 1 | 3 | 1 | `x=y` | rank 1 ended with 76 | | | | | **failed** |" in page
+    assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | **failed** |" in page
+    assert "| 2 | 1 | 3 | 1 | `x=y` | rank 0 ended with 64 | | | | | | **failed** |" in page
+    assert "saved, from `peft`'s: C 1.0e-07." in page
+    assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 0.0e+00 | 1.0e-01 | passed |" in page
+    assert "no rows" not in page
+    assert "Made 2026-01-01 with torch 1" in page
+    assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")

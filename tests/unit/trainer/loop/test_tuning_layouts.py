@@ -1,0 +1,204 @@
+"""Tuning a real Hugging Face folder: the same curve and the same adapter in every layout, and peft's curve."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(150)
+
+TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
+SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
+LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
+DROPS = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
+PATTERNS = "tuning={trainable: ['model.layers.1.*', 'norm']}"
+
+
+@pytest.fixture(scope="module")
+def undivided() -> dict[str, Any]:
+    """What one process made of each tuning: metrics and weights, once they were asked for."""
+    return {}
+
+
+def run(launch: Launcher, base: Path, ranks: int, name: str, overrides: Sequence[str]) -> Job:
+    job = launch(ranks, name, [f"model.weights={base}", *overrides])
+    assert job.wait() == [0] * ranks, job.log()
+    return job
+
+
+def trained(job: Job) -> dict[str, torch.Tensor]:
+    """The weights in the newest checkpoint."""
+    storage = open_storage(str(job.folder))
+    contents = Contents(storage, choose(storage, str(job.folder), None, milestones=False), Retry())
+    return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
+
+
+LAYOUTS = [
+    pytest.param(DROPS, 2, [], id="LoRA, dp2"),
+    pytest.param(DROPS, 4, [], id="LoRA, dp4"),
+    pytest.param(DROPS, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
+    pytest.param(DROPS, 2, [TP], id="LoRA, tp2"),
+    pytest.param(DROPS, 2, [TP, SP], id="LoRA, tp2, sequence"),
+    pytest.param(DROPS, 4, ["parallelism.tensor=4", SP], id="LoRA, tp4, two ranks to a key/value head, sequence"),
+    pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer"),
+    pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence"),
+    pytest.param(DROPS, 2, ["parallelism.pipeline=2"], id="LoRA, pp2"),
+    pytest.param(
+        DROPS, 4, ["parallelism.pipeline=2", TP, SP, "recompute=Full"], id="LoRA, pp2, tp2, sequence, recompute"
+    ),
+    pytest.param(PATTERNS, 2, [TP, SP], id="patterns, tp2, sequence"),
+    pytest.param(PATTERNS, 4, [SHARDED, TP], id="patterns, sharded, tp2"),
+    pytest.param(PATTERNS, 2, ["parallelism.pipeline=2"], id="patterns, pp2, the first stage trains nothing"),
+]
+
+
+@pytest.mark.parametrize(("tuning", "ranks", "overrides"), LAYOUTS)
+def test_the_curve_and_what_was_trained_do_not_depend_on_the_layout(
+    launch: Launcher, base: Path, undivided: dict[str, Any], tuning: str, ranks: int, overrides: list[str]
+) -> None:
+    if tuning not in undivided:
+        whole = run(launch, base, 1, "whole", [tuning])
+        undivided[tuning] = whole.metrics(), trained(whole)
+    metrics, theirs = undivided[tuning]
+    other = run(launch, base, ranks, "other", [tuning, *overrides])
+    for line, expected in zip(other.metrics(), metrics, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+    ours = trained(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+def test_an_adapter_of_pefts_is_where_a_run_begins(launch: Launcher, base: Path, tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(
+        LlamaForCausalLM.from_pretrained(base, dtype=torch.float32),
+        peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    lora = f"{{rank: 4, alpha: 8, targets: [q_proj, v_proj], adapter: {tmp_path / 'adapter'}}}"
+    begun = run(launch, base, 2, "begun", [f"tuning={{method: LoRA, lora: {lora}}}", TP])
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    whole = run(launch, tmp_path / "merged", 1, "whole", [])
+    assert begun.losses()[0] == pytest.approx(whole.losses()[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [321, 300])
+def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
+    launch: Launcher, base: Path, tmp_path: Path, rows: int
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model.save_pretrained(tmp_path / "resized")
+    overrides = [f"model.weights={tmp_path / 'resized'}"]
+    whole = run(launch, base, 1, "whole", overrides)
+    divided = run(launch, base, 2, "divided", [*overrides, TP])
+    assert divided.losses() == pytest.approx(whole.losses(), rel=1e-5)
+    embedding = trained(divided)["model.model.embed_tokens.weight"]
+    assert embedding.shape[0] == (384 if rows == 321 else 320), "321 rows are not even; 300 are fewer than the tokens"
+    refused = launch(1, "refused", [f"model.weights={tmp_path / 'resized'}", LORA])
+    assert refused.wait() == ([0] if rows == 321 else [64]), refused.log()
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), [(2, []), (4, [SHARDED]), (4, [TP, SP])], ids=str)
+def test_adapters_on_a_tied_model_in_two_stages_leave_the_shared_weight_alone(
+    launch: Launcher, base: Path, tmp_path: Path, ranks: int, overrides: list[str]
+) -> None:
+    config = LlamaConfig.from_pretrained(base, tie_word_embeddings=True)
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+    whole = run(launch, tmp_path / "tied", 1, "whole", [LORA])
+    staged = run(launch, tmp_path / "tied", ranks, "staged", [LORA, "parallelism.pipeline=2", *overrides])
+    assert staged.losses() == pytest.approx(whole.losses(), rel=1e-5)
+    assert trained(staged).keys() == trained(whole).keys()
+
+
+def test_dropout_changes_the_curve_from_the_second_step_on(launch: Launcher, base: Path) -> None:
+    plain = run(launch, base, 1, "plain", [LORA]).losses()
+    drops = run(launch, base, 1, "drops", [DROPS]).losses()
+    assert drops[0] == plain[0], "an adapter begins as nothing"
+    assert drops[2] != plain[2]
+
+
+def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(launch: Launcher, base: Path) -> None:
+    whole = run(launch, base, 2, "whole", [DROPS])
+    every = "checkpoint.durable={everySteps: 2}"
+    half = launch(2, "half", [f"model.weights={base}", DROPS, every, "schedule.decaySteps=4", "steps=6"])
+    half.wait_for_step(3)
+    for pid in half.pids:
+        os.kill(pid, signal.SIGKILL)
+    half.wait()
+    again = run(launch, base, 2, "half", [DROPS, every, "schedule.decaySteps=4"])
+    assert again.losses() == whole.losses()
+    for name, tensor in trained(whole).items():
+        assert torch.equal(trained(again)[name], tensor)
+
+
+def test_a_checkpoint_holds_only_what_is_trained(launch: Launcher, base: Path) -> None:
+    job = run(launch, base, 1, "lora", [LORA])
+    assert all(".lora_" in name for name in trained(job))
+    storage = open_storage(str(job.folder))
+    committed = choose(storage, str(job.folder), None, milestones=False)
+    numbers = sum(tensor.numel() for tensor in trained(job).values())
+    files = sum(file.size for file in committed.manifest.files if file.name.endswith(".safetensors"))
+    assert files <= 1.25 * 3 * 4 * numbers, "weights and two moments, in float32; headers weigh here"
+    assert committed.manifest.settings["tuning"]["method"] == "LoRA"
+    assert len(committed.manifest.settings["weights"]) == 64
+
+
+def test_a_resume_on_another_base_is_refused(launch: Launcher, base: Path, tmp_path: Path) -> None:
+    run(launch, base, 1, "lora", [LORA, "steps=2"])
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(base))
+    model.save_pretrained(tmp_path / "else")
+    job = launch(1, "lora", [f"model.weights={tmp_path / 'else'}", LORA])
+    assert job.wait() == [64], job.log()
+    assert "weights is " in job.log().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([LORA, "model.weights=null"], "tuning freezes weights, but model.weights is not given"),
+        ([LORA, "model.hiddenSize=64"], "model.hiddenSize is 64, but the model at"),
+        ([LORA.replace("*_proj", "q_prj")], "matches none of the model's linear layers"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_one_sentence(
+    launch: Launcher, base: Path, overrides: list[str], sentence: str
+) -> None:
+    job = launch(1, "refused", [f"model.weights={base}", *overrides])
+    assert job.wait() == [64], job.log()
+    assert sentence in job.log().splitlines()[-1]
+
+
+def test_bfloat16_tuning_stays_close_to_float32(launch: Launcher, base: Path) -> None:
+    whole = run(launch, base, 1, "whole", [LORA]).metrics()
+    for name, overrides in (("replicated", []), ("sharded", [SHARDED])):
+        half = run(launch, base, 2, name, [LORA, "precision=BFloat16", *overrides]).metrics()
+        assert half[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.02)
+        assert half[-1]["loss"] != whole[-1]["loss"]

@@ -1,0 +1,150 @@
+"""What NxD's layers stack, repeat and pad is found again under Hugging Face's names: every value once, where it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from trainium_contract.trainer.config import ModelConfig
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
+
+if TYPE_CHECKING:
+    from trainium_trainer.models.nxd_layout import Piece
+    from trainium_trainer.models.shapes import ModelShape
+
+# Each number differs, so that none can stand in for another.
+SHAPE = replace(
+    resolve_shape(ModelConfig(), 320),
+    hidden_size=24,
+    intermediate_size=48,
+    num_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=6,
+    tie_embeddings=False,
+)
+MODULES = (
+    "self_attn.qkv_proj.weight_qkv",
+    "self_attn.o_proj.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+PARAMETERS = (
+    "model.embed_tokens.weight",
+    *(f"model.layers.{number}.{module}" for number in range(SHAPE.num_layers) for module in MODULES),
+    "model.norm.weight",
+    "lm_head.weight",
+)
+DIVISIONS = [(1, "trn1"), (2, "trn1"), (4, "trn1"), (8, "trn1"), (4, "trn2"), (8, "trn2")]
+
+
+def ranks(size: int, order: str) -> list[TensorRank]:
+    return [TensorRank(SHAPE, rank, size, KeyValueOrder(order)) for rank in range(size)]
+
+
+def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in Llama(shape).named_parameters()}
+
+
+def counted(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """How often each value of each whole tensor is held."""
+    counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in whole_sizes(SHAPE).items()}
+    for piece in pieces:
+        assert counts[piece.name].shape == piece.whole
+        box = tuple(slice(begin, begin + size) for begin, size in zip(piece.offsets, piece.sizes, strict=True))
+        assert counts[piece.name][box].shape == piece.sizes, "the box lies within the whole"
+        counts[piece.name][box] += 1
+    return counts
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+def test_the_ranks_hold_every_value_of_every_tensor_as_often_as_they_say(size: int, order: str) -> None:
+    pieces = [piece for rank in ranks(size, order) for name in PARAMETERS for piece in rank.pieces(name)]
+    replicas = {piece.name: piece.replicas for piece in pieces}
+    for name, counts in counted(pieces).items():
+        assert bool((counts == replicas[name]).all()), name
+    copies = max(1, size // SHAPE.num_key_value_heads)
+    assert replicas["model.layers.0.self_attn.k_proj.weight"] == copies
+    assert replicas["model.layers.0.self_attn.q_proj.weight"] == 1
+    assert replicas["model.norm.weight"] == size
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+@pytest.mark.parametrize("shares", [2, 3, 5])
+def test_cut_again_into_equal_runs_of_rows_nothing_is_lost(size: int, order: str, shares: int) -> None:
+    pieces = []
+    for rank in ranks(size, order):
+        for name in PARAMETERS:
+            own = rank.pieces(name)
+            rows = -(-own[-1].end // shares)
+            for share in range(shares):
+                found = [piece.within(share * rows, (share + 1) * rows) for piece in own]
+                assert all(piece.start >= 0 and piece.end <= rows for piece in found if piece)
+                pieces += [piece for piece in found if piece]
+    replicas = {piece.name: piece.replicas for piece in pieces}
+    assert all(bool((counts == replicas[name]).all()) for name, counts in counted(pieces).items())
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+def test_each_rank_has_the_query_heads_that_attend_to_its_key_and_value_heads(size: int, order: str) -> None:
+    group = SHAPE.num_attention_heads // SHAPE.num_key_value_heads
+    for rank in ranks(size, order):
+        query, key, value = rank.pieces("model.layers.1.self_attn.qkv_proj.weight_qkv")
+        heads = range(query.offsets[0] // SHAPE.head_dim, (query.offsets[0] + query.sizes[0]) // SHAPE.head_dim)
+        held = range(key.offsets[0] // SHAPE.head_dim, (key.offsets[0] + key.sizes[0]) // SHAPE.head_dim)
+        assert [head // group for head in heads] == [one for one in held for _ in range(len(heads) // len(held))]
+        assert key.offsets == value.offsets
+        (output,) = rank.pieces("model.layers.1.self_attn.o_proj.weight")
+        assert output.offsets[1] == query.offsets[0], "the output projection has the columns of the same heads"
+
+
+ADAPTED = (
+    *(f"self_attn.{which}_proj" for which in "qkvo"),
+    *(f"mlp.{which}_proj" for which in ("gate", "up", "down")),
+)
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+@pytest.mark.parametrize("module", [*(f"model.layers.1.{name}" for name in ADAPTED), "lm_head"])
+def test_an_adapter_is_divided_on_the_side_on_which_its_projection_is(size: int, order: str, module: str) -> None:
+    outputs, width = whole_sizes(SHAPE)[f"{module}.weight"]
+    sizes = {f"{module}.lora_A.weight": (4, width), f"{module}.lora_B.weight": (outputs, 4)}
+    counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in sizes.items()}
+    for rank in ranks(size, order):
+        (base,) = rank.pieces(f"{module}.weight")
+        first, second = (rank.pieces(name, adapter_rank=4)[0] for name in sizes)
+        for piece in (first, second):
+            assert piece.whole == sizes[piece.name]
+            assert piece.of(counts[piece.name]).shape == piece.sizes
+            piece.of(counts[piece.name]).add_(1)
+        assert (first.offsets[1], first.sizes[1]) == (base.offsets[1], base.sizes[1]), "A has the weight's inputs"
+        assert (second.offsets[0], second.sizes[0]) == (base.offsets[0], base.sizes[0]), "B has the weight's outputs"
+    for piece in (first, second):
+        assert bool((counts[piece.name] == piece.replicas).all())
+
+
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+def test_a_projection_alone_is_what_it_is_within_the_stack(size: int, order: str) -> None:
+    for rank in ranks(size, order):
+        for stack in ("self_attn.qkv_proj.weight_qkv", "mlp.gate_up_proj.weight"):
+            for piece in rank.pieces(f"model.layers.0.{stack}"):
+                assert rank.pieces(piece.name) == (replace(piece, start=0),)
+
+
+def test_neighbours_have_different_heads_on_trn1_and_the_same_head_on_trn2() -> None:
+    assert [rank.key_value_chunk for rank in ranks(8, "trn1")] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [rank.key_value_chunk for rank in ranks(8, "trn2")] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [rank.query_chunk for rank in ranks(8, "trn1")] == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_a_parameter_that_the_model_does_not_have_is_an_error() -> None:
+    with pytest.raises(KeyError, match="q_norm"):
+        ranks(1, "trn1")[0].pieces("model.layers.0.self_attn.q_norm.weight")

@@ -1,0 +1,279 @@
+"""Progress record, metrics and TensorBoard files."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trials import trials
+
+from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
+from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.lines import LineWriter, forget_after
+from trainium_trainer.monitor.progress import (
+    ProgressPhase,
+    ProgressWriter,
+    read_alerts,
+    read_notice,
+    read_progress,
+    read_results,
+    read_with_pulse,
+    results_path,
+)
+from trainium_trainer.monitor.pulse import Activity, Waiting
+from trainium_trainer.monitor.stability import Stability
+from trainium_trainer.monitor.tensorboard import ScalarWriter
+from trainium_trainer.monitor.throughput import Throughput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
+    figures = StepFigures(
+        step=step,
+        loss=1.5,
+        grad_norm=0.5,
+        learning_rate=1e-3,
+        tokens=100 * step,
+        samples=8 * step,
+        tokens_per_second=50.0,
+        utilisation=0.4,
+        goodput=0.9,
+        parameter_norm=16.0,
+        validation_loss=1.25 if step % 2 else None,
+        stability=Stability(spikes=3),
+    )
+    writer.step_done(figures, seconds=seconds)
+
+
+def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "r0"
+    writer = ProgressWriter(path, generation=3, attempt=1)
+    fresh = read_progress(path)
+    assert (fresh.generation, fresh.attempt, fresh.phase, fresh.step) == (3, 1, ProgressPhase.LOADING, -1)
+    writer.resumed(4, tokens=400, samples=32)
+    step_done(writer, 5)
+    writer.checkpoints(memory_step=5, durable_step=-1)
+    assert read_progress(path) == writer.record
+    assert writer.record.productive_seconds == 2.0
+    assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
+    step_done(writer, 6)
+    assert writer.record.validation_loss == 1.25, "the newest one stands until there is another"
+    writer.close()
+
+
+def test_a_reader_of_nothing_or_of_something_else_gets_none(tmp_path: Path) -> None:
+    assert read_progress(tmp_path / "none") is None
+    (tmp_path / "other").write_bytes(b"x" * 200)
+    assert read_progress(tmp_path / "other") is None
+
+
+def test_a_torn_record_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "r0"
+    writer = ProgressWriter(path)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    assert read_progress(path) is None
+    writer.close()
+
+
+def test_productive_seconds_are_carried_over_restarts_without_the_lost_steps(tmp_path: Path) -> None:
+    path = tmp_path / "r0"
+    first = ProgressWriter(path, generation=2, attempt=0)
+    first.resumed(0, tokens=0, samples=0)
+    for step in range(1, 6):
+        step_done(first, step)
+    first.close()
+    second = ProgressWriter(path, generation=2, attempt=1)
+    second.resumed(4, tokens=0, samples=0)
+    assert second.record.productive_seconds == 8.0
+    second.close()
+    other = ProgressWriter(path, generation=3)
+    other.resumed(4, tokens=0, samples=0)
+    assert other.record.productive_seconds == 0.0
+    other.close()
+
+
+def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    writer.resumed(10, tokens=0, samples=0)
+    writer.total_steps(11)
+    step_done(writer, 11)
+    writer.stage(RunStage.EXPORT, 0.0)
+    began = writer.record.stage_since
+    writer.stage(RunStage.EXPORT, 0.25)
+    found = read_progress(tmp_path / "r0")
+    assert found == writer.record
+    assert (found.total_steps, found.stage, found.stage_done) == (11, RunStage.EXPORT, 0.25)
+    assert found.stage_since == began > 0, "the stage began once"
+    for odd, told in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
+        writer.stage(RunStage.EVALUATE, odd)
+        assert writer.record.stage_done == told
+    step_done(writer, 13)
+    assert (writer.record.stage, writer.record.stage_done, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
+    writer.close()
+
+
+def test_each_word_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path / "r0")
+    writer.resumed(0, tokens=0, samples=0)
+    readings = []
+    for done in (0.0, 0.0, 0.5):
+        writer.stage(RunStage.EXPORT, done)
+        found = read_with_pulse(tmp_path / "r0")
+        assert found is not None
+        assert found[1] is not None
+        readings.append(found[1])
+    assert len({each.beats for each in readings}) == 3
+    assert {(each.activity, each.waiting) for each in readings} == {(Activity.SAVE, Waiting.MAYBE)}
+    step_done(writer, 1)
+    found = read_with_pulse(tmp_path / "r0")
+    assert found is not None
+    assert found[1] is not None
+    assert (found[1].activity, found[1].waiting) == (Activity.STEP, Waiting.NO)
+    writer.close()
+
+
+def test_results_lie_beside_the_record_and_outlive_a_restart_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "r0"
+    writer = ProgressWriter(path, generation=2)
+    assert read_results(path).artifacts == ()
+    adapter = ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab")
+    writer.artifact(adapter)
+    writer.artifact(adapter.model_copy(update={"digest": "cd"}))
+    writer.close()
+    again = ProgressWriter(path, generation=2, attempt=1)
+    figures = (EvaluationFigure(name="perplexity", before=9.0, after=float("nan")),)
+    again.evaluation(figures)
+    found = read_results(path)
+    assert [(each.kind, each.digest) for each in found.artifacts] == [("Adapter", "cd")], "told twice, kept once"
+    assert found.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), "what is no number is told as none"
+    for step in range(20, 20 + MAX_ARTIFACTS):
+        again.artifact(adapter.model_copy(update={"step": step}))
+    assert [each.step for each in read_results(path).artifacts] == list(range(20, 20 + MAX_ARTIFACTS))
+    again.close()
+    other = ProgressWriter(path, generation=3)
+    other.evaluation(figures)
+    assert read_results(path).artifacts == (), "those of an earlier generation are not this one's"
+    other.close()
+
+
+def test_results_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+    for text in ("", "{", '{"artifacts": 3}', '{"artifacts": [{"kind": ""}]}'):
+        results_path(tmp_path / "r0").write_text(text)
+        assert read_results(tmp_path / "r0").artifacts == ()
+
+
+def test_what_is_left_for_people_while_an_artifact_is_told_of_in_the_background_ends_in_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, written, told = tmp_path / "r0", threading.Event(), threading.Event()
+    replace = pathlib.Path.replace
+
+    def in_the_background(draft: Path, target: Path) -> Path:
+        if threading.current_thread() is background:
+            written.set()
+            told.wait(10)
+        return replace(draft, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", in_the_background)
+    writer = ProgressWriter(path)
+    failures: list[OSError] = []
+
+    def tell() -> None:
+        try:
+            writer.artifact(ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab"))
+        except OSError as error:
+            failures.append(error)
+
+    background = threading.Thread(target=tell)
+    background.start()
+    assert written.wait(10)
+    writer.alert("LossSpike", 7, "the loss rises")
+    writer.notice("room is short")
+    told.set()
+    background.join()
+    writer.close()
+    assert failures == []
+    assert [each.digest for each in read_results(path).artifacts] == ["ab"]
+    assert read_alerts(path) == {"LossSpike": {"step": 7, "message": "the loss rises"}}
+    assert read_notice(path) == "room is short"
+
+
+def test_the_progress_record_is_read_without_torch() -> None:
+    script = "import sys, trainium_trainer.monitor.progress; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def lines(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@given(count=st.integers(0, 40), step=st.integers(0, 45), torn=st.booleans())
+@settings(max_examples=trials(40))
+def test_a_resume_keeps_exactly_the_lines_up_to_its_step(
+    tmp_path_factory: pytest.TempPathFactory, count: int, step: int, torn: bool
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
+    writer = LineWriter(path)
+    for number in range(1, count + 1):
+        writer.write({"step": number, "loss": number / 7})
+    writer.close()
+    if torn:
+        with path.open("a") as file:
+            file.write('{"step": 1')
+    forget_after(path, step)
+    assert lines(path) == list(range(1, min(count, step) + 1))
+
+
+def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
+    forget_after(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_metrics_file_that_cannot_be_opened_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    told: list[str] = []
+    writer = LineWriter(tmp_path / "metrics.jsonl", tell=told.append)
+    writer.write({"step": 1})
+    writer.write({"step": 2})
+    assert len(told) == 1
+    assert re.search(r"metrics.jsonl: cannot be written \(Is a directory\): .*training goes on", told[0])
+
+
+def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:
+    first = ScalarWriter(tmp_path, resume_step=0)
+    for step in range(1, 6):
+        first.write(step, {"train/loss": step / 2, "train/tokens": 100.0 * step})
+    first.close()
+    second = ScalarWriter(tmp_path, resume_step=3)
+    for step in range(4, 8):
+        second.write(step, {"train/loss": step * 10.0})
+    second.close()
+    script = (
+        "import sys, warnings\nwarnings.simplefilter('ignore')\n"
+        "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
+        "events = EventAccumulator(sys.argv[1]).Reload()\n"
+        "print([(event.step, event.value) for event in events.Scalars('train/loss')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str([(1, 0.5), (2, 1.0), (3, 1.5), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)])
+
+
+def test_throughput_is_that_of_the_newest_steps() -> None:
+    throughput = Throughput()
+    for _ in range(100):
+        throughput.add(10, 10.0)
+    for _ in range(20):
+        rate = throughput.add(100, 2.0)
+    assert rate == pytest.approx(50.0)

@@ -1,0 +1,113 @@
+"""The monitors go on over a restart as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_contract.trainer.monitor import MonitorConfig
+from trainium_contract.wire.messages import AlertKind
+from trainium_trainer.monitor.figures import StepFigures, perplexity
+from trainium_trainer.monitor.lines import LineWriter
+from trainium_trainer.monitor.watch import Alert, Device, Past, Watch, read_past
+from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG = MonitorConfig(spike_window=5, spike_event_steps=3)
+CPU = Device(torch.device("cpu"), count=4, peak=None)
+
+
+def new_watch(past: Past | None = None, device: Device = CPU, config: MonitorConfig = CONFIG) -> Watch:
+    return Watch(config, past or Past(), device, flops_per_token=1e9)
+
+
+def take(
+    watch: Watch, step: int, loss: float = 2.0, norm: float = 1.0, **changes: Any
+) -> tuple[StepFigures, tuple[Alert, ...]]:
+    fields = {"learning_rate": 0.1, "tokens": step * 100, "samples": step * 8, "new_tokens": 100, "seconds": 0.5}
+    return watch.step(step=step, loss=loss, grad_norm=norm, **(fields | changes))
+
+
+def write(root: Path, figures: list[StepFigures]) -> None:
+    writer = LineWriter(root / METRICS_NAME)
+    for one in figures:
+        writer.write(one.to_json())
+    writer.close()
+
+
+def test_judgements_over_a_restart_at_any_step_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    choose = random.Random(1)
+    values = [(choose.uniform(1, 2) + step / 10, 5.0 if step % 11 > 6 else 1.0) for step in range(40)]
+    watch = new_watch()
+    whole = [take(watch, step, *value) for step, value in enumerate(values, start=1)]
+    write(tmp_path, [figures for figures, _ in whole])
+    assert {alert.kind for _, alerts in whole for alert in alerts} == {AlertKind.LOSS_SPIKE, AlertKind.LOSS_ALARM}
+    for cut in range(39, -1, -1):
+        Recorder.rewind(tmp_path, cut)
+        resumed = new_watch(read_past(tmp_path, CONFIG.spike_window))
+        for step in range(cut + 1, 41):
+            figures, alerts = take(resumed, step, *values[step - 1])
+            assert figures.stability == whole[step - 1][0].stability
+            assert alerts == whole[step - 1][1]
+            assert figures.productive_seconds == pytest.approx(step * 0.5)
+            assert figures.resumed == (step == cut + 1 and cut > 0)
+
+
+def test_goodput_is_the_time_in_steps_of_the_history_over_all_time_since_the_first_began(tmp_path: Path) -> None:
+    line = take(new_watch(), 4)[0].to_json() | {"productiveSeconds": 60.0}
+    first = line | {"step": 1, "time": line["time"] - 100.0, "seconds": 20.0}
+    (tmp_path / METRICS_NAME).write_text(json.dumps(first) + "\n" + json.dumps(line) + "\n")
+    past = read_past(tmp_path, 5)
+    assert past.productive_seconds == 60.0
+    assert past.began == pytest.approx(line["time"] - 120.0)
+    figures, _ = take(new_watch(past), 5, seconds=30.0)
+    assert figures.productive_seconds == 90.0
+    assert figures.goodput == pytest.approx(90 / 120, abs=0.02)
+
+
+def test_utilisation_uses_all_devices_of_the_job_and_is_left_out_where_no_peak_is_known() -> None:
+    assert take(new_watch(), 1)[0].utilisation is None
+    known = new_watch(device=Device(torch.device("cpu"), count=4, peak=1e11))
+    assert take(known, 1)[0].utilisation == pytest.approx(200 * 1e9 / (4 * 1e11))
+
+
+def test_alerts_name_the_step_the_figures_and_what_to_do() -> None:
+    watch = new_watch()
+    for step in range(1, 6):
+        take(watch, step)
+    assert [take(watch, step, norm=2.5)[1] for step in (6, 7)] == [(), ()]
+    ((spike,), (alarm,)) = (take(watch, 8, norm=2.5)[1], take(watch, 9, norm=7.0)[1])
+    assert spike.kind is AlertKind.LOSS_SPIKE
+    assert "Step 8: the gradient norm, 2.5, has been above" in spike.sentence
+    assert "for 3 steps; it is spike 1" in spike.sentence
+    assert alarm.sentence.startswith("Step 9: the gradient norm, 7, is above 3 times its lowest, 1 (the loss is 2):")
+    assert all("optimizer.learningRate" in alert.sentence for alert in (spike, alarm))
+
+
+def test_a_history_of_an_earlier_version_can_be_gone_on_with(tmp_path: Path) -> None:
+    lines = [{"step": n, "loss": 2.0, "gradNorm": None if n == 2 else 1.0, "seconds": None, "time": n} for n in (1, 2)]
+    (tmp_path / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    past = read_past(tmp_path, 5)
+    assert past.stability.norms == (1.0,)
+    assert past.began == 1.0
+    assert take(new_watch(past), 3)[0].stability.lowest_norm == 1.0
+
+
+def test_a_line_has_what_was_measured_and_no_number_that_json_lacks() -> None:
+    figures, _ = take(new_watch(), 1, loss=float("nan"), norm=float("inf"), parameter_norm=float("nan"))
+    line = json.loads(json.dumps(figures.to_json(), allow_nan=False))
+    assert (line["loss"], line["gradNorm"], line["lowestGradNorm"]) == (None, None, None)
+    assert not {"perplexity", "validationLoss", "validationPerplexity", "mfu", "deviceBytes", "resumed"} & line.keys()
+    assert line["hostBytes"] > 0
+
+
+def test_perplexity_is_the_exponential_of_the_loss() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(2.0) == pytest.approx(7.389056)
+    assert perplexity(None) is perplexity(1e9) is None

@@ -1,0 +1,116 @@
+"""A stand-in for training where training is not the point: counts steps, keeps them in memory, saves on SIGTERM.
+
+Files in $FAKE_CONTROL steer it: `exit-<rank>` holds a code to leave with and last words (taken once), `always-exit` a
+code to leave with at once each time, `last-step` ends the run, after an export of as many pieces as `export` says: they
+outlive a process. Every start is written to `starts.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_contract.status.results import ArtifactReport, RunStage
+
+if TYPE_CHECKING:
+    from trainium_trainer.monitor.progress import ProgressWriter
+
+STEP_SECONDS = 0.02
+
+
+def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> bool:
+    """One more piece; whether that was the last."""
+    wanted, written = control / "export", control / "exported"
+    if not wanted.exists():
+        return True
+    done, pieces = (int(written.read_text()) if written.exists() else 0), int(wanted.read_text())
+    if done >= pieces:
+        progress.artifact(ArtifactReport(kind="Model", path="/out", step=step, bytes=done))
+        return True
+    progress.stage(RunStage.EXPORT, done / pieces)
+    if rank == 0:
+        temporary = written.with_suffix(".new")
+        temporary.write_text(str(done + 1))
+        temporary.rename(written)
+    return False
+
+
+def main(argv: list[str]) -> int:
+    started = time.time()
+    control = Path(os.environ["FAKE_CONTROL"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    generation, attempt = int(os.environ["TRAINIUM_GENERATION"]), int(os.environ["TRAINIUM_ATTEMPT"])
+    with (control / "starts.jsonl").open("a") as log:
+        log.write(
+            json.dumps(
+                {
+                    "rank": rank,
+                    "world": world,
+                    "generation": generation,
+                    "attempt": attempt,
+                    "pid": os.getpid(),
+                    "ppid": os.getppid(),
+                    "at": started,
+                    "argv": argv,
+                    "nice": os.nice(0),
+                    "pod": os.environ["TRAINIUM_POD_NAME"],
+                }
+            )
+            + "\n"
+        )
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+    if (control / "always-exit").exists():
+        print("the fault is in line 7 of the user's code", file=sys.stderr)  # noqa: T201 - ranks print
+        return int((control / "always-exit").read_text())
+
+    from fake_figures import figures
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from trainium_trainer.monitor.progress import ProgressWriter
+
+    progress = ProgressWriter(Path(os.environ["TRAINIUM_PROGRESS_FILE"]), generation=generation, attempt=attempt)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world,
+        False,
+        timedelta(seconds=30),
+        wait_for_workers=False,
+    )
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    memory = control / "memory"  # stands for the nodes' memory and for the peers' copies
+    step = int(memory.read_text()) if memory.exists() else 0
+    store.set(f"ready-{rank}", "1")
+    store.wait([f"ready-{peer}" for peer in range(world)], timedelta(seconds=30))
+    progress.resumed(step, tokens=0, samples=0)
+    last = control / "last-step"
+    while True:
+        time.sleep(STEP_SECONDS)
+        command = control / f"exit-{rank}"
+        if command.exists():
+            code, _, last_words = command.read_text().partition("\n")
+            command.unlink()
+            print(last_words or f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
+            return int(code)
+        if last.exists() and step >= int(last.read_text()):
+            if export(progress, control, rank, step):
+                return 0
+            continue
+        step += 1
+        progress.step_done(figures(step), seconds=STEP_SECONDS)
+        if rank == 0:
+            temporary = memory.with_suffix(".new")
+            temporary.write_text(str(step))
+            temporary.rename(memory)
+        if stop:
+            store.set("stop", "1")
+        if store.check(["stop"]):
+            return 75

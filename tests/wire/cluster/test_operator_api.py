@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from fake_kubernetes import FakeCluster, Fault, refuse
+from virtual_time import run_virtual
+
+from trainium_operator.cluster.api import errors
+from trainium_operator.cluster.api.client import ATTEMPTS, Api
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS
+from trainium_operator.cluster.api.transport import Answer, ConnectionFailedError
+
+BODY = {"metadata": {"name": "a"}}
+
+
+def failing(times: int, outcome: Answer | Exception) -> Fault:
+    left = [times]
+
+    def fault(_method: str, _path: str) -> Answer | Exception | None:
+        left[0] -= 1
+        return outcome if left[0] >= 0 else None
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        refuse(429, "TooManyRequests"),
+        refuse(503, "ServiceUnavailable"),
+        refuse(500, "InternalError"),
+        refuse(504, "Timeout"),
+        ConnectionFailedError("reset"),
+    ],
+)
+def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: Answer | Exception) -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        cluster.faults.append(failing(3, outcome))
+        await Api(cluster).create(CONFIG_MAPS, "default", BODY)
+        assert len(cluster.requests) == 4
+        assert cluster.names(CONFIG_MAPS) == ["a"]
+
+    run_virtual(scenario())
+
+
+def test_retry_after_is_honoured() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster()
+        cluster.add(CONFIG_MAPS, BODY)
+        cluster.faults.append(failing(1, refuse(429, "TooManyRequests", retry_after="7")))
+        started = asyncio.get_running_loop().time()
+        await Api(cluster).get(CONFIG_MAPS, "default", "a")
+        return asyncio.get_running_loop().time() - started
+
+    assert run_virtual(scenario()) == pytest.approx(7, abs=0.01)
+
+
+def test_it_gives_up_after_some_attempts_with_one_error() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        cluster.down = True
+        with pytest.raises(errors.UnavailableError):
+            await Api(cluster).get(CONFIG_MAPS, "default", "a")
+        assert len(cluster.requests) == ATTEMPTS
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "kind"),
+    [
+        (400, "BadRequest", errors.InvalidError),
+        (401, "Unauthorized", errors.UnauthorizedError),
+        (403, "Forbidden", errors.ForbiddenError),
+        (404, "NotFound", errors.NotFoundError),
+        (409, "Conflict", errors.ConflictError),
+        (409, "AlreadyExists", errors.AlreadyExistsError),
+        (410, "Expired", errors.GoneError),
+        (422, "Invalid", errors.InvalidError),
+    ],
+)
+def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence(
+    status: int, reason: str, kind: type[errors.ApiError]
+) -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        cluster.faults.append(lambda *_: refuse(status, reason, "the server's sentence"))
+        with pytest.raises(kind, match="the server's sentence"):
+            await Api(cluster).get(CONFIG_MAPS, "default", "a")
+        assert len(cluster.requests) == 1
+
+    run_virtual(scenario())
+
+
+def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        cluster.faults.append(lambda *_: Answer(502, {}, b"<html>bad gateway</html>"))
+        with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):
+            await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
+
+    run_virtual(scenario())
+
+
+def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:
+    assert JOBS.path() == "/apis/trainium.dev/v1alpha1/trainingjobs"
+    assert JOBS.path("ns", "a", "status") == "/apis/trainium.dev/v1alpha1/namespaces/ns/trainingjobs/a/status"
+    assert PODS.path("ns", "a") == "/api/v1/namespaces/ns/pods/a"
+    assert LEASES.api_version == "coordination.k8s.io/v1"
+
+    async def scenario() -> FakeCluster:
+        cluster = FakeCluster()
+        cluster.add(PODS, {"metadata": {"name": "a"}})
+        api = Api(cluster)
+        await api.apply(CONFIG_MAPS, "ns", "b", {"data": {"k": "v"}})
+        await api.delete(PODS, "default", "a", uid="uid-1", grace_seconds=0)
+        return cluster
+
+    cluster = run_virtual(scenario())
+    applied, deleted = cluster.writes
+    assert applied.body == {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "b", "namespace": "ns"},
+        "data": {"k": "v"},
+    }
+    assert deleted.body == {
+        "propagationPolicy": "Background",
+        "preconditions": {"uid": "uid-1"},
+        "gracePeriodSeconds": 0,
+    }
+    assert json.dumps(deleted.body)

@@ -1,0 +1,202 @@
+"""Objects that say they belong to a job and do not: in other namespaces, of other kinds, with a copied uid."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import tracemalloc
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_kubernetes import FakeCluster
+from fake_workers import Workers
+from operator_process import OperatorProcess, training_job, until, wall_clock
+from virtual_time import run_virtual, settle
+
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
+from trainium_operator.coordinator.authentication import RefusedError
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from trainium_operator.cluster.api.resources import Resource
+
+
+def owner(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
+    uid = cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
+    reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "llama", "uid": uid, "controller": True}
+    return {**reference, **changes}
+
+
+def worker(name: str, namespace: str, reference: dict[str, Any], label: str = "llama") -> dict[str, Any]:
+    """A pod that has ended with the trainer's code for a user's error."""
+    ended = {"name": "worker", "state": {"terminated": {"exitCode": 64, "reason": "Error", "message": "mine"}}}
+    labels = {**names.selector_labels(label)}
+    return {
+        "metadata": {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [reference]},
+        "spec": {"nodeName": "node-0", "containers": [{"name": "worker"}]},
+        "status": {"phase": "Failed", "containerStatuses": [ended]},
+    }
+
+
+def while_training(then: Callable[[FakeCluster, OperatorProcess, Workers], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(wall_clock)
+        cluster.add(JOBS, training_job("llama"))
+        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=3, total_steps=10_000)
+        workers.operator = process
+        running = asyncio.create_task(workers.run())
+        await process.start()
+        await until(lambda: workers.step > 5, 60, "it trains")
+        await then(cluster, process, workers)
+        running.cancel()
+        await process.kill()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("namespace", "changes", "label"),
+    [
+        ("elsewhere", {}, "llama"),
+        ("default", {"kind": "ReplicaSet"}, "llama"),
+        ("default", {"apiVersion": "batch/v1"}, "llama"),
+        ("default", {"name": "other"}, "llama"),
+        ("default", {"name": "other"}, "other"),
+        ("default", {"controller": False}, "llama"),
+        ("default", {"uid": "an-earlier-one"}, "llama"),
+    ],
+)
+def test_a_pod_that_only_says_that_it_is_a_worker_changes_nothing(
+    namespace: str, changes: dict[str, Any], label: str
+) -> None:
+    async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
+        step = workers.step
+        cluster.add(PODS, worker(f"{label}-w-7", namespace, owner(cluster, **changes), label))
+        await asyncio.sleep(20)
+        status = cluster.get(JOBS, "default", "llama")["status"]
+        assert (status["phase"], status["membership"]["generation"]) == ("Running", 1)
+        assert status.get("failures", []) == []
+        assert cluster.names(PODS, "default")[:2] == ["llama-w-0", "llama-w-1"]
+        assert workers.step >= step + 20
+        await process.runtime.reconciler._caches.pods.refresh()
+        job = process.runtime.caches.jobs.store.get(("default", "llama"))
+        assert job is not None
+        assert job.view is not None
+        seen = process.runtime.reconciler._observer.observe(job.view)
+        assert [pod.name for pod in seen.pods] == ["llama-w-0", "llama-w-1"]
+
+    while_training(then)
+
+
+def test_an_agent_in_another_namespace_cannot_speak_in_a_job_whose_uid_it_copied() -> None:
+    async def then(cluster: FakeCluster, process: OperatorProcess, _workers: Workers) -> None:
+        foreign = cluster.add(PODS, worker("llama-w-7", "elsewhere", owner(cluster)))
+        uid = foreign["metadata"]["uid"]
+        await settle()
+        extra = {
+            "authentication.kubernetes.io/pod-name": ["llama-w-7"],
+            "authentication.kubernetes.io/pod-uid": [uid],
+        }
+        audiences = ["trainium-coordinator"]
+
+        async def review(body: dict[str, Any]) -> dict[str, Any]:
+            audiences[:] = body["spec"]["audiences"]
+            user = {"username": "system:serviceaccount:elsewhere:default", "extra": extra}
+            return {"authenticated": True, "audiences": audiences, "user": user}
+
+        authenticator = process.runtime.coordinator._authenticator
+        authenticator._review = review
+        with pytest.raises(RefusedError, match="not a worker of any TrainingJob that exists"):
+            await authenticator.admit(
+                "Bearer token", namespace="elsewhere", job="llama", pod_name="llama-w-7", pod_uid=uid
+            )
+
+    while_training(then)
+
+
+def test_a_pod_that_is_taken_from_its_job_is_the_job_s_no_more() -> None:
+    async def then(cluster: FakeCluster, process: OperatorProcess, _workers: Workers) -> None:
+        cluster.change(PODS, "default", "llama-w-1", lambda raw: raw["metadata"].update(ownerReferences=[]))
+        await settle()
+        assert ("default", "llama-w-1") not in process.runtime.caches.pods.store.snapshot()
+
+    while_training(then)
+
+
+TAKEN = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama", "DisruptionAllowed")]
+
+
+@pytest.mark.parametrize(("resource", "name", "kind"), TAKEN, ids=["configuration", "budget"])
+def test_a_user_s_own_object_of_our_name_is_left_alone_and_told_until_it_is_gone(
+    resource: Resource, name: str, kind: str
+) -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(wall_clock)
+        mine = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
+        cluster.add(JOBS, training_job("llama"))
+        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=3, total_steps=10_000)
+        workers.operator = process
+        running = asyncio.create_task(workers.run())
+        await process.start()
+
+        def condition() -> dict[str, Any]:
+            status = cluster.get(JOBS, "default", "llama").get("status") or {}
+            return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
+
+        await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told")
+        assert f"{name} exists and does not belong to this job" in condition()["message"]
+        await asyncio.sleep(120)
+        assert condition()["reason"] == "NameTaken"
+        assert cluster.get(resource, "default", name) == mine
+        assert len([write for write in cluster.writes if write.path.endswith(resource.plural)]) < 60
+        cluster.remove(JOBS, "default", "llama")
+        assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
+        cluster.add(JOBS, training_job("llama"))
+        await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told again")
+        cluster.remove(resource, "default", name)
+        await until(lambda: condition().get("reason") in ("AllReady", "DisruptionAllowed"), 180, "the job has its own")
+        assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
+        running.cancel()
+        await process.kill()
+
+    run_virtual(scenario())
+
+
+def bomb(mebibytes: int) -> str:
+    """Base64 of gzip that unpacks to so many MiB: what a ConfigMap can hold."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
+    parts = [packer.compress(b" " * 2**20) for _ in range(mebibytes)]
+    return base64.b64encode(b"".join([*parts, packer.flush()])).decode()
+
+
+@pytest.mark.parametrize("namespace", ["default", "elsewhere"])
+def test_a_record_that_unpacks_to_gigabytes_costs_no_more_than_its_own_size(namespace: str) -> None:
+    """In the job's own namespace it is written over the record itself, which is the worst that a user can do."""
+
+    async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
+        packed, step = {names.MEMBERSHIP_PACKED_KEY: bomb(128)}, workers.step
+        assert len(packed[names.MEMBERSHIP_PACKED_KEY]) < 2**20
+        metadata = {
+            "name": "llama-membership",
+            "namespace": namespace,
+            "labels": names.object_labels("llama", "membership"),
+            "ownerReferences": [owner(cluster)],
+        }
+        tracemalloc.start()
+        if namespace == "default":
+            bad = {"data": {}, "binaryData": packed}
+            cluster.change(CONFIG_MAPS, "default", "llama-membership", lambda raw: raw.update(bad))
+        else:
+            cluster.add(CONFIG_MAPS, {"metadata": metadata, "binaryData": packed})
+        await asyncio.sleep(20)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 64 * 2**20
+        assert workers.step >= step + 15
+        assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
+        assert process.runtime.live_problem() == ""
+
+    while_training(then)

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from fake_kubernetes import FakeCluster, refuse
+from virtual_time import run_virtual
+
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import LEASES
+from trainium_operator.cluster.lease import LeaseElector, LeaseLostError
+
+
+def elector(cluster: FakeCluster, identity: str, *, clock_error: float = 0.0) -> LeaseElector:
+    loop = asyncio.get_running_loop()
+    return LeaseElector(
+        Api(cluster), "ns", "lease", identity, wall_clock=lambda: 1.7e9 + clock_error + loop.time(), jitter=lambda: 0.5
+    )
+
+
+class Operator:
+    """Acquires, then holds; what a process does."""
+
+    def __init__(self, cluster: FakeCluster, identity: str, **options: float) -> None:
+        self.elector = elector(cluster, identity, **options)
+        self.led_at: float | None = None
+        self._leads = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self.elector.acquire()
+        self.led_at = asyncio.get_running_loop().time()
+        self._leads.set()
+        await self.elector.hold()
+
+    async def crash(self) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+    async def leave(self) -> None:
+        await self.crash()
+        await self.elector.release()
+
+    async def leads(self) -> None:
+        await self._leads.wait()
+
+
+def holder(cluster: FakeCluster) -> str:
+    return cluster.get(LEASES, "ns", "lease")["spec"]["holderIdentity"]
+
+
+def test_a_free_lease_is_taken_at_once_and_then_held() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        started = asyncio.get_running_loop().time()
+        only = Operator(cluster, "a")
+        await only.leads()
+        assert asyncio.get_running_loop().time() - started < 0.2
+        await asyncio.sleep(600)
+        assert holder(cluster) == "a"
+        assert not only.task.done()
+        await only.crash()
+
+    run_virtual(scenario())
+
+
+def test_of_two_only_one_leads_whatever_their_clocks_say() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        second = Operator(cluster, "b", clock_error=86_400.0)
+        await asyncio.sleep(600)
+        assert second.led_at is None
+        assert holder(cluster) == "a"
+        await first.crash()
+        await second.crash()
+
+    run_virtual(scenario())
+
+
+def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster()
+        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(30)
+        crashed = loop.time()
+        await first.crash()
+        await second.leads()
+        await second.crash()
+        assert cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] == 1
+        return (second.led_at or 0) - crashed
+
+    assert 12 < run_virtual(scenario()) < 20
+
+
+def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(60)
+        assert first.elector.due()
+        assert not second.elector.due()
+        await first.crash()
+        await asyncio.sleep(6)
+        assert second.elector.due()
+        assert second.led_at is None
+        await second.crash()
+
+    run_virtual(scenario())
+
+
+def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster()
+        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(30)
+        left = loop.time()
+        await first.leave()
+        await second.leads()
+        await second.crash()
+        return (second.led_at or 0) - left
+
+    assert run_virtual(scenario()) < 2.6
+
+
+def test_one_who_is_told_that_the_holder_may_be_gone_looks_within_a_fifth_of_a_second() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster()
+        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(30.3)
+        second.elector.nudge()  # too early: the holder has not let go yet
+        await asyncio.sleep(0.05)
+        left = loop.time()
+        await first.leave()
+        second.elector.nudge()
+        await second.leads()
+        await second.crash()
+        return (second.led_at or 0) - left
+
+    assert run_virtual(scenario()) < 0.25
+
+
+def test_one_who_is_nudged_without_end_looks_five_times_a_second_at_most() -> None:
+    async def scenario() -> int:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(30)
+        before = len(cluster.requests)
+        for _ in range(1000):
+            second.elector.nudge()
+            await asyncio.sleep(0.01)
+        await first.crash()
+        await second.crash()
+        return len(cluster.requests) - before
+
+    assert run_virtual(scenario()) <= 60  # 50 looks, and what the holder renews
+
+
+def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -> None:
+    async def scenario() -> float:
+        cluster = FakeCluster()
+        first, loop = Operator(cluster, "pod-1_uid"), asyncio.get_running_loop()
+        await first.leads()
+        await first.crash()
+        restarted = loop.time()
+        second = Operator(cluster, "pod-1_uid")
+        await second.leads()
+        await second.crash()
+        return (second.led_at or 0) - restarted
+
+    assert run_virtual(scenario()) < 0.2
+
+
+def test_a_holder_that_cannot_renew_stops_before_others_may_take_over() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+        await first.leads()
+        second = Operator(cluster, "b")
+        await asyncio.sleep(20)
+        cut_off = loop.time()
+        cluster.faults.append(
+            lambda method, path: (
+                refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" and not lost else None
+            )
+        )
+        lost: list[float] = []
+        with pytest.raises(LeaseLostError):
+            await first.task
+        lost.append(loop.time())
+        assert lost[0] - cut_off < 13
+        assert second.led_at is None
+        assert not first.elector.leading
+        await second.leads()
+        assert (second.led_at or 0) > lost[0]
+        await second.crash()
+
+    run_virtual(scenario())
+
+
+def test_a_holder_that_sees_another_in_its_place_stops_at_once() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        cluster.change(LEASES, "ns", "lease", lambda raw: raw["spec"].update(holderIdentity="b"))
+        with pytest.raises(LeaseLostError, match="b holds the lease now"):
+            async with asyncio.timeout(3):
+                await first.task
+
+    run_virtual(scenario())
+
+
+def test_a_label_put_on_the_lease_does_not_end_the_reign() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        cluster.change(LEASES, "ns", "lease", lambda raw: raw["metadata"].update(labels={"x": "y"}))
+        await asyncio.sleep(60)
+        assert not first.task.done()
+        assert cluster.get(LEASES, "ns", "lease")["metadata"]["labels"] == {"x": "y"}
+        await first.crash()
+
+    run_virtual(scenario())
+
+
+def test_a_deleted_lease_is_made_again_by_its_holder() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        first = Operator(cluster, "a")
+        await first.leads()
+        cluster.remove(LEASES, "ns", "lease")
+        await asyncio.sleep(10)
+        assert holder(cluster) == "a"
+        await first.crash()
+
+    run_virtual(scenario())
+
+
+def test_an_absent_api_server_is_waited_for() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        cluster.down = True
+        first = Operator(cluster, "a")
+        await asyncio.sleep(120)
+        assert first.led_at is None
+        cluster.down = False
+        await asyncio.sleep(5)
+        assert first.led_at is not None
+        await first.crash()
+
+    run_virtual(scenario())

@@ -1,0 +1,177 @@
+"""An older operator meets what a newer one, its definition and its agents have written, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_kubernetes import FakeCluster
+from fake_workers import Workers, lose_node
+from operator_process import OperatorProcess, training_job, until, wall_clock
+from pydantic import ValidationError
+from virtual_time import run_virtual
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import HeartbeatRequest, Membership
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.cache.lenient import readable_spec
+from trainium_operator.coordinator.reading import read_message
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+NEWER: dict[str, dict[str, Any]] = {
+    "workers": {"placementV9": {"zones": ["a"]}},
+    "trainer": {"optimizerV9": {"kind": "Muon"}},
+    "recovery": {"rules": [{"action": "TeleportNode", "exitCodes": [99], "cause": "Crash"}]},
+}
+
+
+def newer(raw: dict[str, Any]) -> None:
+    """What a newer definition allows and a newer operator has stored."""
+    for part, fields in NEWER.items():
+        raw["spec"].setdefault(part, {}).update(fields)
+    raw["spec"]["telemetryV9"] = {"enabled": True}
+    status = raw.setdefault("status", {})
+    status["shardsV9"] = [{"zone": "a"}]
+    if "membership" in status:
+        status["membership"]["quorumV9"] = 3
+
+
+def scenario(then: Callable[[FakeCluster, OperatorProcess, Workers], Awaitable[None]]) -> None:
+    async def run() -> None:
+        cluster = FakeCluster(wall_clock)
+        cluster.add(JOBS, training_job("llama", spares=1))
+        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=5, total_steps=10**6)
+        workers.operator = process
+        running = asyncio.create_task(workers.run())
+        await process.start()
+        await until(lambda: workers.step > 5, 60, "it trains")
+        await then(cluster, process, workers)
+        running.cancel()
+        await process.kill()
+
+    run_virtual(run())
+
+
+def notes(cluster: FakeCluster) -> list[str]:
+    return [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
+
+
+def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> None:
+    async def then(cluster: FakeCluster, _process: OperatorProcess, workers: Workers) -> None:
+        pods = cluster.names(PODS)
+        config = cluster.get(CONFIG_MAPS, "default", "llama-config")
+        cluster.change(JOBS, "default", "llama", newer)
+        await asyncio.sleep(10)
+        assert any("does not know" in note and "spec." not in note for note in notes(cluster))
+        assert cluster.names(PODS) == pods, "what runs is left as it is"
+        lose_node(workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
+        step = workers.step
+        await until(lambda: workers.step > step + 5, 120, "it trains again")
+        status = cluster.get(JOBS, "default", "llama")["status"]
+        assert status["membership"]["generation"] == 2
+        assert cluster.get(CONFIG_MAPS, "default", "llama-config") == config, "nor is its configuration made poorer"
+        assert cluster.get(JOBS, "default", "llama")["spec"]["trainer"]["optimizerV9"] == {"kind": "Muon"}
+
+    scenario(then)
+
+
+def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
+    async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
+        await process.kill()
+        cluster.change(JOBS, "default", "llama", newer)
+        older = OperatorProcess(cluster, identity="operator-1")
+        workers.operator = older
+        await older.start()
+        await until(older.runtime.leading.is_set, 120, "it leads")
+        workers.kill_pod("llama-w-0")
+        step = workers.step
+        await until(lambda: workers.step > step + 5, 120, "it trains again")
+        await older.kill()
+
+    scenario(then)
+
+
+def test_a_job_that_has_not_begun_waits_for_an_operator_that_knows_what_it_asks_for() -> None:
+    async def then(cluster: FakeCluster, _process: OperatorProcess, _workers: Workers) -> None:
+        job = training_job("next")
+        job["spec"]["trainer"].update(NEWER["trainer"])
+        cluster.add(JOBS, job)
+        await asyncio.sleep(30)
+        assert [name for name in cluster.names(PODS) if name.startswith("next")] == []
+        assert any("trainer.optimizerV9: not known to this version" in note for note in notes(cluster))
+        assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
+
+    scenario(then)
+
+
+def test_of_a_spec_only_what_a_newer_version_may_have_added_is_left_out() -> None:
+    spec = training_job()["spec"]
+    found, unknown = readable_spec({**spec, "cleanPodPolicy": "Archive", "x": 1})
+    assert found == readable_spec(spec)[0]
+    assert unknown == ("cleanPodPolicy", "x")
+    with pytest.raises(ValidationError):
+        readable_spec({**spec, "x": 1, "workers": {"replicas": -1}})
+
+
+HEARTBEAT: dict[str, Any] = {
+    "protocol": 2,
+    "namespace": "default",
+    "job": "llama",
+    "podName": "llama-w-0",
+    "podUid": "uid",
+    "generation": 1,
+    "phase": "Training",
+    "progress": {"step": 7},
+}
+FAILURE = {"sequence": 1, "generation": 1, "attempt": 0, "rank": 0, "exitCode": 139, "message": "boom", "at": 1.0}
+
+
+def restart(cause: str) -> dict[str, Any]:
+    times = {"failedAt": 1.0, "detectedAt": 1.0}
+    return {"sequence": 0, "generation": 1, "attempt": 1, "cause": cause, **times}
+
+
+def read(**changes: Any) -> HeartbeatRequest:
+    import json
+
+    return read_message(HeartbeatRequest, json.dumps({**HEARTBEAT, **changes}).encode())
+
+
+def test_a_newer_agents_fields_and_values_never_cost_its_sign_of_life() -> None:
+    assert read(energyV9={"joules": 1}, progress={"step": 7, "tokensV9": 3}) == read()
+    mixed = read(restarts=[restart("SolarFlare"), restart("Crash")], failures=[FAILURE])
+    assert [each.cause for each in mixed.restarts] == [Cause.CRASH]
+    assert len(mixed.failures) == 1
+    assert read(checks=[{"check": "Weather", "passed": True, "seconds": 1.0}]).checks == ()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"phase": "Dreaming"}, {"generation": -1}, {"generation": -1, "checks": [{"check": "x"}]}]
+)
+def test_what_a_message_cannot_do_without_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        read(**changes)
+
+
+def test_an_older_agent_follows_a_newer_operators_membership() -> None:
+    member = {
+        "podUid": "u",
+        "podName": "w",
+        "podIp": "10.0.0.1",
+        "nodeName": "n",
+        "nodeRank": 0,
+        "rendezvousPort": 29500,
+    }
+    told = {
+        "protocol": 2,
+        "generation": 4,
+        "transition": "Graceful",
+        "cause": "SolarFlare",
+        "members": [{**member, "zoneV9": "a"}],
+        "processesPerNode": 1,
+        "epochV9": 2,
+    }
+    assert Membership.model_validate(told).rank_of("u") == 0

@@ -1,0 +1,75 @@
+"""Every request of a job's life against the table of rights that the chart renders."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fake_kubernetes import FakeCluster
+from fake_workers import Workers
+from operator_process import OperatorProcess, training_job, until, wall_clock
+from virtual_time import run_virtual
+
+from trainium_operator.cluster.api.resources import ALL, GANGS, JOBS, QUEUEING, SECRETS
+from trainium_operator.cluster.rbac import RIGHTS, Scope
+
+VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
+
+
+def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
+    """Group, resource and verb of every request."""
+    found = set()
+    for method, path in cluster.requests:
+        parts = path.strip("/").split("/")
+        group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
+        rest = rest[2:] if rest[0] == "namespaces" else rest
+        verb = VERBS.get(method) or ("get" if len(rest) > 1 else "list")
+        resource = rest[0] if len(rest) < 3 else f"{rest[0]}/{rest[2]}"
+        found.add((group, resource, verb))
+        if method == "PATCH" and "/" not in resource and resource == "configmaps":
+            found.add((group, resource, "create"))  # an apply creates what is missing
+    return found
+
+
+def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
+    async def scenario() -> FakeCluster:
+        cluster = FakeCluster(wall_clock)
+        cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
+        cluster.add(JOBS, training_job(spares=1))
+        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=4, total_steps=20)
+        workers.operator = process
+        await process.runtime.elector.acquire()
+        holding = asyncio.create_task(process.runtime.elector.hold())
+        await process.runtime.keeper.refresh(write=True)
+        await process.start()
+        running = asyncio.create_task(workers.run())
+        done = lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed"  # noqa: E731
+        await until(done, 300, "completed")
+        cluster.change(JOBS, "default", "llama", lambda raw: raw["metadata"].update(labels={"a": "b"}))
+        await asyncio.sleep(5)
+        for task in (running, holding):
+            task.cancel()
+        await process.kill()
+        return cluster
+
+    cluster = run_virtual(scenario())
+    given = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
+    assert used(cluster) <= given
+    assert ("", "secrets", "update") in used(cluster)
+    assert ("trainium.dev", "trainingjobs/status", "patch") in used(cluster)
+
+
+def test_the_table_gives_nothing_broad() -> None:
+    known = GANGS | {(resource.group, resource.plural) for resource in (*ALL, *QUEUEING)}
+    for right in RIGHTS:
+        assert "*" not in (right.group, right.resource, *right.verbs)
+        assert (right.group, right.resource.partition("/")[0]) in known
+        assert right.reason
+        if right.resource in ("secrets", "leases"):
+            assert right.scope is Scope.OWN
+        if right.resource == "secrets":
+            assert right.named_after
+        if right.resource == "nodes" and right.scope is Scope.TAINTS:
+            assert right.verbs == ("patch",)
+        elif right.resource == "nodes":
+            assert set(right.verbs) == {"get", "list", "watch"}
+    assert not any(right.resource.startswith("pods/") for right in RIGHTS)

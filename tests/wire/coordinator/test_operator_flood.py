@@ -1,0 +1,322 @@
+"""Neighbours who flood the coordinator: bad tokens, connections that say nothing, senders that never end.
+
+A real coordinator over TLS, the operator's own connections to an API server over HTTP that is slow with TokenReviews.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+import time
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake_http import FakeServer
+from fake_kubernetes import FakeCluster
+
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import LEASES
+from trainium_operator.cluster.api.transport import connect
+from trainium_operator.cluster.coordinator_ports import TokenReviewer
+from trainium_operator.cluster.lease import LeaseElector
+from trainium_operator.coordinator import door, guests, server
+from trainium_operator.coordinator.authentication import Authenticator
+from trainium_operator.coordinator.certificates import renewed, server_names
+from trainium_operator.coordinator.review_desk import AT_ONCE, STRANGERS_AT_ONCE
+from trainium_operator.coordinator.server import FREE_REFUSALS, CoordinatorServer
+from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.main import LEASE_CONNECTIONS
+from trainium_operator.plan.model.job_id import JobId
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+LLAMA = JobId("team", "llama", "job-uid")
+AGENTS = 12
+GENEROUS = 60.0
+
+
+def token(pod: str, uid: str) -> str:
+    """As a kubelet gives it, but for the signature."""
+    said = {"kubernetes.io": {"namespace": "team", "pod": {"name": pod, "uid": uid}}}
+    payload = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
+    return f"header.{payload}.{pod}"
+
+
+def message(pod: str, **more: Any) -> dict[str, Any]:
+    return {"namespace": "team", "job": "llama", "protocol": 2, "podName": pod, "podUid": f"uid-{pod}", **more}
+
+
+class ApiServer(FakeServer):
+    """Tokens that end in a worker's name are valid; all others it never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeCluster(time.time))
+        self.asked = 0
+        self.renewals = 0
+        self.hangs = True
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/tokenreviews"):
+            return await self._review((await request.json())["spec"])
+        self.renewals += request.method == "PUT" and "/leases/" in request.path
+        return await super()._answer(request)
+
+    async def _review(self, spec: dict[str, Any]) -> web.StreamResponse:
+        self.asked += 1
+        pod = spec["token"].rpartition(".")[2]
+        if not pod.startswith("w-"):
+            await asyncio.sleep(GENEROUS if self.hangs else 0)
+            return web.json_response({"status": {"authenticated": False}})
+        extra = {
+            "authentication.kubernetes.io/pod-name": [pod],
+            "authentication.kubernetes.io/pod-uid": [f"uid-{pod}"],
+        }
+        user = {"username": "system:serviceaccount:team:default", "extra": extra}
+        return web.json_response({"status": {"authenticated": True, "audiences": spec["audiences"], "user": user}})
+
+
+class World:
+    server: CoordinatorServer
+    elector: LeaseElector
+    api: ApiServer
+    url: str
+    port: int
+    trust: ssl.SSLContext
+    in_hand = 0
+    most_in_hand = 0
+    """Reviews that the operator waited for at one time."""
+
+    def counted(self, review: Review) -> Review:
+        async def ask(body: dict[str, Any]) -> dict[str, Any]:
+            self.in_hand += 1
+            self.most_in_hand = max(self.most_in_hand, self.in_hand)
+            try:
+                return await review(body)
+            finally:
+                self.in_hand -= 1
+
+        return ask
+
+    def job_of(self, _namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+        return LLAMA if pod_name.startswith("w-") and pod_uid == f"uid-{pod_name}" else None
+
+    @asynccontextmanager
+    async def session(self, address: str = "127.0.0.1") -> AsyncIterator[aiohttp.ClientSession]:
+        """Connections that come from this address."""
+        connector = aiohttp.TCPConnector(ssl=self.trust, limit=0, local_addr=(address, 0))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            yield session
+
+    async def post(self, session: aiohttp.ClientSession, path: str, body: Any, bearer: str) -> int:
+        headers = {"Authorization": f"Bearer {bearer}"}
+        async with session.post(self.url + path, json=body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    async def beat(self, session: aiohttp.ClientSession) -> list[int]:
+        """One heartbeat of each agent."""
+        pods = [f"w-{number}" for number in range(AGENTS)]
+        sent = (
+            self.post(session, "/v1/heartbeat", message(pod, generation=0, phase="Standby"), token(pod, f"uid-{pod}"))
+            for pod in pods
+        )
+        return await asyncio.gather(*sent)
+
+    async def register(self, session: aiohttp.ClientSession) -> list[int]:
+        about = {"podIp": "127.0.0.1", "nodeName": "n", "rendezvousPort": 29500, "agentVersion": "1"}
+        sent = (
+            self.post(session, "/v1/register", message(f"w-{each}", **about), token(f"w-{each}", f"uid-w-{each}"))
+            for each in range(AGENTS)
+        )
+        return await asyncio.gather(*sent)
+
+    def open_connections(self) -> int:
+        runner = self.server._runner
+        assert runner is not None
+        assert runner.server is not None
+        return len(runner.server.connections)
+
+
+@asynccontextmanager
+async def leading(folder: Path) -> AsyncIterator[World]:
+    """A coordinator that leads, as `main` wires it."""
+    world = World()
+    world.api = ApiServer()
+    await world.api.start()
+    transport = await connect(str(world.api.kubeconfig(folder)))
+    lease_transport = transport.apart(LEASE_CONNECTIONS)
+    world.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
+    await world.elector.acquire()
+    holding = asyncio.create_task(world.elector.hold())
+    authenticator = Authenticator(world.counted(TokenReviewer(Api(transport)).review), world, wall_clock=time.time)
+    world.server = CoordinatorServer(
+        CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
+    )
+    material = renewed(None, server_names("coordinator", "system"), time.time())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (folder / "cert").write_bytes(material.server_cert)
+    (folder / "key").write_bytes(material.server_key)
+    context.load_cert_chain(folder / "cert", folder / "key")
+    world.port = await world.server.start("0.0.0.0", 0, context)
+    world.url = f"https://localhost:{world.port}"
+    world.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
+    world.trust.check_hostname = False
+    try:
+        yield world
+        assert not holding.done()
+        assert world.elector.leading
+    finally:
+        holding.cancel()
+        await world.server.stop()
+        await lease_transport.close()
+        await transport.close()
+        await world.api.stop()
+
+
+async def reached(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(int(GENEROUS / 0.05)):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(what)
+
+
+async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_lease(tmp_path: Path) -> None:
+    async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
+        assert set(await world.register(agents)) == {200}
+        number = count()
+
+        async def flood() -> None:
+            while True:
+                try:
+                    await world.post(hostile, "/v1/heartbeat", {}, f"bad-{next(number)}")
+                except (aiohttp.ClientError, OSError):
+                    await asyncio.sleep(0.05)
+
+        floods = [asyncio.create_task(flood()) for _ in range(300)]
+        before, world.most_in_hand = world.api.renewals, 0
+        answers: set[int] = set()
+        while world.api.renewals < before + 4 or next(number) < 2_000:
+            answers |= set(await world.beat(agents))
+        for each in floods:
+            each.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+        assert answers == {200}
+        assert world.most_in_hand == STRANGERS_AT_ONCE
+        assert world.elector.leading
+        assert world.elector.may_act()
+        async with world.session("127.0.0.3") as late:
+            assert set(await world.register(late)) == {200}, "new workers are asked about before strangers"
+
+
+async def test_a_source_of_bad_tokens_is_asked_about_no_more_and_others_are(tmp_path: Path) -> None:
+    async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
+        world.api.hangs = False
+        answers = [await world.post(hostile, "/v1/heartbeat", {}, f"bad-{each}") for each in range(12)]
+        assert answers == [401] * 10 + [429] * 2
+        assert world.api.asked == 10
+        assert set(await world.register(agents)) == {200}
+        world.api.asked = 0
+        assert set(await world.beat(agents)) == {200}
+        assert world.api.asked == 0, "what is known of agents outlives the flood"
+
+
+@pytest.mark.parametrize("path", ["/v1/heartbeat", "/v1/register", "/anything"])
+async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """The same bad token over and over, or one of a pod that is no worker: both are remembered, so cost no review."""
+    monkeypatch.setattr(server, "FLOOD_SECONDS", GENEROUS)
+    async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
+        assert set(await world.register(agents)) == {200}
+        monkeypatch.setattr(World, "job_of", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA)
+        bearer = token("w-99", "uid-w-99")
+        for _ in range(FREE_REFUSALS):
+            assert await world.post(hostile, path, {}, bearer) in (403, 404)
+        late = asyncio.create_task(world.post(hostile, path, {}, bearer))
+        for _ in range(10):
+            assert set(await world.beat(agents)) == {200}
+        assert not late.done()
+        late.cancel()
+        assert sum("refused /v1" in record.message for record in caplog.records) <= FREE_REFUSALS
+
+
+async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests, "MOST_STRANGERS", 100)
+    monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
+    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 3.0)
+    async with leading(tmp_path) as world, world.session() as agents:
+        assert set(await world.register(agents)) == {200}
+        writers = []
+        for kind in range(250):
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1", world.port, ssl=world.trust if kind % 2 else None, local_addr=("127.0.0.9", 0),
+                server_hostname="localhost" if kind % 2 else None,
+            )  # fmt: skip
+            if kind % 2:
+                writer.write(b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
+            writers.append(writer)
+        assert world.server._guests.strangers <= 100
+        assert set(await world.beat(agents)) == {200}
+        await reached(lambda: world.server._guests.strangers == 0, "strangers are closed")
+        assert world.open_connections() <= 2 * AGENTS
+        assert set(await world.beat(agents)) == {200}
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_a_body_is_read_only_once_its_sender_is_known_to_be_a_worker(tmp_path: Path) -> None:
+    async with leading(tmp_path) as world:
+        world.api.hangs = False
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", world.port, ssl=world.trust, server_hostname="localhost"
+        )
+        head = "POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer bad\r\nContent-Length: 700000\r\n\r\n"
+        writer.write(head.encode())  # and the body never comes
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.transport.abort()
+
+
+async def test_reviews_of_many_workers_are_bounded_and_all_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", GENEROUS)
+    monkeypatch.setattr(guests, "STRANGER_SECONDS", GENEROUS)
+    async with leading(tmp_path) as world:
+        async with world.session() as agents:
+            sent = (
+                world.post(agents, "/v1/heartbeat", message(f"w-{each}"), token(f"w-{each}", f"uid-w-{each}"))
+                for each in range(300)
+            )
+            assert set(await asyncio.gather(*sent)) == {400}, "known, and then the message is read"
+        assert 1 < world.most_in_hand <= AT_ONCE
+        assert world.api.asked == 300
+
+
+async def test_a_renewal_that_hangs_leaves_time_for_another(tmp_path: Path) -> None:
+    async with leading(tmp_path) as world:
+        cluster, hung = world.api.cluster, []
+        request = cluster.request
+
+        async def once(method: str, path: str, **rest: Any) -> Any:
+            if method == "PUT" and not hung:
+                hung.append(path)
+                await asyncio.sleep(GENEROUS)
+            return await request(method, path, **rest)
+
+        cluster.request = once  # type: ignore[method-assign]
+        version = cluster.version
+        await reached(lambda: bool(hung) and cluster.version > version, "renewed by another try")
+        assert cluster.get(LEASES, "system", "lease")["spec"]["holderIdentity"] == "me"

@@ -1,0 +1,236 @@
+"""Replicas as real processes, with the agents' own client: hand-over by order and by a process that stands still.
+
+How long a hand-over takes is a matter of `test_operator_replicas.py` (virtual time) and of the benchmarks; here the
+real signals, servers, sockets and certificates show that it works at all, so the limits are wide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_http import FakeServer
+from fake_kubernetes import FakeCluster
+from fake_workers import bind
+from operator_process import training_job
+
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
+from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS
+from trainium_trainer.agent.coordinator.client import CoordinatorClient
+from trainium_trainer.agent.settings import AgentSettings, Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SERVICE = "localhost"
+"""The coordinator's certificate bears the name of its Service, and agents must be able to resolve that."""
+
+
+async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Replica:
+    """One operator process."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name = name
+        self.port = port
+        self.process: asyncio.subprocess.Process
+
+    async def start(self, kubeconfig: Path, log: Path) -> None:
+        environment = {key: each for key, each in os.environ.items() if not key.startswith(("TRAINIUM", "KUBE", "POD"))}
+        ports = ("--bind-address", "127.0.0.1", "--coordinator-port", str(self.port), "--metrics-port", "0")
+        with log.open("w") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "trainium_operator.main",
+                "--kubeconfig",
+                str(kubeconfig),
+                "--coordinator-service",
+                SERVICE,
+                *ports,
+                env=environment | {"POD_NAME": self.name, "POD_UID": f"uid-of-{self.name}"},
+                stderr=output,
+            )
+
+
+class Agent:
+    """A pod's agent, as far as the coordinator is concerned: its real client, and a story to tell."""
+
+    def __init__(self, pod: dict[str, Any], ports: list[int], folder: Path, bundle: str) -> None:
+        self.memberships: list[Membership] = []
+        self.acknowledged = 0
+        self.pod = pod
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        (folder / f"{name}.token").write_text(f"token-of-{name}")
+        (folder / "ca.crt").write_text(bundle)
+        settings = AgentSettings(
+            coordinator=tuple(Endpoint(SERVICE, port) for port in ports),
+            namespace="default",
+            job="llama",
+            pod_name=name,
+            pod_uid=uid,
+            pod_ip=pod["status"]["podIP"],
+            node_name=pod["spec"]["nodeName"],
+            processes_per_node=1,
+            max_in_place_restarts=3,
+            grace_seconds=5,
+            config_path=folder / "trainer.yaml",
+            memory_directory=folder,
+            token_path=folder / f"{name}.token",
+            ca_path=folder / "ca.crt",
+        )
+        self.client = CoordinatorClient(
+            settings,
+            29500,
+            "1",
+            heartbeat=self._heartbeat,
+            on_membership=self.memberships.append,
+            on_acknowledged=self._acknowledge,
+        )
+        self.task = asyncio.create_task(self.client.run())
+
+    def _acknowledge(self, _message: HeartbeatRequest) -> None:
+        self.acknowledged += 1
+
+    def _heartbeat(self) -> HeartbeatRequest:
+        member = bool(self.memberships)
+        return HeartbeatRequest(
+            namespace="default",
+            job="llama",
+            pod_name=self.pod["metadata"]["name"],
+            pod_uid=self.pod["metadata"]["uid"],
+            generation=self.memberships[-1].generation if member else 0,
+            phase=WorkerPhase.TRAINING if member else WorkerPhase.STANDBY,
+            progress=Progress(step=1 + self.acknowledged, updated=time.time()) if member else None,
+            ready=True,
+        )
+
+
+class Site:
+    """The API server, the replicas and the agents of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cluster = FakeCluster(time.time)
+        self.server = FakeServer(self.cluster)
+        self.replicas = [Replica(f"operator-{at}", free_port()) for at in range(3)]
+        self.agents: list[Agent] = []
+
+    async def start(self) -> None:
+        self.cluster.add(SECRETS, {"metadata": {"name": f"{SERVICE}-tls", "namespace": "system"}, "type": "Opaque"})
+        self.cluster.add(JOBS, training_job())
+        for at in range(2):
+            ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+            self.cluster.add(NODES, {"metadata": {"name": f"node-{at}"}, "spec": {}, "status": {"conditions": [ready]}})
+        await self.server.start()
+
+    async def operate(self, at: int) -> None:
+        await self.replicas[at].start(self.server.kubeconfig(self.folder), self.folder / f"operator-{at}.log")
+
+    def leader(self) -> str:
+        key = (LEASES.plural, "system", "trainium-operator")
+        holder: str = self.cluster.objects[key]["spec"]["holderIdentity"] if key in self.cluster.objects else ""
+        return holder.partition("_")[0]
+
+    def bring_up_workers(self) -> None:
+        """What scheduler, kubelets and the token issuer do."""
+        bundle = base64.b64decode(self.cluster.get(SECRETS, "system", f"{SERVICE}-tls")["data"]["ca.crt"]).decode()
+        for at, name in enumerate(self.cluster.names(PODS)):
+            pod = self.cluster.change(PODS, "default", name, bind(f"node-{at}", at))
+            extra = {
+                "authentication.kubernetes.io/pod-name": [name],
+                "authentication.kubernetes.io/pod-uid": [pod["metadata"]["uid"]],
+            }
+            user = {"username": "system:serviceaccount:default:default", "extra": extra}
+            self.cluster.tokens[f"token-of-{name}"] = user
+            self.agents.append(Agent(pod, [replica.port for replica in self.replicas], self.folder, bundle))
+
+    async def are_heard(self, seconds: float = 30) -> None:
+        """Every agent is answered again and again."""
+        before = [agent.acknowledged for agent in self.agents]
+        await until(
+            lambda: all(a.acknowledged >= b + 3 for a, b in zip(self.agents, before, strict=True)),
+            seconds,
+            "the agents are heard: " + (self.folder / "operator-1.log").read_text()[-2000:],
+        )
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.cluster.get(JOBS, "default", "llama").get("status") or {}
+        return found
+
+    async def stop(self) -> None:
+        for agent in self.agents:
+            agent.task.cancel()
+        await asyncio.gather(*(agent.task for agent in self.agents), return_exceptions=True)
+        for replica in self.replicas:
+            process = getattr(replica, "process", None)
+            if process is not None and process.returncode is None:
+                process.kill()
+                await process.wait()
+        await self.server.stop()
+
+
+@pytest.mark.timeout(180)
+async def test_agents_follow_the_leadership_through_an_orderly_and_a_frozen_leader(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    await site.start()
+    try:
+        await site.operate(0)
+        await until(lambda: len(site.cluster.names(PODS)) == 2, 60, "the leader makes the pods")
+        await site.operate(1)
+        site.bring_up_workers()
+        await until(lambda: all(agent.memberships for agent in site.agents), 60, "the first generation is published")
+        await until(lambda: site.status().get("phase") == "Running", 60, "the job runs")
+        uids = {name: site.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in site.cluster.names(PODS)}
+        await until(
+            lambda: (tmp_path / "operator-1.log").read_text().count("standing by") > 0, 60, "a standby is there"
+        )
+
+        # In order: SIGTERM.
+        site.replicas[0].process.send_signal(signal.SIGTERM)
+        await until(lambda: site.leader() == "operator-1", 20, "the standby leads")
+        await site.are_heard()
+        assert await site.replicas[0].process.wait() == 0
+
+        # It stands still: another leads, and it finds out when it goes on.
+        await site.operate(2)
+        await until(lambda: "standing by" in (tmp_path / "operator-2.log").read_text(), 60, "another standby is there")
+        site.replicas[1].process.send_signal(signal.SIGSTOP)
+        await until(lambda: site.leader() == "operator-2", 40, "the next one leads")
+        await site.are_heard(60)
+        site.replicas[1].process.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(site.replicas[1].process.wait(), 30) == 1
+        assert "LeaseLostError" in (tmp_path / "operator-1.log").read_text()
+        await site.are_heard()
+
+        status = site.status()
+        assert status["phase"] == "Running"
+        assert status["restarts"].get("total", 0) == 0
+        assert status["membership"]["generation"] == 1
+        assert [agent.memberships[-1].generation for agent in site.agents] == [1, 1]
+        assert {name: site.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in uids} == uids
+        assert json.dumps(status)
+    finally:
+        await site.stop()

@@ -1,0 +1,220 @@
+"""The real plan, executor and caches against a fake API server: the operator dies after each of its writes.
+
+For each story the undisturbed run says how many writes there are and how it ends; then the story is told again once per
+write, the operator being killed right after it (the write is done, the answer is never heard) and started again. The
+end must be the same, and on the way no generation number may stand for two memberships and no pod's name be used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_workers import lose_node
+from operator_process import training_job, until
+from replicas import World, world
+from virtual_time import run_virtual
+
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS
+from trainium_operator.cluster.cache.membership_record import membership_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from fake_kubernetes import Write
+
+JOB = "llama"
+
+SETTLE_SECONDS = 12.0
+START_WRITES = 15
+"""Writes until the job trains: the story of the first start tells of those."""
+FILLED = {"Replace": "Spare"}
+"""Both fill the lost rank. A new operator takes whoever speaks to it first, and pods start at once in this world."""
+EDITED = defaultdict(bool, {"resize": True, "suspend and resume": True})
+
+
+@dataclass
+class Record:
+    """What was seen on the way."""
+
+    memberships: dict[int, set[str]] = field(default_factory=dict)
+    created: list[str] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    refused: list[Write] = field(default_factory=list)
+
+    def watch(self, seen: World) -> None:
+        def observe(write: Write) -> None:
+            if "/leases" in write.path:
+                return
+            if write.status >= 400:
+                self.refused.append(write)
+                return
+            if write.method == "POST" and write.path.endswith("/pods"):
+                self.created.append(write.body["metadata"]["name"])
+            key = (CONFIG_MAPS.plural, "default", f"{JOB}-membership")
+            if key in seen.cluster.objects:
+                recorded = membership_of(seen.cluster.objects[key])
+                assert recorded is not None
+                self.memberships.setdefault(recorded.generation, set()).add(recorded)
+            if write.path.endswith("/status"):
+                self.generations.append(seen.status().get("membership", {}).get("generation", 0))
+
+        seen.cluster.after_write = observe
+
+    def check(self) -> None:
+        assert all(len(contents) == 1 for contents in self.memberships.values()), "one generation, two memberships"
+        assert len(self.created) == len(set(self.created)), "a pod's name was used twice"
+        assert self.generations == sorted(self.generations), "the generation went back"
+
+
+async def start(seen: World) -> None:
+    await seen.runs()
+
+
+async def kill_a_process(seen: World) -> None:
+    await seen.runs()
+    seen.workers.crash_process(JOB, 1)
+    await until(lambda: seen.status().get("restarts", {}).get("total") == 1, 60, "the restart is counted")
+    await seen.runs()
+
+
+async def lose_a_node(seen: World) -> None:
+    await seen.runs()
+    lose_node(seen.workers, seen.membership()["members"][1]["nodeName"])
+    await until(lambda: seen.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await seen.trains()
+    await seen.runs()
+
+
+async def kill_a_pod(seen: World) -> None:
+    await seen.runs()
+    seen.workers.kill_pod(seen.membership()["members"][0]["podName"])
+    await until(lambda: seen.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await seen.trains()
+    await seen.runs()
+
+
+async def resize(seen: World) -> None:
+    await seen.runs()
+    for size in (3, 1):
+        seen.change_spec(lambda spec, size=size: spec["workers"].update(replicas=size))  # type: ignore[misc]
+        await until(lambda size=size: seen.status().get("replicas") == size, 120, f"{size} nodes")  # type: ignore[misc]
+        await seen.trains()
+        await seen.runs()
+
+
+async def suspend_and_resume(seen: World) -> None:
+    await seen.runs()
+    seen.change_spec(lambda spec: spec.update(suspend=True))
+    await until(lambda: seen.status().get("phase") == "Suspended", 120, "it is suspended")
+    seen.change_spec(lambda spec: spec.update(suspend=False))
+    await until(lambda: seen.status().get("phase") == "Running", 120, "it runs again")
+    await seen.trains()
+    await seen.runs()
+
+
+async def fail(seen: World) -> None:
+    await seen.runs()
+    await seen.trains()
+    seen.workers.give_up(JOB, 1, 64)
+    await until(lambda: seen.status().get("phase") == "Failed", 120, "the verdict")
+
+
+async def complete(seen: World) -> None:
+    await seen.runs()
+    seen.workers.total_steps = seen.workers.step + 5
+    await until(lambda: seen.status().get("phase") == "Completed", 120, "the end")
+
+
+async def expire(seen: World) -> None:
+    await complete(seen)
+    await until(lambda: (JOBS.plural, "default", JOB) not in seen.cluster.objects, 120, "the job is deleted")
+
+
+STORIES: dict[str, tuple[Callable[[World], Awaitable[None]], dict[str, Any]]] = {
+    "first start": (start, {}),
+    "killed process": (kill_a_process, {}),
+    "killed pod": (kill_a_pod, {}),
+    "lost node": (lose_a_node, {}),
+    "resize": (resize, {}),
+    "suspend and resume": (suspend_and_resume, {}),
+    "verdict": (fail, {}),
+    "completion": (complete, {}),
+    "expiry": (expire, {"ttlSecondsAfterFinished": 10}),
+}
+
+
+def tell(name: str, die_after_write: int | None) -> tuple[dict[str, Any], int, Record]:
+    """One run of a story: how it ends, after how many writes of its first operator, and what was seen."""
+    act, spec = STORIES[name]
+    job = training_job(replicas=2, spares=1, minReplicas=1)
+    job["spec"].update(spec)
+    record = Record()
+
+    async def scenario() -> tuple[dict[str, Any], int]:
+        async with world(job=job, nodes=6, replicas=0, start=False) as seen:
+            record.watch(seen)
+            first = await seen.start_operator("operator-0", die_after_write=die_after_write)
+            await act(seen)
+            await asyncio.sleep(SETTLE_SECONDS)
+            return ending(seen), len(first.connection.writes)
+
+    end, writes = run_virtual(scenario())
+    record.check()
+    return end, writes, record
+
+
+def ending(seen: World) -> dict[str, Any]:
+    """What must be the same however often the operator died."""
+    if (JOBS.plural, "default", JOB) not in seen.cluster.objects:
+        left = [key for key in seen.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
+        return {"left": [key for key in left if key[1] == "default"]}
+    status = seen.status()
+    membership = seen.membership()
+    running = status["phase"] == "Running"
+    # What an ended job was last told of its checkpoints depends on the moment of its end.
+    told = {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
+    return {
+        "phase": status["phase"],
+        "verdict": re.sub("after step [0-9]+", "after some step", status.get("verdict", "")),
+        "restarts": status.get("restarts"),
+        "history": [(each["cause"], FILLED.get(each["rung"], each["rung"])) for each in status.get("history", ())],
+        "failures": [each["cause"] for each in status.get("failures", ())],
+        "size": status["membership"].get("size"),
+        "ranks": [member["nodeRank"] for member in membership["members"]],
+        "recorded": membership["generation"] == status["membership"]["generation"],
+        "conditions": told if running else {kind: told[kind] for kind in told if kind != "DisruptionAllowed"},
+        "pods": len(seen.pods()) if running else None,
+    }
+
+
+@cache
+def undisturbed(name: str) -> tuple[dict[str, Any], int]:
+    end, writes, record = tell(name, None)
+    # The user's own change may come between a plan and its write.
+    refused = [each for each in record.refused if not (EDITED[name] and each.path.endswith("/status"))]
+    assert refused == [], "nothing stood in its way, and yet a write was refused"
+    return end, writes
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", STORIES)
+def test_a_story_ends_the_same_whichever_write_the_operator_dies_after(name: str) -> None:
+    expected, writes = undisturbed(name)
+    different = {}
+    for write in range(1 if name == "first start" else START_WRITES, writes + 1):
+        end, _, _ = tell(name, write)
+        if end != expected:
+            different[write] = {key: (expected[key], end.get(key)) for key in expected if end.get(key) != expected[key]}
+    assert different == {}
+
+
+@pytest.mark.parametrize("name", ["first start", "lost node"])
+def test_a_story_without_any_death_has_no_needless_write(name: str) -> None:
+    _, writes = undisturbed(name)
+    assert writes < 45, "status is written when something happened, not all the time"

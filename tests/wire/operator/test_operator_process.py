@@ -1,0 +1,162 @@
+"""The real command as a process: kopf, the Kubernetes client, servers, signals; against a fake API server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import ssl
+import sys
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+from fake_http import FakeServer
+from fake_kubernetes import FakeCluster
+from operator_process import training_job
+
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
+from trainium_operator.cluster.api.transport import NoClusterError, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+SECRET = "trainium-operator-coordinator-tls"
+
+
+class Operator:
+    """One process; its log is JSON lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict] = []
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            text = line.decode()
+            self.lines.append(json.loads(text) if text.startswith("{") else {"message": text})
+
+    async def says(self, text: str, seconds: float = 30) -> str:
+        found = lambda: [line["message"] for line in self.lines if text in line["message"]]  # noqa: E731
+        await until(lambda: bool(found()) or self.process.returncode is not None, seconds, self.log)
+        assert found(), self.log()
+        return str(found()[0])
+
+    async def ended(self, seconds: float = 20) -> int:
+        async with asyncio.timeout(seconds):
+            code = await self.process.wait()
+            await self._reader
+        return code
+
+    def log(self) -> str:
+        return "\n".join(str(line) for line in self.lines)
+
+
+async def until(condition: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, why()
+        await asyncio.sleep(0.02)
+
+
+async def spawn(*arguments: str) -> Operator:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("TRAINIUM", "KUBE", "POD_"))}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "trainium_operator.main", *arguments, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    return Operator(process)
+
+
+@asynccontextmanager
+async def operated(cluster: FakeCluster, folder: Path, *arguments: str) -> AsyncIterator[Operator]:
+    server = FakeServer(cluster)
+    await server.start()
+    config = str(server.kubeconfig(folder))
+    ports = ("--bind-address", "127.0.0.1", "--coordinator-port", "0", "--metrics-port", "0")
+    operator = await spawn("--kubeconfig", config, *ports, *arguments)
+    try:
+        yield operator
+    finally:
+        if operator.process.returncode is None:
+            operator.process.kill()
+            await operator.ended()
+        await server.stop()
+
+
+def made() -> FakeCluster:
+    cluster = FakeCluster(time.time)
+    cluster.add(SECRETS, {"metadata": {"name": SECRET, "namespace": "system"}, "type": "Opaque"})
+    return cluster
+
+
+async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_path: Path) -> None:
+    cluster = made()
+    cluster.add(JOBS, training_job("early"))
+    async with operated(cluster, tmp_path) as operator:
+        port = int((await operator.says("agents are served on port")).rpartition(" ")[2])
+        await operator.says("leading as")
+        await until(lambda: cluster.names(PODS) == ["early-w-0", "early-w-1"], 20, operator.log)
+        await until(lambda: cluster.open_streams(JOBS) == 1, 20, operator.log)
+        cluster.add(JOBS, training_job("late"))
+        await until(lambda: "late-w-1" in cluster.names(PODS), 20, operator.log)
+        bundle = cluster.get(SECRETS, "system", SECRET)["data"]["ca.crt"]
+        trust = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
+        async with aiohttp.ClientSession() as session:
+            url = f"https://127.0.0.1:{port}/v1/register"
+            async with session.post(url, json={}, ssl=trust) as response:
+                assert response.status == 401
+        jobs = {key[2]: raw for key, raw in cluster.objects.items() if key[0] == JOBS.plural}
+        assert all("finalizers" not in raw["metadata"] for raw in jobs.values())
+        assert all("annotations" not in raw["metadata"] for raw in jobs.values())
+
+        stopped = time.monotonic()
+        operator.process.send_signal(signal.SIGTERM)
+        assert await operator.ended() == 0, operator.log()
+        assert time.monotonic() - stopped < 15
+        assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == ""
+        assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
+        kinds = {write.path.rpartition("/")[2] for write in cluster.writes if write.path.startswith("/api/v1")}
+        assert EVENTS.plural not in kinds  # kopf posts none of its own
+
+
+async def test_a_stolen_lease_ends_the_process(tmp_path: Path) -> None:
+    cluster = made()
+    async with operated(cluster, tmp_path) as operator:
+        await operator.says("leading as")
+        cluster.change(LEASES, "system", "trainium-operator", lambda raw: raw["spec"].update(holderIdentity="thief"))
+        assert await operator.ended() == 1
+        await operator.says("thief holds the lease now")
+    assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == "thief"
+
+
+async def test_a_missing_secret_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    async with operated(FakeCluster(time.time), tmp_path) as operator:
+        assert "kubectl create secret generic" in await operator.says(f"Secret system/{SECRET} is missing")
+
+
+async def test_without_a_cluster_it_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(NoClusterError, match="give --kubeconfig FILE, set KUBECONFIG"):
+        await connect(str(tmp_path / "none"))
+
+
+async def test_tls_that_is_not_verified_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    cluster = {"server": "https://127.0.0.1:1", "insecure-skip-tls-verify": True}
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+    }
+    path.write_text(json.dumps(content))
+    with pytest.raises(NoClusterError, match="turns TLS verification off"):
+        await connect(str(path))

@@ -1,0 +1,202 @@
+"""Checks that this pod can train at all, before anybody waits for it: those that take milliseconds.
+
+Invariants: a check looks at this pod only; what fails is one sentence, with the exit code that tells the operator whom
+to blame (64 the job, 80 the node) or none when the pod may train all the same. The coordinator's absence never fails a
+pod: the operator may be down while training goes on. What takes longer is in `node_checks`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.needs.descriptors import too_small
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult
+from trainium_trainer.open_files import limit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from trainium_trainer.agent.settings import AgentSettings
+
+_MINIMUM_FREE_BYTES = 1 << 20
+_SCRATCH_BYTES = 64 << 20
+_PROCESS_BYTES = 128 << 20
+"""A training process does not even start in less."""
+_DEVICES = Path("/dev")
+_MEMORY = Path("/proc/meminfo")
+CLOCK_SECONDS = 5.0
+"""Clocks that are further apart make times in logs and status misleading; nothing is decided by them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with the pod; `code` is None for what stops nothing."""
+
+    code: ExitCode | None
+    sentence: str
+    check: PreflightCheck | None = None
+    """The check that found it; None for what is always looked at."""
+
+
+def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Finding, ...]:
+    """Everything found wrong, worst kind not first; empty when the pod is fit."""
+    findings = [*_memory_directory(settings.memory_directory), *_config(settings.config_path)]
+    findings += _open_files(settings.largest_nodes, settings.processes_per_node)
+    if PreflightCheck.DEVICES in settings.checks:
+        findings += _devices(settings.neuron_devices, devices)
+    if PreflightCheck.MEMORY in settings.checks:
+        findings += _memory(settings.processes_per_node)
+    if PreflightCheck.DISK in settings.checks:
+        findings += _disk(settings.scratch_directory)
+    return (*findings, *_coordinator(settings))
+
+
+def results(settings: AgentSettings, findings: Iterable[Finding], seconds: float) -> tuple[CheckResult, ...]:
+    """The outcome of each quick check, for the heartbeat."""
+    found = {finding.check: finding.sentence for finding in findings}
+    quick = (PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK)
+    return tuple(
+        CheckResult(
+            check=check, passed=check not in found, seconds=round(seconds, 3), detail=found.get(check, "")[:1024]
+        )
+        for check in quick
+        if check in settings.checks
+    )
+
+
+def clock_result(theirs: float, asked: float, answered: float) -> CheckResult | None:
+    """How far the coordinator's clock is from ours, which was read before and after; None when it does not tell."""
+    if not theirs > 0:
+        return None
+    doubt = max(0.0, (answered - asked) / 2)
+    apart = theirs - (asked + doubt)
+    passed = abs(apart) <= CLOCK_SECONDS + doubt
+    where = "behind" if apart > 0 else "ahead of"
+    detail = "" if passed else f"The node's clock is {abs(apart):.1f} s {where} the coordinator's; see to its NTP."
+    return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=round(answered - asked, 3), detail=detail)
+
+
+def _memory_directory(directory: Path) -> Iterator[Finding]:
+    reason = _unwritable(directory)
+    if reason:
+        yield Finding(
+            ExitCode.USER_ERROR,
+            f"The memory directory {directory} is not writable ({reason}); "
+            "it must be on a memory-backed emptyDir of the pod.",
+            PreflightCheck.MEMORY,
+        )
+        return
+    free = shutil.disk_usage(directory).free
+    if free < _MINIMUM_FREE_BYTES:
+        yield Finding(
+            ExitCode.USER_ERROR,
+            f"The memory directory {directory} has {free} bytes left; give its emptyDir a larger sizeLimit.",
+            PreflightCheck.MEMORY,
+        )
+    if _file_system_of(directory) not in ("tmpfs", "ramfs", ""):
+        yield Finding(None, f"The memory directory {directory} is on a disk; snapshots will be slower than in memory.")
+
+
+def _unwritable(directory: Path) -> str:
+    """Why a folder cannot be written; empty when it can."""
+    probe = directory / f".preflight-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _file_system_of(directory: Path) -> str:
+    """Type of the file system that holds a directory; empty when the kernel does not tell."""
+    best, kind = "", ""
+    resolved = str(directory.resolve())
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split(" ")
+        mount = fields[1].replace("\\040", " ")
+        if len(mount) >= len(best) and (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")):
+            best, kind = mount, fields[2]
+    return kind
+
+
+def _config(path: Path) -> Iterator[Finding]:
+    try:
+        empty = not path.read_bytes().strip()
+    except OSError as error:
+        yield Finding(
+            ExitCode.USER_ERROR,
+            f"The trainer configuration {path} cannot be read ({error.strerror}); "
+            "mount the job's config map at its folder.",
+        )
+        return
+    if empty:
+        yield Finding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
+
+
+def _open_files(nodes: int, processes: int) -> Iterator[Finding]:
+    """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
+    sentence = too_small(limit(), nodes * processes, nodes) if nodes else ""
+    if sentence:
+        yield Finding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
+
+
+def _devices(expected: int, devices: Path) -> Iterator[Finding]:
+    if expected == 0:
+        return
+    found = [entry for entry in devices.glob("neuron*") if entry.name[len("neuron") :].isdigit()]
+    if len(found) < expected:
+        yield Finding(
+            ExitCode.DEVICE_FAULT,
+            f"{len(found)} Neuron devices are visible under {devices} but the worker was given {expected}; "
+            "the node's driver or device plugin lost some.",
+            PreflightCheck.DEVICES,
+        )
+
+
+def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[Finding]:
+    """What cannot be read says nothing."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
+        available = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, ValueError, KeyError, IndexError):
+        return
+    if available < processes * _PROCESS_BYTES:
+        yield Finding(
+            None,
+            f"The host has {available >> 20} MiB of memory left for {processes} training processes.",
+            PreflightCheck.MEMORY,
+        )
+
+
+def _disk(directory: Path | None) -> Iterator[Finding]:
+    if directory is None:
+        return
+    reason = _unwritable(directory)
+    if reason:
+        yield Finding(None, f"The scratch folder {directory} is not writable ({reason}).", PreflightCheck.DISK)
+        return
+    free = shutil.disk_usage(directory).free
+    if free < _SCRATCH_BYTES:
+        yield Finding(None, f"The scratch volume of {directory} has {free >> 20} MiB left.", PreflightCheck.DISK)
+
+
+def _coordinator(settings: AgentSettings) -> Iterator[Finding]:
+    for endpoint in settings.coordinator:
+        try:
+            socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            yield Finding(None, f"The coordinator's name {endpoint.host} does not resolve yet ({error}); still trying.")

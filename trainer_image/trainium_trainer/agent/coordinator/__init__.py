@@ -1,0 +1,1 @@
+"""The way to the operator's coordinator, and what is told there."""

@@ -1,0 +1,183 @@
+"""Kernel lines that tell of a device or host fault, followed where the pod may read them.
+
+/dev/kmsg needs a privilege that few pods have; without it nothing is reported and nothing else changes. For tests, and
+for nodes that copy the kernel's lines elsewhere, any file or FIFO will do. Invariants: lines from before the agent's
+start are not read; a storm costs bounded work and memory, and a line of one kind never drives out one of another, nor a
+lesser one a more telling one; the follower never raises and ends when it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import select
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.read import kernel_sign, verdict_of_sign
+from trainium_contract.faults.signs import KERNEL_LINES
+from trainium_contract.redaction import without_secrets
+from trainium_contract.wire.messages import KernelEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_KEPT = 8
+_LINE_CHARACTERS = 1024
+_CHUNK = 1 << 13
+"""A record of /dev/kmsg is at most 8 KiB, and a read with less room fails."""
+_LONGEST_PARTIAL = 1 << 14
+_SAME_SECONDS = 10.0
+"""A kind of line is taken down at most once in this time."""
+_LOOK_SECONDS = 0.25
+_ABSENT_SECONDS = 1.0
+_LINES_PER_LOOK = 2000
+_PREFIX = re.compile(rb"^\d+,\d+,\d+,[^;]{0,64};")
+_IMPORTANCE = {sign.key: index for index, sign in enumerate(KERNEL_LINES)}
+
+
+class KernelEvents:
+    """The newest telling lines, at most one of each kind at a time; any thread may call."""
+
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._events: list[tuple[str, KernelEvent]] = []
+        self._last: dict[str, float] = {}
+        self._next = 0
+
+    def take(self, line: str, at: float) -> bool:
+        """Take down a line if it tells of a fault and is no repetition; `at` in Unix seconds. Whether it did."""
+        sign = kernel_sign(line)
+        if sign is None:
+            return False
+        with self._lock:
+            if abs(at - self._last.get(sign.key, float("-inf"))) < _SAME_SECONDS:
+                return False
+            self._last[sign.key] = at
+            event = KernelEvent(sequence=self._next, line=without_secrets(line)[:_LINE_CHARACTERS], at=at)
+            self._next += 1
+            kept = [known for known in self._events if known[0] != sign.key]
+            kept.append((sign.key, event))
+            if len(kept) > _KEPT:
+                kept.remove(max(kept, key=lambda known: _IMPORTANCE[known[0]]))
+            self._events = kept
+        _log.error("the kernel says (%s): %s", verdict_of_sign(sign).sentence, event.line)
+        self._on_event()
+        return True
+
+    @property
+    def newest(self) -> tuple[KernelEvent, ...]:
+        """By sequence."""
+        with self._lock:
+            return tuple(event for _, event in self._events)
+
+
+class KernelLog:
+    """Follows a source of kernel lines in a thread of its own."""
+
+    def __init__(self, path: Path, events: KernelEvents) -> None:
+        self._path = path
+        self._events = events
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="kernel log", daemon=True)
+        self._partial = b""
+        self._skips = True
+        self._refused = False
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; returns within a second."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            descriptor = self._open()
+            if descriptor is None:
+                if self._refused:
+                    return
+                self._skips = False  # what is made after the start has no old lines
+                self._stop.wait(_ABSENT_SECONDS)
+                continue
+            try:
+                self._read(descriptor)
+            except OSError as error:
+                _log.info("the kernel's lines in %s can no longer be read (%s)", self._path, error.strerror)
+                self._stop.wait(_ABSENT_SECONDS)
+            finally:
+                os.close(descriptor)
+
+    def _open(self) -> int | None:
+        try:
+            mode = self._path.stat().st_mode
+            # A FIFO that is open for writing too never ends while nobody writes.
+            flags = os.O_RDWR if stat.S_ISFIFO(mode) else os.O_RDONLY
+            descriptor = os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _log.info("the kernel's lines in %s cannot be read (%s); going without", self._path, error.strerror)
+            self._refused = True
+            return None
+        if self._skips:
+            with contextlib.suppress(OSError):  # a FIFO has no end
+                os.lseek(descriptor, 0, os.SEEK_END)
+        self._skips = False
+        return descriptor
+
+    def _read(self, descriptor: int) -> None:
+        """Until the end is asked for, or the file was replaced."""
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while not self._stop.is_set():
+            if not regular:
+                poll.poll(int(_LOOK_SECONDS * 1000))
+            for _ in range(_LINES_PER_LOOK):
+                try:
+                    data = os.read(descriptor, _CHUNK)
+                except BlockingIOError:
+                    break
+                except BrokenPipeError:
+                    continue  # lines were overwritten before they could be read; the next read goes on after them
+                if not data:
+                    break
+                self._take(data)
+            else:
+                self._stop.wait(_LOOK_SECONDS)  # a storm; the rest can wait
+            if regular:
+                if self._was_replaced(descriptor):
+                    return
+                self._stop.wait(_LOOK_SECONDS)
+
+    def _was_replaced(self, descriptor: int) -> bool:
+        """Whether the path now leads to another file, or the file was cut off."""
+        opened = os.fstat(descriptor)
+        if opened.st_size < os.lseek(descriptor, 0, os.SEEK_CUR):
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            self._partial = b""
+        try:
+            now = self._path.stat()
+        except OSError:
+            return True
+        return (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino)
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _LONGEST_PARTIAL:
+            lines.append(self._partial)
+            self._partial = b""
+        for line in lines:
+            if line and not line.startswith(b" "):  # a record's further lines describe its device
+                text = _PREFIX.sub(b"", line).decode(errors="replace").strip()
+                self._events.take(text, time.time())

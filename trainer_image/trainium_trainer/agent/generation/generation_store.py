@@ -1,0 +1,237 @@
+"""The store that the agents of one generation share: a TCPStore in the agent of node rank 0.
+
+Every agent hosts one such server for the life of its pod, on the port that it reserved at its start; a generation uses
+the server of its node rank 0, with its number in front of every key. The ranks have a store of their own, fresh for
+each attempt, so that nothing of an earlier attempt can be read by accident.
+
+Invariants: what is read was written by an agent of the generation (`seal.py`); the shared state changes only by
+compare-and-set; no call blocks longer than `OPERATION_SECONDS`, whatever
+the server's host does; every failure to reach the server is StoreLostError.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.seal import ForgedValueError, Seal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.wire.messages import Membership
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+OPERATION_SECONDS = 5.0
+_HURRIED_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
+_CONNECT_SECONDS = 1.0
+_RANK_STORE_SECONDS = 300.0
+_BACKLOG = 1024
+
+
+class StoreLostError(ConnectionError):
+    """The agent that hosts the store cannot be reached."""
+
+
+class _Line:
+    """Makes the blocking calls on one connection in a thread of its own, which is left behind when one never returns.
+
+    The library's time-outs do not hold when the server's host hangs: it then waits, without any, for the server to
+    confirm that it gave up waiting.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_carry_out, args=(self._calls,), name="store-calls", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+    def call(self, operation: Callable[[], _T], patience: Callable[[], float]) -> _T:
+        """The operation's result. Raises StoreLostError when it fails, or takes longer than `patience` seconds."""
+        results: list[_T] = []
+        failures: list[Exception] = []
+        ended = threading.Event()
+
+        def carry() -> None:
+            try:
+                results.append(operation())
+            except Exception as error:  # noqa: BLE001 - it is raised in the thread that asked
+                failures.append(error)
+            ended.set()
+
+        self._calls.put(carry)
+        began = time.monotonic()
+        while not ended.wait(_LOOK_SECONDS):
+            if time.monotonic() - began > patience():
+                raise StoreLostError("the host of the generation's store does not answer")
+        if not failures:
+            return results[0]
+        if isinstance(failures[0], (RuntimeError, OSError)):
+            raise StoreLostError(str(failures[0]).partition("\n")[0]) from failures[0]
+        raise failures[0]
+
+
+def _carry_out(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Knows the queue alone, so that a line that nobody holds any more ends its thread."""
+    while (call := calls.get()) is not None:
+        call()
+        del call
+
+
+def serve_store(address: str, port: int = 0, *, seconds: float = OPERATION_SECONDS) -> TCPStore:
+    """Host a store on one address only; port 0 takes a free one (see its `port`).
+
+    Raises OSError when the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        chosen = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            chosen,
+            None,
+            True,
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def serve_rank_store(address: str) -> TCPStore:
+    """A store for the ranks of one attempt."""
+    return serve_store(address, seconds=_RANK_STORE_SECONDS)
+
+
+class GenerationStore:
+    """One agent's connection to its generation's store; each thread that uses it wants its own."""
+
+    def __init__(self, membership: Membership, hurried: Callable[[], bool] = lambda: False) -> None:
+        """`hurried()`: something else waits, so a server that does not answer is given up sooner."""
+        host = membership.members[0]
+        self._address = (host.pod_ip, host.rendezvous_port)
+        self._prefix = f"generation/{membership.generation}"
+        self._seal = Seal(membership)
+        self._hurried = hurried
+        self._complained = False
+        self._client: TCPStore | None = None
+        self._line: _Line | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a connection was made and not found broken since."""
+        return self._client is not None
+
+    @property
+    def client(self) -> Store:
+        """The store itself. Raises StoreLostError when not connected."""
+        if self._client is None:
+            raise StoreLostError("not connected to the generation's store")
+        return self._client
+
+    def connect(self) -> None:
+        """Connect, once and quickly. Raises StoreLostError."""
+        self._client = self._on_line(self._open)
+
+    def _open(self) -> TCPStore:
+        # The library's own client retries with long back-offs and prints a stack trace each time.
+        socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()
+        host, port = self._address
+        return TCPStore(host, port, None, False, timedelta(seconds=OPERATION_SECONDS), wait_for_workers=False)
+
+    def key(self, *parts: object) -> str:
+        """A key of this generation."""
+        return "/".join([self._prefix, *(str(part) for part in parts)])
+
+    def has(self, *keys: str) -> bool:
+        """Whether all keys exist."""
+        return self._ask(lambda client: bool(client.check([*keys])))
+
+    def set(self, key: str, value: str = "1") -> None:
+        """Write a key."""
+        sealed = self._seal.close(key, value)
+        self._ask(lambda client: client.set(key, sealed))
+
+    def get(self, key: str) -> str:
+        """Read a key that exists (waits for it otherwise)."""
+        return self._opened(key, self._stored(key))
+
+    def count(self, key: str, amount: int = 0) -> int:
+        """Add to a counter; its value afterwards."""
+        return self._ask(lambda client: int(client.add(key, amount)))
+
+    def remove(self, key: str) -> None:
+        """Forget a key, if it is there."""
+        self._ask(lambda client: client.delete_key(key))
+
+    def begin(self, state: GenerationState) -> None:
+        """Create the shared state unless it exists."""
+        key = self.key("state")
+        sealed = self._seal.close(key, state.encode())
+        self._ask(lambda client: client.compare_set(key, "", sealed))
+
+    def begun(self) -> bool:
+        """Whether the shared state exists."""
+        return self.has(self.key("state"))
+
+    def state(self) -> GenerationState:
+        """The shared state."""
+        return GenerationState.decode(self.get(self.key("state")))
+
+    def change(self, step: Callable[[GenerationState], GenerationState]) -> GenerationState:
+        """Change the shared state by a pure function, which is called again when another agent was faster."""
+        key = self.key("state")
+        stored = self._stored(key)
+        while True:
+            seen = self._opened(key, stored)
+            wanted = step(GenerationState.decode(seen)).encode()
+            if wanted == seen:
+                return GenerationState.decode(seen)
+            found = self._swap(key, self._seal.close(key, seen), self._seal.close(key, wanted))
+            if self._opened(key, found) == wanted:
+                return GenerationState.decode(wanted)
+            stored = found
+
+    def _swap(self, key: str, seen: str, wanted: str) -> bytes:
+        return self._ask(lambda client: client.compare_set(key, seen, wanted))
+
+    def _stored(self, key: str) -> bytes:
+        return self._ask(lambda client: client.get(key))
+
+    def _opened(self, key: str, stored: bytes) -> str:
+        try:
+            return self._seal.open(key, stored)
+        except ForgedValueError as error:
+            if not self._complained:
+                self._complained = True
+                _log.error("%s: somebody else reaches this port; it is not believed", error)
+            raise StoreLostError(str(error)) from error
+
+    def _ask(self, operation: Callable[[Store], _T]) -> _T:
+        client = self.client
+        try:
+            return self._on_line(lambda: operation(client))
+        except StoreLostError:
+            self._client = None
+            raise
+
+    def _on_line(self, operation: Callable[[], _T]) -> _T:
+        """A line on which a call failed may be stuck, so the next call gets another."""
+        line = self._line or _Line()
+        self._line = None
+        result = line.call(operation, lambda: _HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS)
+        self._line = line
+        return result

@@ -1,0 +1,190 @@
+"""How agents wait for each other: in the generation's store, for the next turn, which the agent of node rank 0 calls.
+
+Only that agent asks again and again, its own server and at any size as often. It writes what the agents share as the
+next turn: as soon as it changed or somebody rings, else each second. The others wait for the turn in the store, so that
+waiting costs each of them two messages a turn however long it lasts. Each turn is called in time because the library's
+client, where a wait runs out, writes to standard error and asks DNS for the server's name, which may take seconds.
+
+Invariants: a turn holds the whole shared state, so whoever missed some is told all by the next; what one agent changed
+and did not live to tell is told by the turns; where none are called (the first agent is of an older version, or has
+left) the state is asked for at intervals; nobody's wait outlives a nudge.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.wire.messages import Membership
+
+LONGEST_TURN_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
+_RETRY_SECONDS = 0.2
+_RECONNECT_SECONDS = 1.0
+_LONGEST_BEGIN_SECONDS = 0.5
+_KEPT = 64
+"""Turns that late readers still find; who comes later begins with the newest."""
+_OVER = ""
+"""The turn after which none are called."""
+
+
+def _count_key(store: GenerationStore) -> str:
+    return store.key("turns")
+
+
+def _turn_key(store: GenerationStore, number: int) -> str:
+    return store.key("turn", number)
+
+
+class TurnCaller:
+    """Calls the turns of a generation from a thread of its own, in the agent that serves its store."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._store = GenerationStore(membership)
+        self._rung = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="turn-caller", daemon=True)
+
+    def start(self) -> None:
+        """Begin to call; the shared state has to exist."""
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Call a turn now: something changed in the store that is not in the shared state."""
+        self._rung.set()
+
+    def stop(self) -> None:
+        """Call the last turn and end; does not wait for it."""
+        self._stopped = True
+        self._rung.set()
+
+    def _run(self) -> None:
+        store, last, due = self._store, "", 0.0
+        while not self._stopped:
+            rung = self._rung.wait(_LOOK_SECONDS)
+            self._rung.clear()
+            try:
+                if not store.connected:
+                    store.connect()
+                state = store.get(store.key("state"))  # as it is written, with what only newer agents know of it
+                if rung or state != last or time.monotonic() >= due:
+                    self._call(state)
+                    last, due = state, time.monotonic() + LONGEST_TURN_SECONDS
+            except StoreLostError:
+                last = ""  # what was rung for is told by the turn that this brings
+                time.sleep(_RETRY_SECONDS)
+        try:
+            self._call(_OVER)
+        except StoreLostError:
+            return  # then who waits is told so by the store's end, or by its own patience
+
+    def _call(self, text: str) -> None:
+        store = self._store
+        number = store.count(_count_key(store)) + 1
+        store.set(_turn_key(store, number), text)
+        store.count(_count_key(store), 1)
+        if number > _KEPT:
+            store.remove(_turn_key(store, number - _KEPT))
+
+
+class StateWatcher:
+    """Follows the shared state from a thread of its own and reports each change, and the loss of the store."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        on_change: Callable[[GenerationState], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self._store = GenerationStore(membership)
+        self._on_change = on_change
+        self._on_loss = on_loss
+        self._stopped = threading.Event()
+        # Where no turns are called all agents ask one server: at sixty members each 0.05 s, at a thousand each 0.8 s.
+        self._interval = max(0.05, len(membership.members) * 0.0008)
+        self._turn = 0
+        """The last one heard; 0 while none is awaited."""
+        self._last_turn = 0
+        """Nothing followed it when it was last awaited."""
+        self._looked = threading.Condition()
+        self._looks = 0
+        self._state: GenerationState | None = None
+        self._thread = threading.Thread(target=self._run, name="state-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End soon; does not wait for an operation that is under way."""
+        self._stopped.set()
+
+    @property
+    def looks(self) -> int:
+        """Counts turns and nudges; see `next_look`."""
+        return self._looks
+
+    def nudge(self) -> None:
+        """End the wait of who waits for a look."""
+        with self._looked:
+            self._looks += 1
+            self._looked.notify_all()
+
+    def next_look(self, after: int, seconds: float) -> GenerationState | None:
+        """The shared state once `looks` is beyond `after`; None when that takes longer, or it was never seen."""
+        with self._looked:
+            return self._state if self._looked.wait_for(lambda: self._looks > after, seconds) else None
+
+    def _run(self) -> None:
+        last: GenerationState | None = None
+        lost = False
+        pause = self._interval
+        while not self._stopped.is_set():
+            try:
+                if not self._store.connected:
+                    self._store.connect()
+                    lost = False
+                state = self._next_state()
+            except StoreLostError:
+                if not lost and not self._stopped.is_set():
+                    self._on_loss()
+                lost = True
+                self._stopped.wait(_RECONNECT_SECONDS)
+                continue
+            if state is not None:
+                self._state = state
+                self.nudge()
+                if state != last and not self._stopped.is_set():
+                    self._on_change(state)
+                last = state
+            if not self._turn:
+                pause = self._interval if last is not None else min(2 * pause, _LONGEST_BEGIN_SECONDS)
+                self._stopped.wait(pause)
+
+    def _next_state(self) -> GenerationState | None:
+        """As of the next turn, or of now where none is called; None when there is nothing new to say."""
+        if self._turn:
+            return self._await_turn(self._turn + 1)
+        if self._state is None and not self._store.begun():
+            return None
+        number = self._store.count(_count_key(self._store))  # before the state: what changes after it has a later turn
+        state = self._store.state()
+        self._turn = number if number != self._last_turn else 0
+        return state
+
+    def _await_turn(self, number: int) -> GenerationState | None:
+        # Until it is heard it counts as the one that never came.
+        self._turn, self._last_turn = 0, number - 1
+        text = self._store.get(_turn_key(self._store, number))
+        if text == _OVER:
+            self._last_turn = number
+            return None
+        self._turn = number
+        return GenerationState.decode(text)

@@ -1,0 +1,348 @@
+"""When a process that stands still is hung, and which one of them is to blame: pure functions of what was seen.
+
+A rank stands still while its pulse does not beat. How long it may depends on what it does; the limit of a step follows
+the job's own step times. Who is to blame is decided from what all agents of the generation say about their ranks.
+
+Invariants: time passes only as looks pass, so an agent that was itself frozen sees no standstill of its ranks; a rank
+that moves, saves, loads or compiles within its limit excuses all who wait for it; a rank that waits for its peers is a
+victim, never the culprit, unless it was stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import TrainerPhase
+from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from trainium_contract.spec.recovery import HangSpec
+
+_LONGEST_LOOK_SECONDS = 2.0
+"""What one look may add to a standstill: a longer gap was the agent's own."""
+_ENOUGH_STEPS = 3
+_BUSY = 0.5
+_FIRST_STEP_FLOORS = 4.0
+_INIT_FLOORS = 8.0
+_SHORTEST_RETRY_SECONDS = 0.25
+_LONGEST_RETRY_SECONDS = 5.0
+_STOPPED = ("T", "t")
+_UNINTERRUPTIBLE = "D"
+_STAGES = {RunStage.EXPORT: "writing artifacts", RunStage.EVALUATE: "evaluating"}
+_STATES = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "in an uninterruptible system call",
+    "Z": "dead, not collected",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What is known of this job's own times on this pod, in seconds."""
+
+    steps: tuple[float, ...] = ()
+    """Newest steps, without first ones."""
+    first_step: float = 0.0
+    """Longest first step at the present size; 0 for none yet."""
+    init: float = 0.0
+    """Longest start until loading; 0 for none yet."""
+
+
+def limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual, *, state: str = "") -> float:
+    """How long a rank may stand still in a phase, in seconds; `state` is its letter in /proc, empty where not asked.
+
+    What is stopped neither waits for storage nor compiles: it has no longer than in a step.
+    """
+    limit = _limit_of(phase, spec, usual)
+    return min(limit, _limit_of(TrainerPhase.STEP, spec, usual)) if state in _STOPPED else limit
+
+
+def _limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual) -> float:
+    floor, factor = spec.step_floor_seconds, spec.step_factor
+    match phase:
+        case TrainerPhase.INIT:
+            return min(spec.init_seconds, _calibrated(usual.init, _INIT_FLOORS * floor, factor))
+        case TrainerPhase.COMPILE:
+            return min(spec.compile_seconds, _calibrated(usual.first_step, _FIRST_STEP_FLOORS * floor, factor))
+        case TrainerPhase.LOAD:
+            return spec.load_seconds
+        case TrainerPhase.SAVE:
+            return spec.save_seconds
+        case TrainerPhase.STEP:
+            known = usual.steps if len(usual.steps) >= _ENOUGH_STEPS else (*usual.steps, usual.first_step)
+            return max(floor, factor * percentile(known, 0.99))
+
+
+def _calibrated(usual: float, floor: float, factor: float) -> float:
+    """A limit by experience; infinite while there is none."""
+    return max(floor, factor * usual) if usual > 0 else math.inf
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of the values do not exceed; 0 for none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One look at one living rank."""
+
+    rank: int
+    sign: tuple[int, int]
+    """Changes with every sign of life."""
+    phase: TrainerPhase
+    step: int
+    """Last step that it completed."""
+    limit: float
+    """Seconds that it may stand still in this phase."""
+    waiting: bool | None
+    """By its own account; None when its work has collectives inside."""
+    state: str = ""
+    """Letter of /proc; empty when it was not asked."""
+    cpu_seconds: float = 0.0
+    stage: RunStage = RunStage.TRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """How long one rank has been still, and what can be said of it."""
+
+    rank: int
+    phase: TrainerPhase
+    step: int
+    seconds: float
+    limit: float
+    waiting: bool | None
+    state: str = ""
+    busy: float = 0.0
+    """Processor time per second of the standstill."""
+    stage: RunStage = RunStage.TRAIN
+    """What the run does: steps, or what follows the last one."""
+
+    @property
+    def overdue(self) -> bool:
+        """It has stood still for longer than it may."""
+        return self.seconds >= self.limit
+
+    @property
+    def stopped(self) -> bool:
+        """A signal or a debugger holds it."""
+        return self.state in _STOPPED
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether it waits for its peers; None when nothing tells."""
+        if self.stopped:
+            return False
+        if self.waiting is None and (self.state == _UNINTERRUPTIBLE or self.busy >= _BUSY):
+            return False
+        return self.waiting
+
+
+class Watch:
+    """Adds up standstills over successive looks at the ranks of one pod."""
+
+    def __init__(self) -> None:
+        self._looked_at: float | None = None
+        self._still: dict[int, _Still] = {}
+
+    def look(self, now: float, sights: Iterable[Sight]) -> tuple[Standstill, ...]:
+        """All ranks that are seen, with how long each has been still; `now` is monotonic."""
+        passed = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), _LONGEST_LOOK_SECONDS)
+        self._looked_at = now
+        before, self._still = self._still, {}
+        found = []
+        for sight in sights:
+            known = before.get(sight.rank)
+            if known is None or known.sign != sight.sign:
+                known = _Still(sight.sign)
+            else:
+                known = replace(known, seconds=known.seconds + passed)
+            if known.cpu_at is None and sight.state:
+                known = replace(known, cpu_at=(sight.cpu_seconds, known.seconds))
+            self._still[sight.rank] = known
+            found.append(_standstill(sight, known))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Still:
+    sign: tuple[int, int]
+    seconds: float = 0.0
+    cpu_at: tuple[float, float] | None = None
+    """Processor time, and the length of the standstill, when /proc was first asked."""
+
+
+def _standstill(sight: Sight, known: _Still) -> Standstill:
+    busy = 0.0
+    if known.cpu_at is not None and sight.state:
+        cpu, since = known.cpu_at
+        busy = (sight.cpu_seconds - cpu) / (known.seconds - since) if known.seconds > since else 0.0
+    return Standstill(
+        rank=sight.rank,
+        phase=sight.phase,
+        step=sight.step,
+        seconds=round(known.seconds, 3),
+        limit=round(min(sight.limit, 1e9), 3),
+        waiting=sight.waiting,
+        state=sight.state,
+        busy=round(max(0.0, busy), 3),
+        stage=sight.stage,
+    )
+
+
+class Kind(StrEnum):
+    """What the agents find together."""
+
+    MOVING = "Moving"
+    """Nothing is wrong, or somebody still has time."""
+    STUCK = "Stuck"
+    """Single ranks are to blame."""
+    COLLECTIVE = "Collective"
+    """All wait, or all stand alike: nobody is odd."""
+    SILENT = "Silent"
+    """All that are heard wait, and some agents are not heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to a standstill."""
+
+    kind: Kind
+    culprits: tuple[int, ...] = ()
+    """Ranks."""
+    silent: tuple[int, ...] = ()
+    """Node ranks that did not answer."""
+    retry_seconds: float = 0.0
+    """When to look again, if anybody is overdue and excused; 0: not before somebody else is."""
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> Finding:
+        """From text of the same generation's agents."""
+        body = json.loads(text)
+        return Finding(Kind(body["kind"]), tuple(body["culprits"]), tuple(body["silent"]), body["retry_seconds"])
+
+
+def find(testimony: Mapping[int, Sequence[Standstill]], members: int) -> Finding:
+    """Whom to blame, from what each agent (by node rank) says about all its living ranks."""
+    ranks = [rank for node in testimony.values() for rank in node]
+    overdue = [rank for rank in ranks if rank.overdue]
+    if not overdue:
+        return Finding(Kind.MOVING)
+    odd = _odd_ones(overdue, ranks)
+    if odd:
+        return Finding(Kind.STUCK, culprits=tuple(sorted(rank.rank for rank in odd)))
+    with_time = [rank.limit - rank.seconds for rank in ranks if not rank.overdue]
+    if with_time:
+        retry = min(max(min(with_time), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
+        return Finding(Kind.MOVING, retry_seconds=retry)
+    silent = tuple(sorted(set(range(members)) - set(testimony)))
+    if silent:
+        return Finding(Kind.SILENT, silent=silent)
+    return Finding(Kind.COLLECTIVE)
+
+
+def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Standstill]:
+    """The overdue ranks that differ from the rest; none when all stand alike, or may do so in a moment."""
+    stopped = [rank for rank in overdue if rank.stopped]
+    if stopped:
+        return stopped
+    alone = len(ranks) == 1
+    odd = [rank for rank in overdue if rank.waits is False]
+    if odd:
+        phases = {rank.phase for rank in odd}
+        likely = [rank for rank in ranks if not rank.overdue and rank.waits is False and rank.phase in phases]
+        about_to_join = any(rank.seconds > rank.limit / 2 for rank in likely)
+        return odd if alone or (len(odd) < len(ranks) and not about_to_join) else []
+    odd = [rank for rank in overdue if rank.waits is None]
+    others_wait = all(rank.overdue and rank.waits for rank in ranks if rank not in odd)
+    return odd if alone or (others_wait and len(odd) < len(ranks)) else []
+
+
+def after_hang(finding: Finding, attempt: int, best_step: float, state: GenerationState, limit: int) -> GenerationState:
+    """The shared state after the ranks of `attempt` were ended for a standstill; counts once, as any failure."""
+    after = judge(ExitCode.HUNG, attempt, best_step, state, limit).state
+    if after.attempt > state.attempt and finding.kind is Kind.COLLECTIVE:
+        return replace(after, unexplained=after.unexplained + 1)
+    return after
+
+
+def describe(still: Standstill, pod: str) -> str:
+    """One standstill as a sentence without its full stop."""
+    told = {True: "waiting for its peers", False: "not waiting for peers", None: "in work that has collectives inside"}
+    notes = [told[still.waits], *([_STATES[still.state]] if still.state in _STATES else [])]
+    if still.busy >= _BUSY:
+        notes.append(f"using {still.busy:.0%} of a processor")
+    return f"rank {still.rank} of pod {pod} stood still for {still.seconds:.0f} s {_where(still)} ({', '.join(notes)})"
+
+
+def _where(still: Standstill) -> str:
+    if still.stage is not RunStage.TRAIN:
+        return f"while {_STAGES[still.stage]} after step {max(still.step, 0)}"
+    match still.phase:
+        case TrainerPhase.STEP:
+            return f"in step {still.step + 1}"
+        case TrainerPhase.COMPILE:
+            return f"in step {max(still.step, 0) + 1}, its first"
+        case TrainerPhase.SAVE:
+            return f"while saving after step {max(still.step, 0)}"
+        case TrainerPhase.LOAD:
+            return "while loading its state"
+        case TrainerPhase.INIT:
+            return "while starting"
+
+
+def encode(standstills: Sequence[Standstill]) -> str:
+    """An agent's word on its ranks, as text."""
+    return json.dumps([_body(still) for still in standstills])
+
+
+def decode(text: str) -> tuple[Standstill, ...]:
+    """From text of the same generation's agents."""
+    return tuple(_standstill_of(body) for body in json.loads(text))
+
+
+def _body(still: Standstill) -> dict[str, Any]:
+    """A stage is named only where there is one: agents of earlier builds know none."""
+    body = asdict(still)
+    return body if still.stage is not RunStage.TRAIN else {name: body[name] for name in body if name != "stage"}
+
+
+def _standstill_of(body: dict[str, Any]) -> Standstill:
+    known = {name: body[name] for name in Standstill.__dataclass_fields__ if name in body}
+    enums = {"phase": TrainerPhase(body["phase"]), "stage": RunStage(body.get("stage", RunStage.TRAIN))}
+    return Standstill(**{**known, **enums})
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Longest starts and first steps of this pod, by world size (another size compiles other graphs)."""
+
+    _first_steps: dict[int, float] = field(default_factory=dict)
+    _inits: dict[int, float] = field(default_factory=dict)
+
+    def note_first_step(self, world: int, seconds: float) -> None:
+        """A first step ended."""
+        self._first_steps[world] = max(seconds, self._first_steps.get(world, 0.0))
+
+    def note_init(self, world: int, seconds: float) -> None:
+        """A rank began to load."""
+        self._inits[world] = max(seconds, self._inits.get(world, 0.0))
+
+    def usual(self, world: int, steps: tuple[float, ...]) -> Usual:
+        """What is known at this size."""
+        return Usual(steps, self._first_steps.get(world, 0.0), self._inits.get(world, 0.0))

@@ -1,0 +1,1 @@
+"""How training processes are started, heard and ended."""

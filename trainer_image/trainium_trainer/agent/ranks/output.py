@@ -1,0 +1,117 @@
+"""The ranks' output: every line goes to the pod's log with the rank in front, and the last ones are remembered.
+
+Invariant: one thread copies the output of all ranks, so neither a chatty rank nor a slow log delays heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import threading
+import time
+from collections import deque
+
+from trainium_trainer.agent.ranks.runtime_status import RuntimeWords
+
+_LINES = 20
+_CHUNK = 1 << 16
+_LONGEST_LINE = 1 << 14
+
+
+class Tail:
+    """The last lines of one rank's output."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix.encode()
+        self.lines: deque[str] = deque(maxlen=_LINES)
+        self.runtime = RuntimeWords()
+        self.partial = b""
+        self.complete = threading.Event()
+        """Set when everything that the rank wrote has been read."""
+
+    def text(self, limit: int) -> str:
+        """The last lines, cut at the front to at most `limit` characters."""
+        return "\n".join([*self.lines])[-limit:] if limit > 0 else ""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in a chunk; what the log should show for it."""
+        *complete, self.partial = (self.partial + data).split(b"\n")
+        if len(self.partial) > _LONGEST_LINE:
+            complete.append(self.partial)
+            self.partial = b""
+        return b"".join(self._line(line) for line in complete)
+
+    def close(self) -> bytes:
+        """What the log should show at the end of the output."""
+        rest, self.partial = self.partial, b""
+        shown = self._line(rest) if rest else b""
+        self.complete.set()
+        return shown
+
+    def _line(self, line: bytes) -> bytes:
+        if line.strip():
+            self.lines.append(line.decode(errors="replace").rstrip())
+            self.runtime.read(line, time.time())
+        return self.prefix + line + b"\n"
+
+
+class OutputPump:
+    """Copies the output of all ranks to this process's standard output."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._new: list[tuple[int, Tail]] = []
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def open(self, prefix: str) -> tuple[int, Tail]:
+        """A pipe for a rank: the end that it writes to (the caller closes its copy) and the tail of its output."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        tail = Tail(prefix)
+        with self._lock:
+            self._new.append((read_end, tail))
+        os.write(self._wake_write, b"x")
+        return write_end, tail
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._wake_read:
+                    self._take_new()
+                else:
+                    self._copy(key.fd, key.data)
+
+    def _take_new(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, _CHUNK)
+        with self._lock:
+            new, self._new = self._new, []
+        for descriptor, tail in new:
+            self._selector.register(descriptor, selectors.EVENT_READ, tail)
+
+    def _copy(self, descriptor: int, tail: Tail) -> None:
+        try:
+            data = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            _write(tail.feed(data))
+            return
+        _write(tail.close())
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+
+
+def _write(data: bytes) -> None:
+    """Write all of it, or drop it when the log is closed: training goes on without a log."""
+    with contextlib.suppress(OSError):
+        descriptor = sys.stdout.fileno()
+        while data:
+            data = data[os.write(descriptor, data) :]

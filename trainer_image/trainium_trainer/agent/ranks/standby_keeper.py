@@ -1,0 +1,250 @@
+"""The agent's side of the standby: keeps one alive and asks it for ranks.
+
+Invariants: a standby is only ever created from the main thread (the kernel ends it with the thread that made it); a
+standby that is lost is replaced, and until the new one is warm a start waits for it, which is a cold start; no exit is
+missed, however many threads start processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.agent.ranks import standby
+from trainium_trainer.agent.ranks.processes import RankProcess, Reaper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.agent.ranks.output import OutputPump
+    from trainium_trainer.agent.settings import AgentSettings
+
+_log = logging.getLogger(__name__)
+_WARM_UP_SECONDS = 300.0
+_START_SECONDS = 30.0
+_RESPAWN_SECONDS = 30.0
+
+
+class StandbyLostError(RuntimeError):
+    """The standby ended or does not answer."""
+
+
+class Standby:
+    """One standby process and the channel to it."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._warm = False
+        self._ending = threading.Lock()
+        self._ended = False
+        self.lost = False
+
+    @classmethod
+    def fork(cls, settings: AgentSettings) -> Standby:
+        """Fork one from this process, which must have a single thread; returns in the agent only."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        agent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            sys.exit(standby.serve(theirs, agent_pid, settings.rank_entry, str(settings.config_path)))
+        theirs.close()
+        return cls(pid, ours)
+
+    @classmethod
+    def spawn(cls, settings: AgentSettings) -> Standby:
+        """Start one that imports everything anew; safe in a process with threads."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptor = 3
+        arguments = [
+            sys.executable,
+            "-m",
+            "trainium_trainer.agent.ranks.standby",
+            str(descriptor),
+            str(os.getpid()),
+            settings.rank_entry,
+            str(settings.config_path),
+        ]
+        # dup2 to the same number would leave close-on-exec set, so the source is moved out of the way.
+        source = os.dup(theirs.fileno()) if theirs.fileno() == descriptor else theirs.fileno()
+        pid = os.posix_spawn(
+            sys.executable, arguments, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, source, descriptor)]
+        )
+        if source != theirs.fileno():
+            os.close(source)
+        theirs.close()
+        return cls(pid, ours)
+
+    @property
+    def warm(self) -> bool:
+        """Whether it has imported everything; never blocks."""
+        if not self._warm and not self.lost and self._lock.acquire(blocking=False):
+            try:
+                if standby.is_readable(self._channel, 0):
+                    self._await_ready(0.0)
+            except StandbyLostError:
+                return False
+            finally:
+                self._lock.release()
+        return self._warm and not self.lost
+
+    def start(self, request: standby.StartRequest, output: int) -> int:
+        """Fork a rank; its pid.
+
+        Raises StandbyLostError when the standby ended or does not answer in time.
+        """
+        with self._lock:
+            try:
+                # Before it is warm, too: a waiting request ends the low priority of its imports.
+                socket.send_fds(self._channel, [request.encode()], [output])
+            except OSError as error:
+                self._lose()
+                raise StandbyLostError(f"the standby process is gone ({error})") from error
+            self._await_ready(_WARM_UP_SECONDS)
+            return int(self._receive(_START_SECONDS)["pid"])
+
+    def kill(self) -> None:
+        """End it, unless its exit was seen: then the pid may be a stranger's."""
+        self._lose()
+        with self._ending:
+            if not self._ended:
+                with contextlib.suppress(OSError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def ended(self) -> None:
+        """Its exit was seen; the pid is given back to the kernel after this."""
+        with self._ending:
+            self._ended = True
+        self._lose()
+
+    def _lose(self) -> None:
+        self.lost = True
+
+    def _await_ready(self, seconds: float) -> None:
+        if self._warm:
+            return
+        threads = self._receive(seconds)["threads"]
+        self._warm = True
+        if threads:
+            _log.warning("the standby was left with threads %s; a rank forked from it may hang", ", ".join(threads))
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        if self.lost:
+            raise StandbyLostError("the standby process has ended")
+        try:
+            readable = standby.is_readable(self._channel, seconds)
+            packet = self._channel.recv(standby.PACKET_BYTES) if readable else b""
+        except OSError:
+            readable, packet = True, b""
+        if not packet:
+            self._lose()
+            raise StandbyLostError("the standby process ended" if readable else f"no answer in {seconds:.0f} s")
+        message: dict[str, Any] = json.loads(packet)
+        return message
+
+
+class StandbyKeeper:
+    """Holds the pod's standby, replaces it when it is lost, and starts ranks from it."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        first: Standby,
+        reaper: Reaper,
+        pump: OutputPump,
+        run_in_main_thread: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._settings = settings
+        self._reaper = reaper
+        self._pump = pump
+        self._run_in_main_thread = run_in_main_thread
+        self._changed = threading.Condition()
+        self._starting = threading.Lock()
+        """Held until the reaper watches what was started: another start forgets whom nobody watches."""
+        self._closed = False
+        self._adopt(first)
+
+    @property
+    def warm(self) -> bool:
+        """Whether a rank can be started without importing anything."""
+        return self._standby.warm
+
+    @property
+    def pid(self) -> int:
+        """Pid of the present standby."""
+        return self._standby.pid
+
+    def start(
+        self,
+        request: standby.StartRequest,
+        *,
+        local_rank: int,
+        rank: int,
+        attempt: int,
+        on_exit: Callable[[RankProcess], None],
+        label: str = "",
+    ) -> RankProcess:
+        """Start a rank; `on_exit` is called from the reaper's thread. `label` begins each line of its output.
+
+        Raises StandbyLostError when two standbys in a row were lost while starting it.
+        """
+        write_end, tail = self._pump.open(f"[{label or f'rank {rank}'}] ")
+        with self._starting:
+            try:
+                self._reaper.forget_unclaimed()
+                pid = self._start_on_any(request, write_end)
+            finally:
+                os.close(write_end)
+            process = RankProcess(local_rank, rank, attempt, pid, tail)
+
+            def ended(code: int) -> None:
+                process.ended(code)
+                on_exit(process)
+
+            self._reaper.watch(pid, ended)
+        return process
+
+    def close(self) -> None:
+        """End the standby for good."""
+        self._closed = True
+        self._standby.kill()
+
+    def _start_on_any(self, request: standby.StartRequest, write_end: int) -> int:
+        first = self._standby
+        try:
+            return first.start(request, write_end)
+        except StandbyLostError as loss:
+            _log.warning("%s; a new one starts cold", loss)
+            first.kill()
+        self._await_other_than(first)
+        return self._standby.start(request, write_end)
+
+    def _await_other_than(self, lost: Standby) -> None:
+        deadline = time.monotonic() + _RESPAWN_SECONDS
+        with self._changed:
+            while self._standby is lost:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise StandbyLostError("no new standby could be started")
+
+    def _adopt(self, fresh: Standby) -> None:
+        with self._changed:
+            self._standby = fresh
+            self._changed.notify_all()
+
+        def ended(code: int) -> None:
+            fresh.ended()
+            if not self._closed:
+                _log.warning("the standby process ended with code %d; starting another", code)
+                self._run_in_main_thread(lambda: self._adopt(Standby.spawn(self._settings)))
+
+        self._reaper.watch(fresh.pid, ended)

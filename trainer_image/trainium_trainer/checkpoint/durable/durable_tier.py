@@ -1,0 +1,289 @@
+"""The durable tier: one asynchronous sharded save at a time, committed the moment the last rank's write ends.
+
+`start` copies the state (the only cost in the step) and hands it to a thread, which writes this rank's file; sizes and
+digests travel to the coordinator over a process group of its own, whose thread then commits. Who writes what was agreed
+before the first save (`save_plan`). The thread is a daemon, so a store that hangs cannot keep a process from leaving.
+
+Invariants: no collective runs on the training thread; every rank is told the same outcome; a save that fails surfaces
+as StorageError or StaleGenerationError at the next `poll` and leaves no folder behind, unless it may be committed, for
+instance when a peer died before it heard of that; nobody waits for a store beyond the time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
+from trainium_trainer.checkpoint.collectives import settle
+from trainium_trainer.checkpoint.durable.file_digests import Said, folded
+from trainium_trainer.checkpoint.durable.save_plan import Planner
+from trainium_trainer.checkpoint.durable.save_policy import Save
+from trainium_trainer.checkpoint.durable.staging import Staging, flatten
+from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError, TooSlowError
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.live_state import box_of, local_of
+from trainium_trainer.checkpoint.format.shards import write_digests, write_shard, write_tables
+from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
+from trainium_trainer.checkpoint.root.metrics_copy import send_records
+from trainium_trainer.checkpoint.root.survey import prune
+from trainium_trainer.models.state_dict import parameter_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from trainium_contract.trainer.checkpoint import CheckpointConfig
+    from trainium_trainer.checkpoint.durable.save_plan import Plan
+    from trainium_trainer.checkpoint.format.contents import Wanted
+    from trainium_trainer.checkpoint.interfaces import Mesh, Position, TrainingState
+    from trainium_trainer.checkpoint.root.commit import FenceToken
+    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+
+AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
+"""What every rank does in the background after a milestone was committed: called with its step, the group of the saves,
+which is free then, and what is to be called now and then as a sign of life."""
+
+
+class DurableTier:
+    """Saves of one rank; `start`, `poll` and `wait` are called from the training thread."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        state: TrainingState,
+        mesh: Mesh,
+        group: ProcessGroup | None,
+        token: FenceToken,
+        enter: Callable[[], None],
+        config_digest: str,
+        settings: Mapping[str, Any],
+        config: CheckpointConfig,
+        known_bad: frozenset[str],
+        retry: Retry,
+        after_milestone: AfterMilestone | None = None,
+    ) -> None:
+        self._storage = storage
+        self._state = state
+        self._mesh = mesh
+        self._group = group
+        self._token = token
+        self._enter = enter
+        """Called by the first rank before a commit: claims the fence where the start could not."""
+        self._config_digest = config_digest
+        self._settings = dict(settings)
+        self._config = config
+        self._known_bad = known_bad
+        self._retry = retry
+        self._after_milestone = after_milestone
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._staging: Staging | None = None
+        self._planner: Planner | None = None
+        self._plans: dict[CheckpointKind, Plan] = {}
+        self._started = 0.0
+        self._published = ""
+        """Attempt of which this rank has begun to publish the receipt, or the last one."""
+        self.saves = 0
+        """How many have ended well."""
+        self.committed_step = -1
+        """Newest step that this rank knows to be committed."""
+        self.milestone_tokens = 0
+        """Position of the newest milestone that this rank knows of."""
+
+    def prepare(self, leftovers: list[str]) -> None:
+        """In the background: make the staging buffers, agree on who writes what, and remove what others left."""
+
+        def work() -> None:
+            live = flatten(self._state.state_dict())
+            self._staging = Staging(live)
+            self._plan(live)
+            if self._mesh.rank == 0:
+                for name in leftovers:
+                    with contextlib.suppress(OSError):  # an untidy folder is no reason to stop training
+                        self._storage.remove_folder(name)
+
+        self._run(work, "prepare")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save (or the preparation) is under way on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, position: Position, what: Save) -> None:
+        """Copy the state as of `position` and save it in the background; waits for an earlier save of this rank."""
+        self.wait()
+        live = flatten(self._state.state_dict())
+        if self._staging is None or not self._staging.fits(live):
+            self._staging, self._planner = Staging(live), None
+        whole = Save.STATE in what
+        tensors = self._staging.fill(live, lambda name: whole or is_weight(name))
+
+        unplanned = live if self._planner is None else None
+
+        def work() -> None:
+            if unplanned is not None:
+                self._plan(unplanned)
+            self._save(position, tensors, what)
+
+        self._run(work, f"save-{position.step}")
+
+    def poll(self) -> None:
+        """Raise what went wrong in the background, once; StorageError also for a save that takes too long."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self.busy and self._seconds_left() <= 0:
+            raise self._too_slow()
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raises like `poll`."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, self._seconds_left()))
+            if self._thread.is_alive():
+                raise self._too_slow()
+            self._thread = None
+        self.poll()
+
+    def _seconds_left(self) -> float:
+        return self._started + self._config.durable.save_timeout_seconds - time.monotonic()
+
+    def _too_slow(self) -> TooSlowError:
+        limit = self._config.durable.save_timeout_seconds
+        newest = f"step {self.committed_step}" if self.committed_step >= 0 else "none"
+        return TooSlowError(
+            f"checkpoint storage {self._storage.location}: a save has not ended after {limit} s (newest durable "
+            f"checkpoint: {newest}): look at the store, or raise checkpoint.durable.saveTimeoutSeconds"
+        )
+
+    # ---- on the background thread -----------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None], name: str) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - it is raised on the training thread
+                self._error = explain(error, self._storage.location)
+
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=guarded, name=f"checkpoint-{name}", daemon=True)
+        self._thread.start()
+
+    def _plan(self, live: Mapping[str, Any]) -> None:
+        """Agree with the other ranks on who writes what, for as long as the state keeps its layout. Collective."""
+        self._planner = Planner(live, self._mesh, self._group)
+        self._plans = {
+            CheckpointKind.STATE: self._planner.plan(lambda _: True),
+            CheckpointKind.WEIGHTS: self._planner.plan(is_weight),
+        }
+
+    def _save(self, position: Position, tensors: dict[str, torch.Tensor], what: Save) -> None:
+        if Save.STATE in what:
+            self._write(position, tensors, folder_name(position.step), CheckpointKind.STATE)
+            self.committed_step = position.step
+            if self._mesh.rank == 0:
+                with contextlib.suppress(OSError):  # an old checkpoint too many is no reason to stop training
+                    prune(self._storage, self._config.durable.keep_last, self._known_bad, position.step)
+        if Save.MILESTONE in what:
+            self._write(position, tensors, milestone_name(position.step), CheckpointKind.WEIGHTS)
+            self.milestone_tokens = position.tokens
+            if self._after_milestone is not None:
+                self._alive()
+                self._after_milestone(position.step, self._group, self._alive)
+        self.saves += 1
+        if self._mesh.rank == 0 and self._config.records != self._config.path:
+            send_records(self._storage, Path(self._config.records))
+
+    def _alive(self) -> None:
+        """What follows a milestone may take longer than a save, but not that long without a sign of life."""
+        self._started = time.monotonic()
+
+    def _write(self, position: Position, tensors: dict[str, torch.Tensor], folder: str, kind: CheckpointKind) -> None:
+        attempt, plan = f"{folder}/{self._token.attempt}", self._plans[kind]
+
+        def write() -> Said:
+            file = write_shard(
+                self._storage, attempt, plan.place, plan.items, lambda item: tensors[item.name], self._retry
+            )
+            return Said.of(self._mesh.rank, plan.place, file)
+
+        def fold(said: list[Said]) -> list[Said]:
+            return folded(said, lambda new, old: write_digests(self._storage, attempt, new, old, self._retry))
+
+        def commit(said: list[Said]) -> None:
+            self._commit(position, folder, kind, said)
+
+        try:
+            settle(write, commit, self._group, attempt, fold)
+        except BaseException:
+            if self._mesh.rank == 0 and self._published != attempt:
+                with contextlib.suppress(OSError):
+                    self._storage.remove_folder(attempt)
+            raise
+
+    def _commit(self, position: Position, folder: str, kind: CheckpointKind, said: list[Said]) -> None:
+        """On the coordinator, after the last rank's last write: the tables, then the commit."""
+        attempt, whole = f"{folder}/{self._token.attempt}", self._plans[kind].whole
+        assert whole is not None, "rank 0 has the scheme of all"
+        self._enter()
+        written = {place: file for each in said for place, file in each.files}
+        tables = [table for each in said for table in each.tables]
+        files = write_tables(self._storage, attempt, whole, written, self._retry, tables)
+        manifest = Manifest(
+            kind=kind,
+            step=position.step,
+            samples=position.samples,
+            tokens=position.tokens,
+            generation=self._token.generation,
+            world_size=self._mesh.world_size,
+            data_parallel=self._mesh.dp_size,
+            tensor_parallel=self._mesh.tp_size,
+            pipeline_parallel=self._mesh.pp_size,
+            config_digest=self._config_digest,
+            settings=self._settings,
+            created=time.time(),
+            files=tuple(files),
+        )
+        receipt = prepare_commit(self._storage, folder, manifest, self._token, self._retry)
+        self._published = f"{folder}/{self._token.attempt}"
+        publish(self._storage, receipt, self._retry, damaged=folder in self._known_bad)
+
+
+def load(storage: Storage, checkpoint: Committed, state: TrainingState, retry: Retry) -> None:
+    """Fill the live state from a committed checkpoint of any size, verifying what is read; local, no collectives.
+
+    Raises DamagedFileError and StorageError, and ValueError where the checkpoint holds another state.
+    """
+    contents = Contents(storage, checkpoint, retry)
+    live = state.state_dict()
+    wanted: list[Wanted] = []
+    for name, value in flatten(live).items():
+        stored = contents.tensors.get(name)
+        if stored is None:
+            raise DamagedFileError(f"{checkpoint.folder} has no {name}")
+        if stored.shape != tuple(value.shape):
+            raise ValueError(f"{name} has the size {list(stored.shape)} there and {list(value.shape)} here")
+        box = box_of(value)
+        if box.volume:
+            wanted += contents.wanted(name, box.offsets, local_of(value))
+    contents.fill(wanted)
+    state.load_state_dict(live)
+
+
+def is_weight(name: str) -> bool:
+    """Whether a milestone has a tensor of this name."""
+    return parameter_of(name) is not None
+
+
+def explain(error: BaseException, where: str) -> BaseException:
+    """The error to raise on the training thread: of a store's failure its sentence."""
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        return StorageError(f"checkpoint storage {where}: {error}")
+    return error

@@ -1,0 +1,98 @@
+"""What each rank saves, agreed on once for a layout of the state and kept: no save plans anything.
+
+Every rank derives its stage's scheme from its own tensors (`scheme_of`). The ranks of a stage must have derived
+the same one, which rank 0 sees from their digests; one rank of each stage also sends the scheme itself, for the index.
+What comes back are the few tensors that several stages hold.
+
+Invariants: rank 0 hears a digest from each rank and a scheme from each stage, once for a layout; a scheme under which a
+value would be written by nobody, or twice, is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.checkpoint.collectives import settle
+from trainium_trainer.checkpoint.dividing.scheme import Scheme, merged, placed
+from trainium_trainer.checkpoint.format.live_state import place_of, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from trainium_trainer.checkpoint.dividing.scheme import Item
+    from trainium_trainer.checkpoint.interfaces import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a rank says of its scheme."""
+
+    place: int
+    stage: int
+    digest: bytes
+    scheme: Scheme | None
+    """From one rank of each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a rank writes, and, on rank 0, what all write."""
+
+    place: int
+    """Of this rank in the mesh: the number of its file."""
+    items: tuple[Item, ...]
+    """In the order of this rank's file."""
+    whole: Scheme | None
+    """On rank 0."""
+
+
+class Planner:
+    """The plans of one layout; made by all ranks together."""
+
+    def __init__(self, tensors: Mapping[str, Any], mesh: Mesh, group: ProcessGroup | None) -> None:
+        """Agree. TypeError or ValueError, on all ranks, when the state cannot be saved so. Collective."""
+        self._place = place_of(mesh)
+        self._whole: Scheme | None = None
+        mine: list[Scheme] = []
+
+        def say() -> Word:
+            mine.append(scheme_of(tensors, mesh))
+            speaks = mesh.dp_rank == 0 and mesh.tp_rank == 0
+            return Word(self._place, mesh.pp_rank, mine[0].digest, mine[0] if speaks else None)
+
+        def decide(words: list[Word]) -> dict[str, int]:
+            self._whole, moved = agreed(words)
+            return moved
+
+        moved = settle(say, decide, group, "layout")
+        self._mine = placed(mine[0], moved)
+
+    def plan(self, wanted: Callable[[str], bool]) -> Plan:
+        """The plan for the tensors of some names."""
+        whole = None if self._whole is None else self._whole.only(wanted)
+        return Plan(self._place, self._mine.only(wanted).file(self._place), whole)
+
+
+def agreed(words: Sequence[Word]) -> tuple[Scheme, dict[str, int]]:
+    """The scheme of all stages, and the stage that writes each tensor that several hold.
+
+    ValueError when ranks of a stage say different things, or a value would not be written exactly once.
+    """
+    if sorted(word.place for word in words) != list(range(len(words))):
+        raise ValueError("two ranks have one place in the mesh")
+    stages = {word.stage: word for word in words if word.scheme is not None}
+    for rank, word in enumerate(words):
+        if word.digest != stages[word.stage].digest:
+            raise ValueError(f"rank {rank} divides the state otherwise than others of pipeline stage {word.stage}")
+    schemes = [word.scheme for _, word in sorted(stages.items()) if word.scheme is not None]
+    whole = merged(schemes)
+    if problem := whole.problem():
+        raise ValueError(f"the state cannot be saved: {problem}")
+    holders: dict[str, int] = {}
+    for scheme in schemes:
+        for name in scheme.tensors:
+            holders[name] = holders.get(name, 0) + 1
+    return whole, {name: whole.tensors[name].stage for name, count in holders.items() if count > 1}

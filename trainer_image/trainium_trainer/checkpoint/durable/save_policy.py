@@ -1,0 +1,103 @@
+"""PURE but for what it remembers: when a durable save is due, and what failed saves mean.
+
+Invariants: the first rank's policy alone decides what is saved, by its vote; every rank counts failures, so each knows
+when the run has to end; a save that failed is due again soon, whatever the interval, and never at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import TYPE_CHECKING
+
+from trainium_trainer.checkpoint.errors import StorageError
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer.checkpoint import DurableTier, Milestones
+
+RETRY_SECONDS = 60.0
+"""From a failed save to the next one, unless the interval is shorter."""
+_STATE_VOTE = 1.0
+_MILESTONE_VOTE = 0.25
+_BUSY_VOTE = -2.0
+"""Outweighs the vote for both."""
+
+
+class Save(Flag):
+    """What a step is followed by."""
+
+    NOTHING = 0
+    STATE = auto()
+    """A checkpoint that training can go on from."""
+    MILESTONE = auto()
+    """The weights alone."""
+
+
+def vote(wanted: Save, *, busy: bool) -> float:
+    """One rank's word, to be summed over the ranks: only the first rank wants something."""
+    state = _STATE_VOTE if Save.STATE in wanted else 0.0
+    milestone = _MILESTONE_VOTE if Save.MILESTONE in wanted else 0.0
+    return state + milestone + (_BUSY_VOTE if busy else 0.0)
+
+
+def decided(votes: float) -> Save:
+    """What the sum of the votes says; nothing while any rank is busy."""
+    if votes < _MILESTONE_VOTE:
+        return Save.NOTHING
+    state = Save.STATE if votes >= _STATE_VOTE else Save.NOTHING
+    return state | (Save.MILESTONE if votes % _STATE_VOTE >= _MILESTONE_VOTE else Save.NOTHING)
+
+
+@dataclass(slots=True)
+class SavePolicy:
+    """What one rank remembers of saves; times are of the caller's clock, seconds."""
+
+    durable: DurableTier
+    milestones: Milestones
+    saved_step: int = 0
+    """Of the newest save that was started, or resumed from."""
+    saved_at: float = 0.0
+    milestone_tokens: int = 0
+    """Position of the newest milestone."""
+    failures: int = 0
+    """Saves in a row."""
+
+    def wanted(self, *, step: int, now: float) -> Save:
+        """What may be saved after `step`; whether it completes a milestone's tokens is seen after it (`crosses`)."""
+        if self.failures and now - self.saved_at < self._patience():
+            return Save.NOTHING
+        state = Save.STATE if self.failures or self._interval_is_over(step, now) else Save.NOTHING
+        return state | (Save.NOTHING if self.milestones.every_tokens is None else Save.MILESTONE)
+
+    def crosses(self, tokens: int) -> bool:
+        """Whether a milestone lies between the newest one and this position."""
+        every = self.milestones.every_tokens
+        return every is not None and tokens // every > self.milestone_tokens // every
+
+    def started(self, step: int, now: float) -> None:
+        """A save has begun."""
+        self.saved_step, self.saved_at = step, now
+
+    def ended(self) -> int:
+        """A save has ended well; returns how many before it had failed."""
+        failures, self.failures = self.failures, 0
+        return failures
+
+    def failed(self, error: StorageError, newest: int, now: float) -> str:
+        """The sentence to report while training goes on; StorageError when too many saves in a row have failed."""
+        self.failures += 1
+        self.saved_at = now
+        safe = f"the newest durable checkpoint is step {newest}" if newest >= 0 else "there is no durable checkpoint"
+        if self.failures > self.durable.failure_tolerance:
+            more = f" ({self.failures} saves in a row have failed; {safe})" if self.failures > 1 else ""
+            raise StorageError(f"{error}{more}") from error
+        return f"a save failed, training goes on ({self.failures} in a row, {safe}): {error}"
+
+    def _interval_is_over(self, step: int, now: float) -> bool:
+        every = self.durable
+        if every.every_steps is not None and step - self.saved_step >= every.every_steps:
+            return True
+        return every.every_seconds is not None and now - self.saved_at >= every.every_seconds
+
+    def _patience(self) -> float:
+        return min(RETRY_SECONDS, self.durable.every_seconds or RETRY_SECONDS)

@@ -1,0 +1,208 @@
+"""Where the tensors of a checkpoint lie: by the scheme that its index holds, or by a list of all parts, as of old.
+
+Format 3 says how the tensors are divided; where a part lies is derived from that, for the files that are asked for and
+no others. The derivation is held against the digest of each file's own header. Format 2 lists every part of every
+tensor and every digest in one file; it is read as long as there are such checkpoints.
+
+Invariants: what is read here is verified by the manifest before it is used; at format 3 what is parsed does not grow
+with the number of ranks that wrote, but with the files that are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, digest_of
+from trainium_trainer.checkpoint.dividing.cuts import Box
+from trainium_trainer.checkpoint.dividing.scheme import ITEM_BYTES, Scheme
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.checkpoint.format.shards import (
+    INDEX_FORMAT,
+    INDEX_NAME,
+    SAFETENSORS_TYPES,
+    blocks_name,
+    header_of,
+    shard_name,
+)
+from trainium_trainer.checkpoint.storage.protocol import read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+
+    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+
+TORCH_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+LISTED_FORMAT = 2
+_DIGEST = 64
+"""Characters of a block's digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor as one rank wrote it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    """In the file, bytes."""
+    length: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Index(Protocol):
+    """Where what lies."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All tensors by name."""
+        ...
+
+    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Part]:
+        """The written parts of a tensor that share values with a box. DamagedFileError, StorageError."""
+        ...
+
+    def blocks(self, file: str) -> tuple[int, list[str]]:
+        """Size of a file of one of the parts, and the digests of its blocks."""
+        ...
+
+
+def open_index(storage: Storage, checkpoint: Committed, retry: Retry) -> Index:
+    """The index of a checkpoint of any readable format. DamagedFileError when it is not what was written."""
+    digests = {file.name: file.digest for file in checkpoint.manifest.files}
+
+    def read(name: str) -> dict[str, Any]:
+        path = f"{checkpoint.folder}/{name}"
+        data = retry.run(lambda: read_small(storage, path), storage.location)
+        if data is None or digest_of(data) != digests.get(name):
+            raise DamagedFileError(f"{path} does not have the contents that were written")
+        try:
+            raw: dict[str, Any] = json.loads(data)
+        except ValueError as error:
+            raise DamagedFileError(f"{path} is not JSON") from error
+        return raw
+
+    path = f"{checkpoint.folder}/{INDEX_NAME}"
+    raw = read(INDEX_NAME)
+    try:
+        if raw["blockBytes"] != BLOCK_BYTES or raw["format"] not in (LISTED_FORMAT, INDEX_FORMAT):
+            raise DamagedFileError(f"{path} is of another format")
+        if raw["format"] == LISTED_FORMAT:
+            return ListedIndex(raw)
+        return DividedIndex(checkpoint.folder, Scheme.from_json(raw), list(digests), read)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise DamagedFileError(f"{path} is not an index") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of the divided format; small, because one reader may need those of 4,096 ranks."""
+
+    starts: array[int]
+    """Of each tensor's box in it, by the tensor's number; 0 where it has none."""
+    size: int
+    blocks: list[str]
+
+
+class DividedIndex:
+    """Format 3."""
+
+    def __init__(self, folder: str, scheme: Scheme, names: list[str], read: Callable[[str], dict[str, Any]]) -> None:
+        """`names`: at least those of the tables in the folder; `read` gives a verified table."""
+        self._folder = folder
+        self._scheme = scheme
+        self._read = read
+        prefix, suffix = blocks_name(0).split(f"{0:05d}")
+        self._firsts = sorted(int(name[len(prefix) : -len(suffix)]) for name in names if name.startswith(prefix))
+        self._numbers = {name: number for number, name in enumerate(scheme.tensors)}
+        self._tables: dict[int, dict[str, Any]] = {}
+        self._files: dict[str, _File] = {}
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(TORCH_TYPES[tensor.dtype], tensor.shape) for name, tensor in scheme.tensors.items()
+        }
+
+    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Part]:
+        """See `Index.parts`."""
+        for box, rank in self._scheme.writers(name, Box(offsets, sizes)):
+            start = self._file(rank).starts[self._numbers[name]]
+            length = box.volume * ITEM_BYTES[self._scheme.tensors[name].dtype]
+            yield Part(box.offsets, box.sizes, shard_name(rank), start, length)
+
+    def blocks(self, file: str) -> tuple[int, list[str]]:
+        """See `Index.blocks`."""
+        found = self._files[file]
+        return found.size, found.blocks
+
+    def _file(self, rank: int) -> _File:
+        name = shard_name(rank)
+        if name not in self._files:
+            items = self._scheme.file(rank)
+            header, spans = header_of(items)
+            try:
+                entry = self._table(rank)["files"][name]
+                size, blocks = int(entry["size"]), str(entry["blocks"])
+                if hashlib.sha256(header).hexdigest() != entry["header"] or spans[-1][1] != size:
+                    raise DamagedFileError(f"{self._folder}/{name} is not divided as {INDEX_NAME} says")
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise DamagedFileError(f"{self._folder} does not say what {name} consists of") from error
+            digests = [blocks[at : at + _DIGEST] for at in range(0, len(blocks), _DIGEST)]
+            starts = array("Q", bytes(8 * len(self._numbers)))
+            for item, (start, _) in zip(items, spans, strict=True):
+                starts[self._numbers[item.name]] = start
+            self._files[name] = _File(starts, size, digests)
+        return self._files[name]
+
+    def _table(self, rank: int) -> dict[str, Any]:
+        """The table that has a rank's digests."""
+        at = bisect_right(self._firsts, rank) - 1
+        if at < 0:
+            raise KeyError(rank)
+        first = self._firsts[at]
+        if first not in self._tables:
+            self._tables[first] = self._read(blocks_name(first))
+        return self._tables[first]
+
+
+class ListedIndex:
+    """Format 2."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(TORCH_TYPES[entry["dtype"]], tuple(entry["shape"]))
+            for name, entry in raw["tensors"].items()
+        }
+        self._parts = {name: [_part(part) for part in entry["parts"]] for name, entry in raw["tensors"].items()}
+        self._files: dict[str, tuple[int, list[str]]] = {
+            name: (entry["size"], entry["blocks"]) for name, entry in raw["files"].items()
+        }
+
+    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Part]:
+        """See `Index.parts`."""
+        for part in self._parts[name]:
+            edges = zip(offsets, sizes, part.offsets, part.sizes, strict=True)
+            if all(max(low, theirs) < min(low + size, theirs + length) for low, size, theirs, length in edges):
+                yield part
+
+    def blocks(self, file: str) -> tuple[int, list[str]]:
+        """See `Index.blocks`."""
+        return self._files[file]
+
+
+def _part(raw: Mapping[str, Any]) -> Part:
+    return Part(tuple(raw["offsets"]), tuple(raw["sizes"]), raw["file"], raw["start"], raw["bytes"])

@@ -1,0 +1,127 @@
+"""What the tensors of a live state say of how they are divided: a scheme for saving, a box for loading.
+
+Invariants: nothing is asked of a device; a state whose tensors are not where the scheme says is refused before anything
+is written; plain tensors are copies on all ranks of a stage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at
+from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from trainium_trainer.checkpoint.dividing.cuts import Division
+    from trainium_trainer.checkpoint.interfaces import Mesh
+
+_AXES = {"dp": Axis.DATA, "tp": Axis.TENSOR}
+"""By the names that meshes have here."""
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is divided; by name: importing DTensor takes a second, and a state without one needs it not."""
+    return type(value).__name__ == "DTensor"
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """This rank's values."""
+    if isinstance(value, Part):
+        return value.local
+    local: torch.Tensor = value.detach()
+    if is_dtensor(value):
+        local = value.to_local().detach()
+    return local
+
+
+def division_of(value: Any) -> Division:
+    """How a tensor is divided. TypeError for a division that checkpoints have no words for."""
+    if isinstance(value, Part):
+        if value.division is None:
+            raise TypeError("a Part that is to be saved has to say how the whole is divided")
+        return value.division
+    if not is_dtensor(value):
+        return ()
+    cuts: list[Cut] = []
+    later: list[Cut] = []
+    names = value.device_mesh.mesh_dim_names or ()
+    for name, size, placement in zip(names, value.device_mesh.mesh.shape, value.placements, strict=True):
+        if size == 1 or placement.is_replicate():
+            continue
+        if name not in _AXES or getattr(placement, "dim", None) is None:
+            raise TypeError(f"checkpoints have no words for the placement {placement} along {name}")
+        # What FSDP divides after tensor parallelism is strided: in the order of the mesh it would come first.
+        strided = type(placement).__name__ == "_StridedShard"
+        (later if strided else cuts).append(Cut(placement.dim, _AXES[name]))
+    return (*cuts, *later)
+
+
+def box_of(value: Any) -> Box:
+    """The box of the whole that this rank holds."""
+    shape = tuple(value.shape)
+    if isinstance(value, Part):
+        return Box(tuple(value.offsets), tuple(value.sizes))
+    if not is_dtensor(value):
+        return Box((0,) * len(shape), shape)
+    mesh = value.device_mesh
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    grid = Grid(1, sizes.get("dp", 1), sizes.get("tp", 1))
+    return box_at(shape, division_of(value), grid, place.get("dp", 0), place.get("tp", 0))
+
+
+def signature_of(value: Any) -> tuple[object, ...]:
+    """What has to be the same for a plan, and for the memory of a copy, to fit."""
+    kind: tuple[object, ...] = ()
+    if isinstance(value, Part):
+        kind = (value.offsets, value.sizes, value.division)
+    elif is_dtensor(value):
+        kind = (value.placements,)
+    return type(value), value.dtype, value.shape, *kind
+
+
+def grid_of(mesh: Mesh) -> Grid:
+    """The table of ranks. ValueError when it has not as many as there are."""
+    grid = Grid(mesh.pp_size, mesh.dp_size, mesh.tp_size)
+    if mesh.world_size != grid.size:
+        raise ValueError(f"there are {mesh.world_size} ranks, but {grid} has {grid.size}")
+    return grid
+
+
+def place_of(mesh: Mesh) -> int:
+    """The number of this rank's place in the table, which names its file.
+
+    It is not always the rank: NxD follows the wiring of a node (docs/backends.md).
+    """
+    return grid_of(mesh).rank(mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
+
+
+def scheme_of(tensors: Mapping[str, Any], mesh: Mesh) -> Scheme:
+    """The scheme of this rank's stage, the same on all its ranks.
+
+    TypeError for what cannot be saved; ValueError when this rank holds something else than the scheme says.
+    """
+    grid = grid_of(mesh)
+    found: list[Divided] = []
+    for name, value in tensors.items():
+        if value.dtype not in SAFETENSORS_TYPES:
+            raise TypeError(f"{name}: checkpoints do not hold {value.dtype}")
+        division, shape = division_of(value), tuple(value.shape)
+        expected = box_at(shape, division, grid, mesh.dp_rank, mesh.tp_rank)
+        if expected.volume or local_sizes(value).numel():
+            box = box_of(value)
+            if box != expected or local_sizes(value) != expected.sizes:
+                raise ValueError(f"{name}: rank {mesh.rank} holds {box}, but by its division it has {expected}")
+        found.append(Divided(name, SAFETENSORS_TYPES[value.dtype], shape, mesh.pp_rank, division))
+    return Scheme(grid, found)
+
+
+def local_sizes(value: Any) -> torch.Size:
+    """Size of this rank's values; nothing is fetched for it."""
+    return value.sizes if isinstance(value, Part) else local_of(value).shape

@@ -1,0 +1,287 @@
+"""The files of a durable checkpoint: what ranks write, and how readers learn what is where.
+
+Every rank writes one `shard-<rank>.safetensors` that any safetensors reader opens. `index.json` says how the tensors
+are divided (`dividing.scheme`), from which everybody derives what each file holds and where: it is as small at 4,096
+ranks as at one. `blocks-<first rank>.json` have size, digest of the header and digests of the blocks of 8 MiB of the
+files of some ranks, so that a reader fetches those of the files that it reads.
+
+Invariants: no pickle is ever read from storage; a file is hashed while it is written and verified while it is read,
+block by block, so either takes one pass; the tables themselves are verified by the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+import threading
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future as Promise
+
+    from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+
+INDEX_NAME = "index.json"
+INDEX_FORMAT = 3
+SAFETENSORS_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LOW_PRIORITY = 10
+_GROUP_DIGEST_BYTES = 48 << 10
+_ENTRY_BYTES = 64
+"""What a file's entry costs beside its digests, about; the JSON of a group has twice these sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file as it was written; small, because it travels to the coordinator."""
+
+    size: int
+    """Bytes."""
+    header: bytes
+    """SHA-256 of the safetensors header with its length."""
+    blocks: bytes
+    """SHA-256 digests of its blocks, one after the other."""
+    values: int
+    """Numbers of the tensors in it."""
+
+    @property
+    def digest(self) -> str:
+        """The manifest's."""
+        return hashlib.sha256(self.blocks).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTable:
+    """A table of digests that a rank on the way to the coordinator has written, and what the manifest needs of it."""
+
+    first: int
+    """Place of the first of its files."""
+    size: int
+    """Of the table, bytes."""
+    digest: bytes
+    files: tuple[tuple[int, int, bytes], ...]
+    """Place, size and digest of each file."""
+    values: int
+    """Numbers of the tensors in its files."""
+
+
+def shard_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def blocks_name(first: int) -> str:
+    """The file with the digests of the files of some ranks, of which this is the first."""
+    return f"blocks-{first:05d}.json"
+
+
+def write_shard(
+    storage: Storage,
+    folder: str,
+    rank: int,
+    items: Sequence[Item],
+    values: Callable[[Item], torch.Tensor],
+    retry: Retry,
+) -> WrittenFile | None:
+    """Write a rank's file; None when it has nothing to write. StorageError when that fails for good.
+
+    `values` gives an item's tensor, when its turn has come.
+    """
+    if not items:
+        return None
+    header, spans = header_of(items)
+
+    def views() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for item in items:
+            yield bytes_of(values(item))
+
+    name, size = f"{folder}/{shard_name(rank)}", spans[-1][1]
+
+    def write() -> bytes:
+        return _giving_way(lambda: retry.run(lambda: write_hashed(storage, name, views(), size), storage.location))
+
+    volume = sum(item.box.volume for item in items)
+    return WrittenFile(size, hashlib.sha256(header).digest(), write(), volume)
+
+
+def write_tables(
+    storage: Storage,
+    folder: str,
+    scheme: Scheme,
+    files: Mapping[int, WrittenFile],
+    retry: Retry,
+    tables: Sequence[WrittenTable] = (),
+) -> list[ManifestFile]:
+    """After the last rank's last write: the index and the digests; the manifest's entries of all files.
+
+    `tables`: those that other ranks have written, of other files. ValueError when the files do not hold what the scheme
+    says.
+    """
+    every = [*tables, *write_digests(storage, folder, files, [table.first for table in tables], retry)]
+    if (found := sum(table.values for table in every)) != scheme.volume:
+        raise ValueError(f"{found} values were written of {scheme.volume}")
+    index = {"format": INDEX_FORMAT, "blockBytes": BLOCK_BYTES} | scheme.to_json()
+    entries = [_write_json(storage, folder, INDEX_NAME, index, retry)]
+    for table in every:
+        entries.append(ManifestFile(name=blocks_name(table.first), size=table.size, digest=table.digest.hex()))
+        entries += [ManifestFile(name=shard_name(at), size=size, digest=sha.hex()) for at, size, sha in table.files]
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def write_digests(
+    storage: Storage, folder: str, files: Mapping[int, WrittenFile], others: Iterable[int], retry: Retry
+) -> list[WrittenTable]:
+    """Tables with the digests of some files, by the places of those that wrote them.
+
+    `others`: the places at which other tables begin.
+    """
+    found: list[WrittenTable] = []
+    for group in _groups(files, sorted(others)):
+        table = {"files": {shard_name(rank): _to_json(files[rank]) for rank in group}}
+        entry = _write_json(storage, folder, blocks_name(group[0]), table, retry)
+        mine = tuple((rank, files[rank].size, bytes.fromhex(files[rank].digest)) for rank in group)
+        values = sum(files[rank].values for rank in group)
+        found.append(WrittenTable(group[0], entry.size, bytes.fromhex(entry.digest), mine, values))
+    return found
+
+
+def enough_for_a_table(files: Iterable[WrittenFile]) -> bool:
+    """Whether the digests of some files are so many that a rank writes them rather than pass them on."""
+    return 2 * sum(len(file.blocks) + _ENTRY_BYTES for file in files) >= _GROUP_DIGEST_BYTES
+
+
+def _write_json(storage: Storage, folder: str, name: str, document: dict[str, Any], retry: Retry) -> ManifestFile:
+    data = json.dumps(document, separators=(",", ":")).encode()
+    write = functools.partial(storage.write_stream, f"{folder}/{name}", [memoryview(data)], len(data))
+    retry.run(write, f"{storage.location}/{folder}")
+    return ManifestFile(name=name, size=len(data), digest=digest_of(data))
+
+
+def _groups(files: Mapping[int, WrittenFile], others: Sequence[int]) -> Iterator[list[int]]:
+    """Ranks whose digests share a file, neighbours together: a reader mostly needs those.
+
+    A reader looks into the last table that begins at its rank or before, so none reaches beyond where another begins.
+    """
+    group: list[int] = []
+    size = 0
+    for rank in sorted(files):
+        beyond = group and bisect_right(others, rank) != bisect_right(others, group[0])
+        if group and (beyond or size + len(files[rank].blocks) > _GROUP_DIGEST_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(rank)
+        size += len(files[rank].blocks) + _ENTRY_BYTES
+    if group:
+        yield group
+
+
+def _to_json(file: WrittenFile) -> dict[str, Any]:
+    return {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
+
+
+def write_hashed(storage: Storage, name: str, views: Iterable[memoryview], size: int) -> bytes:
+    """Write a file of `size` bytes; the digests of its blocks, each computed while the store writes the block."""
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash", initializer=_lower_priority) as pool:
+        digests: list[Promise[str]] = []
+
+        def pieces() -> Iterator[memoryview]:
+            for block in blocks_of(views):
+                digests.append(pool.submit(block_digest, block))
+                yield from block
+
+        storage.write_stream(name, pieces(), size)
+        return b"".join(bytes.fromhex(digest.result()) for digest in digests)
+
+
+def blocks_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The bytes of the views one after the other, cut into blocks of BLOCK_BYTES; each block is a list of pieces."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for view in views:
+        at = 0
+        while at < len(view):
+            piece = view[at : at + room]
+            block.append(piece)
+            at += len(piece)
+            room -= len(piece)
+            if not room:
+                yield block
+                block, room = [], BLOCK_BYTES
+    if block:
+        yield block
+
+
+def _giving_way(work: Callable[[], bytes]) -> bytes:
+    """The outcome of `work`, done at a low priority so that training goes first.
+
+    Hashing and writing are most of a save's work and hold no lock that training needs. The thread is a daemon: a store
+    that hangs must not keep the process from leaving.
+    """
+    outcome: list[bytes | BaseException] = []
+
+    def run() -> None:
+        _lower_priority()
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="checkpoint-write", daemon=True)
+    thread.start()
+    thread.join()
+    result = outcome[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+
+
+def header_of(items: Sequence[Item]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The safetensors header of a file and each item's start and end in it, bytes."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for item in items:
+        end = offset + item.size
+        entries[item.key] = {"dtype": item.dtype, "shape": item.box.sizes, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    spans = [(base + entry["data_offsets"][0], base + entry["data_offsets"][1]) for entry in entries.values()]
+    return len(text).to_bytes(8, "little") + text, spans
+
+
+def bytes_of(tensor: Any) -> memoryview:
+    """A tensor's bytes, sharing its memory when it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    view: memoryview = flat.numpy().data
+    return view

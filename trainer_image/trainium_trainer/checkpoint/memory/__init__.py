@@ -1,0 +1,1 @@
+"""The memory tier: snapshots on the node, and their copies on another one."""

@@ -1,0 +1,185 @@
+"""Copies of snapshots on another node: what a rank sends to its buddy, and what it keeps for others.
+
+A shard that only one node holds would be lost with the node. So its writer passes each sealed snapshot on to a rank of
+another node (`agreement.guards` says which), over the process group that checkpoints have for themselves: a header
+page, the payload, and back an acknowledgement once the copy lies sealed in the other node's memory with the same
+checksum.
+
+Invariants: one copy per shard is under way at a time; what is being sent is not overwritten (its writer waits for the
+copy before the next snapshot but one, and says so when it waited in vain; what is overwritten all the same does not
+have the checksum of its page, which is taken when the snapshot is offered); a peer that is gone ends the copying and
+nothing else: the training step itself will notice the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_trainer.checkpoint.memory.snapshot import HEADER_BYTES, DamagedSnapshotError, parse_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+
+    from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile
+
+_log = logging.getLogger(__name__)
+
+_FIRST_TAG = 1 << 16
+"""Above those that the exchange at resume uses."""
+_CLOSING_SECONDS = 5.0
+_ANY_TIME = timedelta(days=3650)
+"""The next snapshot comes when the next step ends, whenever that is."""
+
+
+class Sender:
+    """Passes one shard's snapshots on; `send` is called from one thread at a time."""
+
+    def __init__(self, group: ProcessGroup, target: int, number: int) -> None:
+        """`number` counts the guards: sender and keeper of one guard name the same."""
+        self._group = group
+        self._target = target
+        self._tag = _FIRST_TAG + 3 * number
+        self._closing = False
+
+    def send(self, header: bytes, payload: torch.Tensor) -> bool:
+        """Copy a sealed snapshot; whether the buddy has it, whole. RuntimeError when the buddy is gone."""
+        page = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        answer = torch.zeros(1, dtype=torch.uint8)
+        reply = dist.irecv(answer, self._target, group=self._group, tag=self._tag + 2)
+        _wait(dist.isend(page, self._target, group=self._group, tag=self._tag))
+        _wait(dist.isend(payload, self._target, group=self._group, tag=self._tag + 1))
+        _wait(reply)
+        return bool(answer[0])
+
+    def close(self) -> None:
+        """Tell the keeper that nothing more comes."""
+        farewell = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        thread = threading.Thread(target=self._say, args=(farewell,), name="buddy-farewell", daemon=True)
+        thread.start()
+        thread.join(_CLOSING_SECONDS)
+
+    def _say(self, page: torch.Tensor) -> None:
+        try:
+            _wait(dist.isend(page, self._target, group=self._group, tag=self._tag))
+        except RuntimeError:
+            _log.debug("the buddy on rank %d left first", self._target)
+
+
+class Copying:
+    """The sending side's thread: takes the newest snapshot that is offered while none is under way."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._changed = threading.Condition()
+        self._offered: tuple[bytes, torch.Tensor, int] | None = None
+        """The header page as it was sealed, the payload, the step."""
+        self._idle = True
+        self._ended = False
+        self.newest: int | None = None
+        """Newest step that the buddy has."""
+        threading.Thread(target=self._run, name="buddy-copy", daemon=True).start()
+
+    def offer(self, slot: SnapshotFile, step: int) -> None:
+        """Copy a sealed snapshot, unless an earlier one is still under way: then this one has no copy."""
+        with self._changed:
+            if self._idle and not self._ended:
+                self._offered = (slot.page(), slot.payload, step)
+                self._idle = False
+                self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether nothing is under way, at the latest after `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._idle or self._ended, seconds)
+
+    def close(self) -> None:
+        """End the thread, after what is under way and a farewell."""
+        if self.wait(_CLOSING_SECONDS) and not self._ended:
+            self._sender.close()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._offered is not None or self._ended)
+                if self._offered is None:
+                    return
+                page, payload, step = self._offered
+                self._offered = None
+            try:
+                arrived = self._sender.send(page, payload)
+            except RuntimeError as error:
+                _log.warning("no more copies of snapshots are made: %s", error)
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                if arrived:
+                    self.newest = step
+                self._idle = True
+                self._changed.notify_all()
+
+
+class Keeper:
+    """Receives the snapshots of one shard of another node, on a thread of its own."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        source: int,
+        number: int,
+        *,
+        slot: Callable[[], SnapshotFile],
+        seal: Callable[[SnapshotFile, Header], bool],
+    ) -> None:
+        self._group = group
+        self._source = source
+        self._tag = _FIRST_TAG + 3 * number
+        self._slot = slot
+        self._seal = seal
+        self._thread = threading.Thread(target=self._run, name=f"buddy-of-{source}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a moment for the sender's farewell."""
+        self._thread.join(_CLOSING_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                pass
+        except (RuntimeError, OSError, StaleGenerationError) as error:
+            _log.warning("copies of rank %d's snapshots are not kept any more: %s", self._source, error)
+
+    def _receive(self) -> bool:
+        """One snapshot; False after the farewell."""
+        page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        _wait(dist.irecv(page, self._source, group=self._group, tag=self._tag), _ANY_TIME)
+        try:
+            header = parse_header(page.numpy().tobytes(), f"from rank {self._source}")
+        except DamagedSnapshotError as error:
+            raise RuntimeError(str(error)) from error
+        if header is None:
+            return False
+        slot = self._slot()
+        _wait(dist.irecv(slot.payload, self._source, group=self._group, tag=self._tag + 1))
+        answer = torch.tensor([self._seal(slot, header)], dtype=torch.uint8)
+        _wait(dist.isend(answer, self._source, group=self._group, tag=self._tag + 2))
+        return True
+
+
+def _wait(work: dist.Work | None, limit: timedelta | None = None) -> None:
+    if work is not None:
+        work.wait(*(() if limit is None else (limit,)))

@@ -1,0 +1,314 @@
+"""The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
+
+The training thread copies the state straight into a mapped, preallocated file (the only cost in the step); a thread
+then sums it and writes the header, and, where no other node holds the shard, another one passes it on to a buddy
+(`buddy.py`). Three files per shard rotate, so the newest two finished ones are always there; of a guarded shard the
+buddy's node has two.
+
+Invariants: a finished snapshot among the newest two is never touched; a writer whose generation is below the folder's
+GENERATION stops; file names carry the generation; a step is complete on any rank only after every rank has sealed its
+snapshot of the step before, copies included (see `settle`), hence at most one step is lost, also with a node; snapshots
+newer than the resumed step belong to an abandoned history and are removed at resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
+from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_trainer.checkpoint.format.flat_buffer import Layout, copy_all
+from trainium_trainer.checkpoint.memory.buddy import Copying, Keeper, Sender
+from trainium_trainer.checkpoint.memory.slots import SUFFIX, Slots, key_text
+from trainium_trainer.checkpoint.memory.snapshot import (
+    DamagedSnapshotError,
+    Header,
+    SnapshotFile,
+    open_verified,
+    read_header,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+
+_OWN_FILES = 3
+"""Two finished snapshots plus the one being written."""
+_KEPT_FILES = 2
+"""Of another node's shard: one finished copy plus the one that arrives."""
+_STORE_ID = "STORE_ID"
+_COPY_PATIENCE_SECONDS = 60.0
+"""A step waits so long for a copy; a copy takes less than a step unless the network is ill."""
+
+
+class MemoryTier:
+    """Snapshots of one rank's shard in one folder; all methods are called from the training thread."""
+
+    def __init__(
+        self, directory: Path, *, key: ShardKey, layout: Layout, generation: int, session: str, config_digest: str
+    ) -> None:
+        self.directory = directory
+        self.key = key
+        self.layout = layout
+        self.generation = generation
+        self.session = session
+        """Agreed among the ranks at resume; set before the first snapshot is staged."""
+        self.local_keys = frozenset({key})
+        """The shards that belong into this folder, by ranks of this node or as copies; others' files are leftovers."""
+        self.config_digest = config_digest
+        self.sealed_step: int | None = None
+        self.guarded_step: int | None = None
+        """Newest step of which the buddy has a copy; stays None without a buddy."""
+        self.warnings: list[str] = []
+        self._own = Slots(directory, key, generation=generation, count=_OWN_FILES)
+        self._kept: dict[ShardKey, Slots] = {}
+        self._keepers: list[Keeper] = []
+        self._copying: Copying | None = None
+        self._late = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
+        self._sealing: Future[Claim] | None = None
+        self._rejected: set[Path] = set()
+        self._staged_in_session = 0
+        self._fence_stamp: tuple[int, int] | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    # ---- the folder -------------------------------------------------------------------------------------------------
+
+    def store_id(self) -> str:
+        """An id that all processes which see this folder read alike."""
+        path = self.directory / _STORE_ID
+        if not path.exists():
+            draft = self.directory / f".{_STORE_ID}.{os.getpid()}"
+            draft.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            draft.unlink()
+        return path.read_text()
+
+    def claim_fence(self) -> None:
+        """Raise the folder's generation to ours; StaleGenerationError when it is already higher."""
+        if self._fence() < self.generation:
+            draft = self.directory / f".{GENERATION_FENCE_NAME}.{os.getpid()}"
+            draft.write_text(f"{self.generation}\n")
+            draft.replace(self.directory / GENERATION_FENCE_NAME)
+        self._check_fence()
+
+    def claims(self) -> frozenset[Claim]:
+        """The finished snapshots of all shards in the folder whose headers are whole and fit the configuration."""
+        return frozenset(header.claim for header in self._headers().values())
+
+    def open_claim(self, claim: Claim) -> torch.Tensor | None:
+        """The verified payload of a claimed snapshot; None, with a warning, when it is damaged or gone."""
+        for path, header in self._headers().items():
+            if header.claim != claim:
+                continue
+            try:
+                return open_verified(path, header)
+            except (DamagedSnapshotError, OSError) as error:
+                self._reject(path, error)
+        return None
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def open_slots(self) -> bool:
+        """Reserve the files of this shard; False, with a warning, when the memory volume has no room for them."""
+        try:
+            size = self.layout.payload_bytes
+            self._own.open(layout=self.layout.digest, payload_bytes=size, headers=self._headers())
+        except OSError as error:
+            need = _OWN_FILES * self.layout.payload_bytes / 2**20
+            self.warnings.append(
+                f"memory snapshots are off on this worker: {self.directory}: {error.strerror}: {need:.0f} MiB are "
+                "needed; raise the memory volume's size, or set checkpoint.memory.everySteps to 0"
+            )
+            return False
+        return True
+
+    def receiving_slot(self) -> SnapshotFile:
+        """A file to receive a peer's snapshot of this rank's own shard into."""
+        return self._own.next()
+
+    def seal_received(self, slot: SnapshotFile, claim: Claim) -> bool:
+        """Finish a received snapshot; False when it did not arrive as it was sent."""
+        sealed = slot.seal(claim.moment, claim.key, claim.layout, self.config_digest)
+        if sealed != claim:
+            slot.invalidate(slot.path)
+            return False
+        return True
+
+    def stage(self, moment: Moment, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the state at a step's end; the copy is sealed by the thread. Waits for an earlier seal first."""
+        self.settle()
+        self._check_fence()
+        if self._staged_in_session == _OWN_FILES - 1:
+            # Every rank has sealed this session's first snapshot by now: what other sessions left is history.
+            self._remove_foreign()
+        slot = self._own.next()
+        copy_all(self.layout.views(slot.payload), self.layout.ordered(tensors))
+        self._staged_in_session += 1
+        self._sealing = self._thread.submit(self._seal, slot, moment)
+
+    def settle(self) -> None:
+        """Wait until the last staged snapshot is sealed, and its copy too.
+
+        Called before the last collective of every step, it makes the completion of a step on any rank imply that every
+        rank has sealed the step before.
+        """
+        if self._sealing is not None:
+            claim = self._sealing.result()
+            self._sealing = None
+            self.sealed_step = claim.moment.position.step
+        if self._copying is not None:
+            self._await_copy(self._copying)
+
+    def close(self) -> None:
+        """Finish a seal under way, part with the buddies and end the threads."""
+        self._thread.shutdown(wait=True)
+        if self._copying is not None:
+            self._copying.close()
+            self._copying = None
+        for keeper in self._keepers:
+            keeper.close()
+        self._keepers.clear()
+        self._own.close()
+        self._kept.clear()
+
+    # ---- buddies ----------------------------------------------------------------------------------------------------
+
+    def open_kept(self, key: ShardKey, layout: str, payload_bytes: int) -> bool:
+        """Reserve the files for copies of another node's shard; False, with a warning, when there is no room."""
+        slots = Slots(self.directory, key, generation=self.generation, count=_KEPT_FILES)
+        try:
+            slots.open(layout=layout, payload_bytes=payload_bytes, headers=self._headers())
+        except OSError as error:
+            need = _KEPT_FILES * payload_bytes / 2**20
+            self.warnings.append(
+                f"this worker keeps no copies of another's snapshots: {self.directory}: {error.strerror}: {need:.0f} "
+                "MiB are needed; raise the memory volume's size, or set checkpoint.memory.buddies to 0"
+            )
+            return False
+        self._kept[key] = slots
+        return True
+
+    def keep_for(self, key: ShardKey, group: ProcessGroup, source: int, number: int) -> None:
+        """Receive the snapshots of a shard for which files are open, from now on."""
+        slots = self._kept[key]
+
+        def slot() -> SnapshotFile:
+            self._check_fence()
+            return slots.next()
+
+        def seal(slot: SnapshotFile, header: Header) -> bool:
+            return header.claim.key == key and self.seal_received(slot, header.claim)
+
+        self._keepers.append(Keeper(group, source, number, slot=slot, seal=seal))
+
+    def send_to(self, group: ProcessGroup, target: int, number: int) -> None:
+        """Pass each sealed snapshot on to a buddy, from now on."""
+        self._copying = Copying(Sender(group, target, number))
+
+    def _seal(self, slot: SnapshotFile, moment: Moment) -> Claim:
+        claim = slot.seal(moment, self.key, self.layout.digest, self.config_digest)
+        if self._copying is not None:
+            self._copying.offer(slot, moment.position.step)
+        return claim
+
+    def _await_copy(self, copying: Copying) -> None:
+        if not copying.wait(0.0 if self._late else _COPY_PATIENCE_SECONDS):
+            if not self._late:
+                self._late = True
+                self.warnings.append(
+                    f"the copy of this worker's snapshot has not arrived at its buddy after "
+                    f"{_COPY_PATIENCE_SECONDS:.0f} s: until it does, a lost node costs more than one step"
+                )
+            return
+        self._late = False
+        self.guarded_step = copying.newest
+
+    # ---- cleaning ---------------------------------------------------------------------------------------------------
+
+    def forget_after(self, step: int, *, own: bool, others: bool) -> None:
+        """At resume: drop snapshots newer than the resumed step, which belong to an abandoned history.
+
+        `own`: of this shard (asked of its writer); `others`: of shards that no rank of this folder has, and then also
+        those of another way of cutting the state and those that are not whole (asked of one rank).
+        """
+        if own:
+            self._own.forget_after(step)
+        if others:
+            headers = self._headers()
+            for path in self._foreign():
+                header = headers.get(path)
+                useful = (
+                    header is not None
+                    and header.claim.moment.position.step <= step
+                    and header.claim.key.same_layout(self.key)
+                )
+                if not useful:
+                    path.unlink(missing_ok=True)
+
+    def _remove_foreign(self) -> None:
+        """Remove the snapshots of shards that no rank of this folder has any more (ranks moved between nodes)."""
+        for path in self._foreign():
+            path.unlink(missing_ok=True)
+
+    def _foreign(self) -> list[Path]:
+        mine = {str(key) for key in self.local_keys}
+        return [path for path in self.directory.glob(f"*{SUFFIX}") if key_text(path) not in mine]
+
+    # ---- internals --------------------------------------------------------------------------------------------------
+
+    def _headers(self) -> dict[Path, Header]:
+        found: dict[Path, Header] = {}
+        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
+            if path in self._rejected:
+                continue
+            try:
+                header = read_header(path)
+            except FileNotFoundError:  # another rank of this node removed it
+                continue
+            except (DamagedSnapshotError, OSError) as error:
+                self._reject(path, error)
+                continue
+            if header is None:
+                continue
+            if header.config_digest != self.config_digest:
+                self._rejected.add(path)
+                self.warnings.append(f"memory snapshot {path.name} was written with other settings and is ignored")
+                continue
+            found[path] = header
+        return found
+
+    def _reject(self, path: Path, error: Exception) -> None:
+        # The file stays until its owner reuses or removes it: other ranks of the node may be looking at it.
+        self._rejected.add(path)
+        self.warnings.append(f"memory snapshot is damaged and ignored: {error}")
+        self._own.drop(path)
+
+    def _fence(self) -> int:
+        try:
+            return int((self.directory / GENERATION_FENCE_NAME).read_text())
+        except (FileNotFoundError, ValueError):
+            return -1
+
+    def _check_fence(self) -> None:
+        status = (self.directory / GENERATION_FENCE_NAME).stat()
+        stamp = (status.st_ino, status.st_mtime_ns)
+        if stamp == self._fence_stamp:
+            return
+        newest = self._fence()
+        if newest > self.generation:
+            raise StaleGenerationError(
+                f"{self.directory} belongs to generation {newest}: this process is of generation {self.generation} "
+                "and must not write snapshots"
+            )
+        self._fence_stamp = stamp

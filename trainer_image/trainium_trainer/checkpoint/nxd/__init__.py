@@ -1,0 +1,1 @@
+"""Conversion from and to the checkpoints of neuronx-distributed (NxD)."""

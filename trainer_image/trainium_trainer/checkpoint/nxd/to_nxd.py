@@ -1,0 +1,159 @@
+"""From this trainer's checkpoints to NxD's own: a tag that NxD's `load_checkpoint` reads.
+
+Invariants: one tensor-parallel rank is in memory at a time; the weights in `model` have the type that was asked for,
+the master weights of ZeRO-1 and the moments are what the checkpoint holds, in float32; `done` is written last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainium_trainer.checkpoint.nxd.nxd_files import begin, finish, name_of
+from trainium_trainer.checkpoint.nxd.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
+from trainium_trainer.tuning.choice import parameter_sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_contract.trainer.optimizer import OptimizerConfig
+    from trainium_trainer.checkpoint.format.contents import Contents
+    from trainium_trainer.checkpoint.interfaces import Position
+    from trainium_trainer.models.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class NxdTarget:
+    """How the tag is to be cut and spelled."""
+
+    tensor: int
+    """Tensor-parallel degree."""
+    zero1: int | None
+    """Data-parallel degree over which ZeRO-1 divides the optimizer's state; None for a state without ZeRO-1."""
+    dtype: torch.dtype
+    """Of the weights in `model`."""
+    projections: Projections
+    order: KeyValueOrder
+
+
+def write_tag(
+    folder: Path,
+    contents: Contents,
+    shape: ModelShape,
+    target: NxdTarget,
+    optimizer: OptimizerConfig,
+    position: Position,
+) -> None:
+    """Write a complete tag. UserError when the model cannot be divided so, or the folder is not empty."""
+    _check(shape, target.tensor)
+    _refuse_parts(contents, shape)
+    begin(folder)
+    for tensor in range(target.tensor):
+        _write_rank(folder, contents, TensorRank(shape, tensor, target.tensor, target.order), target, optimizer)
+    rate = optimizer.learning_rate
+    schedule = {"base_lrs": [rate], "last_epoch": position.step, "_step_count": position.step + 1, "_last_lr": [rate]}
+    torch.save(schedule | {"lr_lambdas": [None]}, folder / "scheduler.pt")
+    content = {"step": position.step, "samples": position.samples, "tokens": position.tokens}
+    torch.save(content, folder / "user_content.pt")
+    finish(folder)
+
+
+@torch.no_grad()
+def _write_rank(
+    folder: Path, contents: Contents, rank: TensorRank, target: NxdTarget, optimizer: OptimizerConfig
+) -> None:
+    names = list(parameters_of(rank.shape, target.projections))
+    ranks = target.zero1 or 1
+    step = contents.read(OPTIMIZER_STEP).float()
+    model: dict[str, torch.Tensor] = {}
+    states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in range(ranks)]
+    masters: list[dict[int, torch.Tensor]] = [{} for _ in range(ranks)]
+    for number, name in enumerate(names):
+        weight = _local(contents, rank, Part.WEIGHT, name)
+        model[name] = weight.to(target.dtype)
+        for data, shard in enumerate(_dealt(weight, ranks)):
+            masters[data][number] = shard
+            states[data][number] = {"step": step}
+        for part, key in MOMENTS.items():
+            for data, shard in enumerate(_dealt(_local(contents, rank, part, name), ranks)):
+                states[data][number][key] = shard
+    sizes = {number: model[name].shape for number, name in enumerate(names)}
+    if rank.shape.tie_embeddings:
+        model["lm_head.weight"] = model["model.embed_tokens.weight"]
+    torch.save(model, folder / "model" / name_of(0, rank.rank, 0))
+    groups = [_group(optimizer, len(names))]
+    for data in range(ranks):
+        content: dict[str, Any] = {"state": states[data], "param_groups": groups}
+        if target.zero1 is not None:
+            content = {"state": {}, "param_groups": groups, "base_state": states[data]}
+            content |= {"shape_info": sizes, "sharded_master_weights": masters[data]}
+        torch.save(content, folder / "optim" / name_of(data, rank.rank, 0))
+
+
+def _local(contents: Contents, rank: TensorRank, part: Part, parameter: str) -> torch.Tensor:
+    """A rank's parameter, put together from boxes of whole tensors."""
+    pieces = pieces_of(rank, parameter)
+    rows = sum(piece.sizes[0] for piece in pieces)
+    local = torch.empty((rows, *pieces[0].sizes[1:]), dtype=torch.float32)
+    wanted = [
+        each
+        for piece in pieces
+        for each in contents.wanted(state_name(part, piece.name), piece.offsets, local[piece.start : piece.end])
+    ]
+    contents.fill(wanted)
+    return local
+
+
+def _dealt(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """Equal runs of rows, padded with zeros at the end; copies, so that a file holds no more than its run."""
+    missing = -tensor.shape[0] % ranks
+    if missing:
+        tensor = torch.cat([tensor, torch.zeros((missing, *tensor.shape[1:]), dtype=tensor.dtype)])
+    return [shard.clone() for shard in tensor.chunk(ranks)]
+
+
+def _group(optimizer: OptimizerConfig, count: int) -> dict[str, Any]:
+    """AdamW's only group of parameters."""
+    return {
+        "lr": optimizer.learning_rate,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "params": list(range(count)),
+    }
+
+
+def _refuse_parts(contents: Contents, shape: ModelShape) -> None:
+    """UserError where a tuning left weights of the base out."""
+    missing = [name for name in parameter_sizes(shape) if state_name(Part.WEIGHT, name) not in contents.tensors]
+    if missing:
+        raise UserError(
+            f"the checkpoint holds what a tuning trained and not {missing[0]}, which is its base's, but NxD resumes "
+            "whole models only: make a Hugging Face folder of it with `trainium-trainer export`"
+        )
+
+
+def _check(shape: ModelShape, tensor: int) -> None:
+    for what, number in (
+        ("numAttentionHeads", shape.num_attention_heads),
+        ("intermediateSize", shape.intermediate_size),
+        ("vocabSize", shape.vocab_size),
+    ):
+        if number % tensor:
+            raise UserError(f"--tensor {tensor} does not divide the model's {what} {number}: choose another degree")
+    if shape.num_key_value_heads % tensor and tensor % shape.num_key_value_heads:
+        raise UserError(
+            f"--tensor {tensor} neither divides the model's numKeyValueHeads {shape.num_key_value_heads} nor is it a "
+            "multiple of it: choose another degree"
+        )

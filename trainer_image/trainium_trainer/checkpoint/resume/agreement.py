@@ -1,0 +1,219 @@
+"""PURE. Which step to resume, from where, and who sends which snapshot to whom.
+
+The first rank evaluates `decide` on what all say they hold (`first_rank.py`).
+
+Invariants: a step is taken from memory only when every shard that some rank needs exists in some store, written by the
+same session (two sessions may have written different states under one step number); the newest such step wins and
+loses only to a strictly newer durable one; every store that lacks a shard receives it exactly once, from a store that
+has it by then, and the number of rounds grows with the logarithm of the number of receivers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What one rank needs and what the snapshot store that it can read holds; ranks of a node share a store."""
+
+    rank: int
+    store: str
+    needs: ShardKey
+    layout: str
+    claims: frozenset[Claim] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """One shard that rank `source` sends to rank `target`, which keeps it in its store."""
+
+    source: int
+    target: int
+    key: ShardKey
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Guard:
+    """A shard that is in one store only: rank `source` writes it and passes copies on to rank `target`."""
+
+    source: int
+    target: int
+    key: ShardKey
+
+
+@dataclass(frozen=True, slots=True)
+class FromMemory:
+    """Resume this moment; do the rounds of transfers in order, then every rank finds its shard in its store."""
+
+    moment: Moment
+    rounds: tuple[tuple[Transfer, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FromDurable:
+    """Resume the committed checkpoint of this step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Start from the initial weights."""
+
+
+Decision = FromMemory | FromDurable | Fresh
+
+
+def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
+    """The newest state that the ranks of `views` can all resume, memory before storage at the same step.
+
+    Its cost is linear in the number of views and claims together: each is looked at once.
+    """
+    durable = max(durable_steps, default=None)
+    held = _index(views)
+    needed = {(view.needs, view.layout) for view in views}
+    # A set is compared by the smaller one's size, so all comparisons together cost what the claims do.
+    moment = max((moment for moment, shards in held.items() if needed <= shards.whole), default=None)
+    if moment is not None and (durable is None or durable <= moment.position.step):
+        return FromMemory(moment, _rounds(views, held[moment].stores))
+    return Fresh() if durable is None else FromDurable(durable)
+
+
+def spoken_for(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
+    """Of the `claims` of its store, those that `rank` tells of; `neighbours`: at least all who share the store.
+
+    One rank of a store speaks for each shard, the same that would send it, and nobody for shards of another way of
+    cutting up the state, which no rank can need. So all ranks together tell of each snapshot once, and `decide` comes
+    to what it would had each told everything.
+    """
+    here = list(neighbours)
+    mine = next(view for view in here if view.rank == rank)
+    speaks = _Spokesmen(view for view in here if view.store == mine.store)
+    return frozenset(
+        claim for claim in claims if claim.key.same_layout(mine.needs) and speaks.of(mine.store, claim.key) == rank
+    )
+
+
+def writers(views: Sequence[RankView]) -> frozenset[int]:
+    """The ranks that write snapshots: one of those that share both a store and a shard, the lowest."""
+    chosen: dict[tuple[str, ShardKey], int] = {}
+    for view in views:
+        place = (view.store, view.needs)
+        chosen[place] = min(view.rank, chosen.get(place, view.rank))
+    return frozenset(chosen.values())
+
+
+def caretakers(views: Sequence[RankView]) -> frozenset[int]:
+    """The ranks that clear leftovers: the lowest of each store."""
+    lowest: dict[str, int] = {}
+    for view in views:
+        lowest[view.store] = min(view.rank, lowest.get(view.store, view.rank))
+    return frozenset(lowest.values())
+
+
+def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Guard, ...]:
+    """Who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
+
+    Only shards that a single store holds need one: replicas are copies already. Stores are paired, so that of two lost
+    stores only a partner's loss costs a shard (2 in N-1 cases for a ring, 1 for pairs: Gemini, SOSP 2023), and far
+    apart in the order of ranks, because neighbours fail together (one switch, one power supply). An odd one makes a
+    ring of three.
+    """
+    holders: dict[ShardKey, set[str]] = {}
+    ranks: dict[str, list[int]] = {}
+    for view in sorted(views, key=lambda view: view.rank):
+        holders.setdefault(view.needs, set()).add(view.store)
+        ranks.setdefault(view.store, []).append(view.rank)
+    chosen = set(usable)
+    partner = _partners([store for store in ranks if store in chosen])
+    writing = writers(views)
+    exposed: dict[str, list[RankView]] = {}
+    found: list[Guard] = []
+    for view in sorted(views, key=lambda view: view.rank):
+        if view.store in partner and view.rank in writing and len(holders[view.needs]) == 1:
+            exposed.setdefault(view.store, []).append(view)
+    for store, other in partner.items():
+        for number, view in enumerate(exposed.get(store, ())):
+            keepers = ranks[other]
+            found.append(Guard(view.rank, keepers[number % len(keepers)], view.needs))
+    return tuple(sorted(found))
+
+
+def _partners(stores: Sequence[str]) -> dict[str, str]:
+    """For each store the one that keeps its copies; empty when there is only one store."""
+    if len(stores) < 2:
+        return {}
+    half = len(stores) // 2
+    groups = [[stores[number], stores[number + half]] for number in range(half)]
+    if len(stores) % 2:
+        groups[-1].append(stores[-1])
+    return {store: group[(at + 1) % len(group)] for group in groups for at, store in enumerate(group)}
+
+
+@dataclass(slots=True)
+class _Held:
+    """What all stores together hold of one moment."""
+
+    whole: set[tuple[ShardKey, str]] = field(default_factory=set)
+    """Shards and their layouts."""
+    stores: dict[ShardKey, set[str]] = field(default_factory=dict)
+
+
+def _index(views: Sequence[RankView]) -> dict[Moment, _Held]:
+    found: dict[Moment, _Held] = {}
+    for view in views:
+        for claim in view.claims:
+            held = found.get(claim.moment)
+            if held is None:
+                held = found[claim.moment] = _Held()
+            held.whole.add((claim.key, claim.layout))
+            held.stores.setdefault(claim.key, set()).add(view.store)
+    return found
+
+
+class _Spokesmen:
+    """The rank that sends or receives a shard for a store: one that needs it if there is one, the lowest."""
+
+    def __init__(self, views: Iterable[RankView]) -> None:
+        self._any: dict[str, int] = {}
+        self._needing: dict[tuple[str, ShardKey], int] = {}
+        for view in views:
+            self._any[view.store] = min(view.rank, self._any.get(view.store, view.rank))
+            place = (view.store, view.needs)
+            self._needing[place] = min(view.rank, self._needing.get(place, view.rank))
+
+    def of(self, store: str, key: ShardKey) -> int:
+        """For one store and shard."""
+        return self._needing.get((store, key), self._any[store])
+
+
+def _rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> tuple[tuple[Transfer, ...], ...]:
+    """Per key a doubling tree over stores: each store that has the shard sends it to one that lacks it.
+
+    `holders`: the stores that have a shard of the moment to resume.
+    """
+    rounds: list[list[Transfer]] = []
+    speaks = _Spokesmen(views)
+    wanting: dict[ShardKey, set[str]] = {}
+    for view in views:
+        wanting.setdefault(view.needs, set()).add(view.store)
+    for key, stores in sorted(wanting.items()):
+        has = holders[key]
+        senders = sorted(speaks.of(store, key) for store in has)
+        receivers = sorted(speaks.of(store, key) for store in stores - has)
+        number = 0
+        while receivers:
+            batch, receivers = receivers[: len(senders)], receivers[len(senders) :]
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].extend(Transfer(source, target, key) for source, target in zip(senders, batch, strict=False))
+            senders += batch
+            number += 1
+    return tuple(tuple(each) for each in rounds)

@@ -1,0 +1,278 @@
+"""The collective that starts a run: look, decide, verify, exchange, restore.
+
+All ranks run `Resumption.run` together. Each says what its snapshot store holds; the first one, which has looked at the
+durable root too, decides (`first_rank.py`) and tells each its part; on any damage it decides again without it.
+Invariants: no rank restores a snapshot before every rank has verified its part; what comes from storage is verified
+while it is read, and a rank that has read damage makes all ranks load another state; all ranks return the same position
+or raise the same error; a restart that finds its snapshots costs three rounds up and down a tree: who is where, what is
+there (each snapshot is told of once), and whether it is whole. A rank hears what concerns it and its node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trainium_contract.wire.checkpoint_manifest import folder_name
+from trainium_trainer.checkpoint.collectives import deal
+from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.errors import StorageError, storage_error
+from trainium_trainer.checkpoint.format.flat_buffer import Layout, checksum, copy_all
+from trainium_trainer.checkpoint.interfaces import ResumeSource
+from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, spoken_for, writers
+from trainium_trainer.checkpoint.resume.buddy_pairing import pair_up
+from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Exchange, Load, Offer, Order, Report
+from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from trainium_trainer.checkpoint.interfaces import Mesh, Position, TrainingState
+    from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
+    from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+    from trainium_trainer.checkpoint.root.acquisition import Entrance
+    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the ranks agreed on; equal on all of them but where it says so."""
+
+    position: Position | None
+    source: ResumeSource
+    """Where this rank's state came from, by rank."""
+    keeps_snapshots: bool
+    """Whether this rank writes memory snapshots (one of those that share a shard and a store does)."""
+    memory_is_safe: bool
+    """Whether every shard has a rank that keeps snapshots."""
+    durable_step: int
+    """Newest good committed step, -1 for none."""
+    milestone_tokens: int
+    """Position of the newest milestone; 0 for none."""
+    known_bad: frozenset[str]
+    """Folders of checkpoints that were found damaged."""
+    leftovers: tuple[str, ...]
+    """On the first rank."""
+    warnings: tuple[str, ...]
+    """On the first rank all, else the first of them."""
+    fenced: bool = True
+    """The first rank has the fence; else its first save that can claims it."""
+    recorded: Mapping[str, Any] | None = None
+    """On the first rank: the settings of the newest checkpoint below the root, None without one."""
+
+
+class Resumption:
+    """One start of this rank; used once."""
+
+    def __init__(
+        self,
+        *,
+        state: TrainingState,
+        mesh: Mesh,
+        key: ShardKey,
+        layout: Layout,
+        memory: MemoryTier | None,
+        storage: Storage,
+        group: ProcessGroup | None,
+        entrance: Entrance,
+        settings: Mapping[str, Any],
+        config_digest: str,
+        retry: Retry,
+        buddies: bool = True,
+    ) -> None:
+        self._state = state
+        self._mesh = mesh
+        self._key = key
+        self._layout = layout
+        self._memory = memory
+        self._storage = storage
+        self._group = group
+        self._entrance = entrance
+        self._settings = settings
+        self._config_digest = config_digest
+        self._retry = retry
+        self._buddies = buddies
+        self._council = Council(storage.location, buddies, entrance.generation)
+        self._payloads: dict[ShardKey, torch.Tensor] = {}
+        self._origin: Claim | None = None
+        self._keeps: bool | None = None
+        self._warned = 0
+
+    def run(self) -> Outcome:
+        """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
+        council = self._council
+        neighbours = deal(self._look, council.meet, self._group, "resume: who is where")
+        self._take_role(neighbours)
+        order: Order = deal(lambda: self._offer(neighbours), council.hear_offers, self._group, "resume: what is there")
+        source = ResumeSource.FRESH
+        while not isinstance(order, Done):
+            report = self._carry_out(order)
+            if isinstance(order, Check):
+                source = ResumeSource.MEMORY if self._key in self._payloads else ResumeSource.PEER
+            elif isinstance(order, Load):
+                source = ResumeSource.DURABLE
+            order = self._report(report)
+        return self._conclude(order, source)
+
+    # ---- rounds -----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> RankView:
+        """The local store, and on the first rank the durable root, which it takes over."""
+        try:
+            if self._memory is not None:
+                self._memory.claim_fence()
+            place = self._place()
+            if self._mesh.rank == 0:
+                self._survey()
+        except OSError as error:
+            where = str(self._memory.directory if self._memory else self._storage.location)
+            raise storage_error(error, where) from error
+        return place
+
+    def _survey(self) -> None:
+        where = self._storage.location
+        try:
+            found, problem = self._entrance.open(
+                lambda found: refuse_foreign(found, where, self._settings, self._config_digest)
+            )
+        except StorageError as error:
+            self._council.take_problem(error)
+        else:
+            self._council.take_survey(found, problem)
+
+    def _offer(self, neighbours: Sequence[RankView]) -> Offer:
+        """What this rank speaks for in its store."""
+        if self._memory is None:
+            return Offer(keeps=self._keeps)
+        claims = spoken_for(neighbours, self._mesh.rank, self._memory.claims())
+        return Offer(claims, self._keeps, self._new_warnings())
+
+    def _carry_out(self, order: Check | Exchange | Load) -> Report:
+        if isinstance(order, Check):
+            return self._check(order.claims)
+        if isinstance(order, Exchange):
+            return Report(ok=self._exchange(order))
+        return self._load(order.checkpoint)
+
+    def _report(self, report: Report) -> Order:
+        """Tell how it went, hear what comes next. Collective."""
+        return deal(lambda: report, self._council.hear, self._group, "resume: how it went")
+
+    def _check(self, claims: Sequence[Claim]) -> Report:
+        """Open and verify snapshots: of the own shard if this store has it, and what others will be sent."""
+        self._payloads.clear()
+        self._origin = None
+        lost: set[Claim] = set()
+        for claim in claims:
+            payload = None if self._memory is None else self._memory.open_claim(claim)
+            if payload is None:
+                lost.add(claim)
+            else:
+                self._payloads[claim.key] = payload
+        return Report(not lost, frozenset(lost), self._new_warnings())
+
+    def _load(self, checkpoint: Committed) -> Report:
+        """Fill the live state from storage; the report tells the others of damage, or of a store that fails."""
+        try:
+            durable_tier.load(self._storage, checkpoint, self._state, self._retry)
+        except BaseException as error:
+            cause = durable_tier.explain(error, self._storage.location)
+            if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+                raise cause from error
+            if isinstance(cause, StorageError):
+                # It says nothing about the checkpoint: the run ends here and tries again later.
+                return Report(ok=False, error=cause)
+            return Report(ok=False, damaged=((folder_name(checkpoint.step), f"it cannot be loaded: {cause}"),))
+        return Report()
+
+    def _exchange(self, order: Exchange) -> bool:
+        """Send and receive snapshots in the decided rounds; False when one arrived altered."""
+        ok = True
+        me = self._mesh.rank
+        self._origin = order.origin
+        for number in sorted({move.round for move in order.moves}):
+            work = []
+            arriving: torch.Tensor | None = None
+            slot = None
+            for move in (move for move in order.moves if move.round == number):
+                if move.source == me:
+                    payload = self._payloads[move.key]
+                    work.append(dist.isend(payload, move.target, group=self._group, tag=move.tag))
+                if move.target == me:
+                    slot = self._memory.receiving_slot() if self._memory is not None and self._keeps else None
+                    arriving = (
+                        torch.empty(self._layout.payload_bytes, dtype=torch.uint8) if slot is None else slot.payload
+                    )
+                    work.append(dist.irecv(arriving, move.source, group=self._group, tag=move.tag))
+            for each in work:
+                if each is not None:
+                    each.wait()
+            if arriving is not None:
+                if slot is not None and self._memory is not None:
+                    ok = self._memory.seal_received(slot, order.origin) and ok
+                else:
+                    ok = checksum(arriving) == order.origin.checksum and ok
+                self._payloads[self._key] = arriving
+        return ok
+
+    # ---- small parts ------------------------------------------------------------------------------------------------
+
+    def _place(self) -> RankView:
+        store = f"rank-{self._mesh.rank}" if self._memory is None else self._memory.store_id()
+        return RankView(self._mesh.rank, store, self._key, self._layout.digest)
+
+    def _take_role(self, neighbours: Sequence[RankView]) -> None:
+        """Open the snapshot files when this rank is the one that writes them."""
+        if self._memory is None:
+            self._keeps = False
+            return
+        self._memory.local_keys = frozenset(view.needs for view in neighbours)
+        self._keeps = self._memory.open_slots() if self._mesh.rank in writers(neighbours) else None
+
+    def _new_warnings(self) -> tuple[str, ...]:
+        """What the memory tier has to say since it was asked last."""
+        if self._memory is None:
+            return ()
+        new = self._memory.warnings[self._warned :]
+        self._warned += len(new)
+        return tuple(f"rank {self._mesh.rank}: {warning}" for warning in new)
+
+    def _restore_from_memory(self) -> None:
+        payload = self._payloads.get(self._key)
+        if payload is None and self._memory is not None and self._origin is not None:
+            payload = self._memory.open_claim(self._origin)
+        assert payload is not None, "every rank has its shard after the exchange"
+        copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
+
+    def _conclude(self, done: Done, source: ResumeSource) -> Outcome:
+        agreed, council = done.agreed, self._council
+        if isinstance(agreed.decision, FromMemory):
+            self._restore_from_memory()
+        elif not isinstance(agreed.decision, FromDurable):
+            source = ResumeSource.FRESH
+        if self._memory is not None:
+            step = -1 if agreed.position is None else agreed.position.step
+            self._memory.forget_after(step, own=bool(self._keeps), others=done.caretaker)
+        first = self._mesh.rank == 0
+        warnings = dict.fromkeys(council.warnings if first else agreed.warnings)
+        if agreed.guarded and self._group is not None:
+            warnings.update(dict.fromkeys(pair_up(self._memory, self._group, council.wanted, council.views)))
+        return Outcome(
+            position=agreed.position,
+            source=source,
+            keeps_snapshots=bool(self._keeps),
+            memory_is_safe=agreed.memory_is_safe,
+            durable_step=agreed.durable_step,
+            milestone_tokens=agreed.milestone_tokens,
+            known_bad=agreed.known_bad,
+            leftovers=council.leftovers,
+            warnings=tuple(warnings),
+            fenced=agreed.fenced,
+            recorded=council.newest.manifest.settings if council.newest is not None else None,
+        )

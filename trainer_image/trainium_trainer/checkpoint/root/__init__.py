@@ -1,0 +1,1 @@
+"""What stands below a checkpoint root, whose it is, and who may commit there."""

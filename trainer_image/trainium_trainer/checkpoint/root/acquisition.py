@@ -1,0 +1,85 @@
+"""How a start of the ranks gets hold of the durable root, on the first rank: owner, settings, fence, in this order.
+
+Invariants: whoever is refused, because the folder is another job's or holds another run, has written nothing and has
+fenced nobody out; nothing is committed before the fence is ours. A fence that cannot be written because the store is
+full or away is claimed by the first save that can: a run that has its state in memory goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_trainer.checkpoint.errors import StorageError
+from trainium_trainer.checkpoint.root.commit import check_fence, claim_fence, read_fence, refuse_newer
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.protocol import Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_trainer.checkpoint.root.commit import FenceToken
+    from trainium_trainer.checkpoint.root.owner import OwnerRecords
+    from trainium_trainer.checkpoint.root.survey import Survey
+    from trainium_trainer.checkpoint.storage.protocol import Storage
+
+_ONCE_MORE = 1
+"""Tries of a fence that the start can do without: a full store does not get room within half a minute."""
+
+
+class Entrance:
+    """One rank's right to commit below the root; the first rank's `open` is called before all else."""
+
+    def __init__(self, storage: Storage, owner: OwnerRecords, token: FenceToken, retry: Retry) -> None:
+        self._storage = storage
+        self._owner = owner
+        self._token = token
+        self._retry = retry
+        self.claimed = False
+        """The fence is ours, as far as this rank knows."""
+
+    @property
+    def generation(self) -> int:
+        """Of this start."""
+        return self._token.generation
+
+    def open(self, refuse: Callable[[Survey], None]) -> tuple[Survey, StorageError | None]:
+        """What is below the root, and why the fence could not be claimed, if it could not.
+
+        `refuse` raises when what is there is not this run's. Raises StorageError when the root cannot be read or become
+        ours, UnusableCheckpointError when it is another job's, StaleGenerationError when a newer start owns it.
+        """
+        where, problem = self._storage.location, None
+        self._retry.run(self._storage.prepare, where)
+        if not self._retry.run(self._owner.held, where) or self._is_strange():
+            refuse(self._retry.run(lambda: survey(self._storage), where))
+            self._retry.run(self._owner.take, where)
+        try:
+            self._claim(Retry(self._retry.delays[:_ONCE_MORE], self._retry.sleep))
+        except StorageError as error:
+            problem = error
+        # Only now: until the fence was ours an earlier start could still commit.
+        found = self._retry.run(lambda: survey(self._storage), where)
+        refuse(found)
+        return found, problem
+
+    def confirm(self) -> None:
+        """Before a commit: claim the fence where the start could not. Raises like `open`."""
+        if not self.claimed:
+            self._retry.run(self._owner.take, self._storage.location)
+            self._claim(self._retry)
+
+    def check(self) -> None:
+        """StaleGenerationError when the run has gone on without this start of it; OSError when nobody can tell."""
+        if self.claimed:
+            check_fence(self._storage, self._token)
+        else:
+            refuse_newer(self._storage, self._token)
+
+    def _is_strange(self) -> bool:
+        """Whether the fence is of another run, or of one that does not say which."""
+        fence = self._retry.run(lambda: read_fence(self._storage), self._storage.location)
+        return fence is not None and (not fence.run or fence.run != self._token.run)
+
+    def _claim(self, retry: Retry) -> None:
+        retry.run(lambda: claim_fence(self._storage, self._token), self._storage.location)
+        self.claimed = True

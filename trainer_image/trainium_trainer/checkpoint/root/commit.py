@@ -1,0 +1,144 @@
+"""The commit rule of durable checkpoints: who may commit below a root, and how a written attempt becomes a checkpoint.
+
+Layout below the root: `GENERATION` is the fence; `step-<n>/g<generation>-<session>/` is where the ranks of one session
+write; `step-<n>/COMMITTED` makes it count (`trainium_contract.wire.checkpoint_manifest`).
+
+Invariants: `COMMITTED` is written last, is created and never replaced unless the checkpoint it stands for was found
+damaged, and names the digest of the manifest; only the session that claimed the fence last commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from trainium_contract.wire.checkpoint_manifest import (
+    COMMIT_NAME,
+    GENERATION_FENCE_NAME,
+    MANIFEST_NAME,
+    Commit,
+    Manifest,
+)
+from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_trainer.checkpoint.storage.protocol import read_small
+
+if TYPE_CHECKING:
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class FenceToken:
+    """Who may commit below a root."""
+
+    generation: int
+    run: str
+    """Identity of the job; a job made anew starts again at generation 1 and may take over an old root."""
+    session: str
+    """Identity of one start of the ranks; an earlier attempt of the same generation is fenced out as well."""
+
+    @property
+    def attempt(self) -> str:
+        """Name of the folders that this session writes."""
+        return f"g{self.generation}-{self.session}"
+
+
+def read_fence(storage: Storage) -> FenceToken | None:
+    """The fence; also a bare number is understood."""
+    data = read_small(storage, GENERATION_FENCE_NAME)
+    if data is None:
+        return None
+    try:
+        raw = json.loads(data)
+        if isinstance(raw, int):
+            return FenceToken(raw, "", "")
+        return FenceToken(int(raw["generation"]), str(raw.get("run", "")), str(raw.get("session", "")))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def claim_fence(storage: Storage, token: FenceToken) -> None:
+    """Make `token` the one that may commit; StaleGenerationError when this run has a newer generation already."""
+    refuse_newer(storage, token)
+    text = json.dumps({"generation": token.generation, "run": token.run, "session": token.session})
+    storage.write(GENERATION_FENCE_NAME, text.encode())
+
+
+def refuse_newer(storage: Storage, token: FenceToken) -> None:
+    """StaleGenerationError when this run has a newer generation already."""
+    current = read_fence(storage)
+    if current is not None and current.run == token.run and current.generation > token.generation:
+        raise StaleGenerationError(_refusal(storage, current, token))
+
+
+def check_fence(storage: Storage, token: FenceToken) -> None:
+    """StaleGenerationError when somebody claimed the fence after `token` did."""
+    current = read_fence(storage)
+    if current != token:
+        raise StaleGenerationError(_refusal(storage, current, token))
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What makes a checkpoint count once it is published."""
+
+    folder: str
+    """The checkpoint's folder, relative to the root."""
+    text: bytes
+
+
+def prepare_commit(storage: Storage, folder: str, manifest: Manifest, token: FenceToken, retry: Retry) -> Receipt:
+    """Write the manifest of `token`'s attempt in a checkpoint's folder and see that it may be committed.
+
+    StaleGenerationError when somebody else owns the root. Each access is tried again by itself.
+    """
+    data = manifest.model_dump_json(by_alias=True).encode()
+    where = f"{storage.location}/{folder}"
+    retry.run(lambda: storage.write(f"{folder}/{token.attempt}/{MANIFEST_NAME}", data), where)
+    retry.run(lambda: check_fence(storage, token), where)
+    commit = Commit(step=manifest.step, folder=token.attempt, manifest_digest=hashlib.sha256(data).hexdigest())
+    return Receipt(folder, commit.model_dump_json(by_alias=True).encode())
+
+
+def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool = False) -> None:
+    """Commit; on return it survives a power cut. Whatever it raises, the checkpoint may count from now on.
+
+    `damaged`: what is committed there was found damaged and may be replaced. StaleGenerationError when somebody else
+    has committed that checkpoint.
+    """
+    name, where = f"{receipt.folder}/{COMMIT_NAME}", f"{storage.location}/{receipt.folder}"
+
+    def once() -> None:
+        if damaged:
+            storage.write(name, receipt.text)
+            return
+        try:
+            storage.create(name, receipt.text)
+        except FileExistsError as error:
+            # An answer may have been lost on its way back: then it is ours.
+            if read_small(storage, name) != receipt.text:
+                raise StaleGenerationError(f"{where} was committed by another start of the run meanwhile") from error
+
+    retry.run(once, where)
+
+
+def read_commit(storage: Storage, folder: str) -> Commit | None:
+    """The receipt in a checkpoint's folder; None when there is none. ValueError when it cannot be understood."""
+    data = read_small(storage, f"{folder}/{COMMIT_NAME}")
+    if data is None:
+        return None
+    try:
+        return Commit.model_validate_json(data)
+    except ValidationError as error:
+        raise ValueError(f"{folder}/{COMMIT_NAME} cannot be read") from error
+
+
+def _refusal(storage: Storage, current: FenceToken | None, token: FenceToken) -> str:
+    owner = "nobody" if current is None else f"generation {current.generation}"
+    return (
+        f"{storage.location} belongs to {owner} now: this process is of generation {token.generation}, an older start "
+        "of the run, and must not commit"
+    )

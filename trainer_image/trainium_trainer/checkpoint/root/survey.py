@@ -1,0 +1,189 @@
+"""What is below a root of durable checkpoints: which are committed, whole, damaged, left over; retention.
+
+Invariants: a survey reads receipts, manifests and sizes, no contents; a checkpoint is removed only when enough newer
+good ones are there, its receipt first, so that a removal cut short leaves a leftover and not a damaged checkpoint;
+milestones, what was set aside and what a newer version wrote are never removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from trainium_contract.wire.checkpoint_manifest import (
+    BLOCK_BYTES,
+    COMMIT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    READABLE_VERSIONS,
+    SET_ASIDE_NAME,
+    Commit,
+    Manifest,
+    ManifestFile,
+    block_digest,
+    file_digest,
+    folder_name,
+    milestone_of,
+    step_of,
+)
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.checkpoint.root.commit import read_commit
+from trainium_trainer.checkpoint.storage.protocol import read_part, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+
+_VERIFY_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that counts."""
+
+    step: int
+    folder: str
+    """The attempt's folder, relative to the root, that holds the manifest and the files."""
+    manifest: Manifest
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.manifest.files)
+
+    def for_readers(self) -> Committed:
+        """What a rank needs to read from it: the tables, not the list of all ranks' files."""
+        tables = tuple(file for file in self.manifest.files if file.name.endswith(".json"))
+        return replace(self, manifest=self.manifest.model_copy(update={"files": tables}))
+
+
+@dataclass(slots=True)
+class Survey:
+    """What is below a root."""
+
+    committed: list[Committed] = field(default_factory=list)
+    """Newest first; sizes have been compared, digests have not."""
+    milestones: list[Committed] = field(default_factory=list)
+    """Likewise."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Folder of a committed checkpoint that is not whole -> what is wrong."""
+    newer: dict[str, str] = field(default_factory=dict)
+    """Folder of a checkpoint that a newer version wrote -> a sentence."""
+    set_aside: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    """Folders, relative to the root, of saves that never ended."""
+
+
+def survey(storage: Storage) -> Survey:
+    """Read what is below the root."""
+    found = Survey()
+    for entry in storage.list(""):
+        step, milestone = step_of(entry.name), milestone_of(entry.name)
+        if entry.is_folder and (step is not None or milestone is not None):
+            _look_into(storage, entry.name, found)
+    found.committed.sort(key=lambda item: item.step, reverse=True)
+    found.milestones.sort(key=lambda item: item.step, reverse=True)
+    return found
+
+
+def verify(storage: Storage, checkpoint: Committed, retry: Retry) -> list[str]:
+    """What is wrong with the contents of a checkpoint's files; empty when every digest is right.
+
+    Raises StorageError when they cannot be read, which says nothing about them.
+    """
+    with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify") as pool:
+        outcomes = pool.map(
+            lambda file: _verify_file(storage, checkpoint.folder, file, retry), checkpoint.manifest.files
+        )
+        return [outcome for outcome in outcomes if outcome]
+
+
+def prune(storage: Storage, keep_last: int, known_bad: Iterable[str], newest: int) -> list[int]:
+    """Remove the checkpoints that are older than the newest `keep_last` good ones; returns their steps.
+
+    `newest`, which the caller has just committed, is good and is kept; the folders `known_bad` are not, and go with the
+    others of their age.
+    """
+    found = survey(storage)
+    bad = {step_of(name) for name in known_bad} - {newest}
+    good = sorted({newest, *(item.step for item in found.committed if item.step not in bad)}, reverse=True)
+    if len(good) < keep_last:
+        return []
+    present = {item.step for item in found.committed} | {step for name in found.damaged if (step := step_of(name))}
+    doomed = sorted(step for step in present if step < good[keep_last - 1])
+    for step in doomed:
+        storage.remove_file(f"{folder_name(step)}/{COMMIT_NAME}")
+        storage.remove_folder(folder_name(step))
+    return doomed
+
+
+def _look_into(storage: Storage, name: str, found: Survey) -> None:
+    try:
+        receipt = read_commit(storage, name)
+    except ValueError as error:
+        found.damaged[name] = str(error)
+        return
+    inside = storage.list(name)
+    if receipt is None:
+        if any(entry.name == SET_ASIDE_NAME for entry in inside):
+            found.set_aside.append(name)
+        else:
+            found.leftovers.append(name)
+        return
+    if receipt.format_version not in READABLE_VERSIONS:
+        age = "a newer" if receipt.format_version > FORMAT_VERSION else "an older"
+        found.newer[name] = (
+            f"{name} was written by {age} version of this trainer (format {receipt.format_version}, this one has "
+            f"{FORMAT_VERSION})"
+        )
+        return
+    found.leftovers += [f"{name}/{each.name}" for each in inside if each.is_folder and each.name != receipt.folder]
+    outcome = _inspect(storage, name, receipt)
+    if isinstance(outcome, str):
+        found.damaged[name] = outcome
+    elif step_of(name) is not None:
+        found.committed.append(outcome)
+    else:
+        found.milestones.append(outcome)
+
+
+def _inspect(storage: Storage, name: str, receipt: Commit) -> Committed | str:
+    folder = f"{name}/{receipt.folder}"
+    step = step_of(name) if step_of(name) is not None else milestone_of(name)
+    data = read_small(storage, f"{folder}/{MANIFEST_NAME}")
+    if data is None:
+        return f"{folder}/{MANIFEST_NAME} is missing"
+    if receipt.step != step or hashlib.sha256(data).hexdigest() != receipt.manifest_digest:
+        return f"{folder}/{MANIFEST_NAME} is not the one that was committed"
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError:
+        return f"{folder}/{MANIFEST_NAME} cannot be read"
+    sizes = {entry.name: entry.size for entry in storage.list(folder)}
+    for file in manifest.files:
+        if file.name not in sizes:
+            return f"{folder}/{file.name} is missing"
+        if sizes[file.name] != file.size:
+            return f"{folder}/{file.name} has {sizes[file.name]} bytes where {file.size} were written"
+    return Committed(receipt.step, folder, manifest)
+
+
+def _verify_file(storage: Storage, folder: str, file: ManifestFile, retry: Retry) -> str | None:
+    name = f"{folder}/{file.name}"
+    buffer = memoryview(bytearray(min(file.size, BLOCK_BYTES)))
+    blocks: list[str] = []
+    for start in range(0, file.size, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, file.size - start)]
+        try:
+            read_part(storage, name, start, block, retry)
+        except DamagedFileError as error:
+            return str(error)
+        blocks.append(block_digest([block]))
+    if file_digest(blocks) != file.digest:
+        return f"{name} does not have the contents that were written"
+    return None

@@ -1,0 +1,1 @@
+"""Where durable checkpoints live: the protocol of a store, folders and S3 buckets behind it."""

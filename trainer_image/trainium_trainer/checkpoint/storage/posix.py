@@ -1,0 +1,181 @@
+"""A folder of a file system as a checkpoint store: a local disk, NFS, Lustre (FSx), EFS.
+
+Invariants: files appear whole, by a rename or a hard link of a finished draft, so a process that wakes up late cannot
+harm what others have finished; data is synchronised to the device before a call returns, and so is the folder that
+holds a new name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from typing import TYPE_CHECKING
+
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.checkpoint.storage.protocol import Entry
+from trainium_trainer.checkpoint.storage.writeback import send_to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from io import FileIO
+    from pathlib import Path
+
+_FOLDER_ATTEMPTS = 3
+_DRAFT = ".draft-"
+_DRAFT_BYTES = 6
+_DRAFT_NAME = re.compile(rf"{re.escape(_DRAFT)}[0-9a-f]{{{2 * _DRAFT_BYTES}}}")
+_SEND_BYTES = 16 << 20
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class PosixStorage:
+    """A folder of a file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def location(self) -> str:
+        """The root, for sentences."""
+        return str(self._root)
+
+    def prepare(self) -> None:
+        """Make the root."""
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def list(self, folder: str) -> list[Entry]:
+        """The names in a folder; drafts are nobody's business."""
+        entries: list[Entry] = []
+        try:
+            with os.scandir(self._root / folder) as scan:
+                for item in scan:
+                    try:
+                        status = item.stat()
+                    except FileNotFoundError:  # removed while we looked
+                        continue
+                    is_folder = item.is_dir()
+                    if not item.name.startswith(_DRAFT):
+                        entries.append(Entry(item.name, 0 if is_folder else status.st_size, is_folder, status.st_mtime))
+        except FileNotFoundError:
+            return []
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def read(self, name: str) -> bytes:
+        """A small file."""
+        return (self._root / name).read_bytes()
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill `target` from a file."""
+        with (self._root / name).open("rb", buffering=0) as file:
+            file.seek(start)
+            filled = 0
+            while filled < len(target):
+                count = file.readinto(target[filled:])
+                if not count:
+                    raise DamagedFileError(f"{name} ends too early")
+                filled += count
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a draft and rename it over the file."""
+        draft = self._draft(name, data)
+        draft.replace(self._root / name)
+        _sync_folder(draft.parent)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a draft and link it to the name, which fails when the name is taken."""
+        draft, target = self._draft(name, data), self._root / name
+        try:
+            os.link(draft, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # A file system without hard links: of writers in the same moment, the last one would win.
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+
+    def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:  # noqa: ARG002 - for other stores
+        """Write a draft, with the device at work from the first pieces on, and rename it over the file."""
+        path = self._root / name
+        with _drafted(path) as (draft, file):
+            sent = written = 0
+            for piece in pieces:
+                _write_all(file, piece)
+                written += len(piece)
+                if written - sent >= _SEND_BYTES:
+                    send_to_device(file.fileno(), sent, written - sent)
+                    sent = written
+        draft.replace(path)
+        _sync_folder(path.parent)
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file."""
+        (self._root / name).unlink(missing_ok=True)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder, and those above it that are empty then: like in an object store they are nothing."""
+        path = self._root / name
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+        for parent in path.parents:
+            if parent == self._root:
+                break
+            try:
+                parent.rmdir()
+            except OSError:  # not empty, or gone
+                break
+
+    def remove_drafts(self) -> None:
+        """Remove the drafts directly in the root; a file of the user's whose name only begins like theirs stays."""
+        for path in self._root.glob(f"{_DRAFT}*"):
+            if _DRAFT_NAME.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+    def _draft(self, name: str, data: bytes) -> Path:
+        with _drafted(self._root / name) as (draft, file):
+            _write_all(file, memoryview(data))
+        return draft
+
+
+@contextlib.contextmanager
+def _drafted(path: Path) -> Iterator[tuple[Path, FileIO]]:
+    """A draft beside a file, synchronised when the context ends; nothing is left of one that fails."""
+    draft = path.with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
+    try:
+        with _new_file(draft) as file:
+            yield draft, file
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def _new_file(path: Path) -> FileIO:
+    """A new file in a folder that is made as needed, also while somebody removes it because it was empty."""
+    for _ in range(_FOLDER_ATTEMPTS):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return path.open("wb", buffering=0)
+    return path.open("wb", buffering=0)
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += file.write(data[written:])
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

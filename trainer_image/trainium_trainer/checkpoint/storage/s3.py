@@ -1,0 +1,206 @@
+"""A prefix of an S3 bucket as a checkpoint store, by the `obstore` package (extra `s3`).
+
+Credentials, region and endpoint come from the environment, as the AWS tools read it: variables, a web identity token
+(IRSA), the container's or the instance's role. They are never put into a message: what the store answered is cut down
+to its error code and its sentence.
+
+Invariants: every request has a time limit, and a bounded number of further tries with growing pauses; a large file is
+a multipart upload that is aborted when it fails, so nothing half-written is ever an object; `create` is a conditional
+write (`If-None-Match: *`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from trainium_trainer.checkpoint.errors import DamagedFileError
+from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Entry
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from obstore.store import S3Store
+
+_PART_BYTES = 16 << 20
+_MOST_PARTS = 9_000
+"""S3 takes 10,000 parts of one upload."""
+_UPLOADS_AT_ONCE = 4
+_DELETES_AT_ONCE = 1_000
+_STATUS = re.compile(r"status code: (\d+[ \w]*)")
+_ANSWER = re.compile(r"<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Time limits and retries of single requests."""
+
+    connect_seconds: float = 5.0
+    request_seconds: float = 30.0
+    """One request with its body: of at most one part (16 MiB, more only for files above 140 GiB)."""
+    retries: int = 5
+    first_pause_seconds: float = 0.2
+    longest_pause_seconds: float = 10.0
+    retry_seconds: float = 120.0
+    """No further try after this."""
+
+
+class S3Storage:
+    """A bucket's prefix; thread-safe."""
+
+    def __init__(self, bucket: str, prefix: str, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        try:
+            from obstore.store import S3Store  # noqa: PLC0415 - an optional package
+        except ImportError as error:
+            raise UserError(
+                "checkpoint.path is in S3, and the package obstore is not installed: "
+                "pip install 'trainium-operator[s3]'"
+            ) from error
+        self.location = f"{S3_SCHEME}{bucket}/{prefix}".rstrip("/")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        with _translated(self.location):
+            self._store: S3Store = S3Store(
+                bucket,
+                prefix=prefix or None,
+                region=region,
+                client_options={
+                    "allow_http": endpoint.startswith("http://"),
+                    "connect_timeout": timedelta(seconds=limits.connect_seconds),
+                    "timeout": timedelta(seconds=limits.request_seconds),
+                },
+                retry_config={
+                    "max_retries": limits.retries,
+                    "retry_timeout": timedelta(seconds=limits.retry_seconds),
+                    "backoff": {
+                        "init_backoff": timedelta(seconds=limits.first_pause_seconds),
+                        "max_backoff": timedelta(seconds=limits.longest_pause_seconds),
+                    },
+                },
+            )
+
+    @staticmethod
+    def of(path: str, limits: Limits | None = None) -> S3Storage:
+        """The store of `s3://bucket/prefix`; UserError when the path names no bucket."""
+        bucket, _, prefix = path.removeprefix(S3_SCHEME).partition("/")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", bucket):
+            raise UserError(f"checkpoint.path {path}: {bucket!r} is not a bucket's name: write s3://bucket/prefix")
+        return S3Storage(bucket, prefix.strip("/"), limits)
+
+    def prepare(self) -> None:
+        """See that the bucket is there and lets us in."""
+        with _translated(self.location):
+            self._store.list_with_delimiter("")
+
+    def list(self, folder: str) -> list[Entry]:
+        """The names below a prefix, all pages of them."""
+        with _translated(folder):
+            found = self._store.list_with_delimiter(folder)
+        entries = [Entry(path.rstrip("/").rpartition("/")[2], 0, True, 0.0) for path in found["common_prefixes"]]
+        entries += [
+            Entry(meta["path"].rpartition("/")[2], meta["size"], False, meta["last_modified"].timestamp())
+            for meta in found["objects"]
+        ]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def read(self, name: str) -> bytes:
+        """A small object."""
+        with _translated(name):
+            return bytes(self._store.get(name).bytes())
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill `target` from a range of an object."""
+        if not len(target):
+            return
+        with _translated(name):
+            data = self._store.get_range(name, start=start, length=len(target))
+        if len(data) != len(target):
+            raise DamagedFileError(f"{name} ends too early")
+        target[:] = cast("memoryview", data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small object."""
+        with _translated(name):
+            self._store.put(name, data, use_multipart=False)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Put a small object unless there is one."""
+        with _translated(name):
+            self._store.put(name, data, mode="create", use_multipart=False)
+
+    def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
+        """A multipart upload, a few parts at a time."""
+        part = max(_PART_BYTES, -(-size // _MOST_PARTS))
+        try:
+            with _translated(name):
+                self._store.put(name, iter(pieces), chunk_size=part, max_concurrency=_UPLOADS_AT_ONCE)
+        except FileNotFoundError:
+            # Not the file: the upload was ended by somebody else, for instance by a rule of the bucket.
+            raise OSError(errno.EIO, "the upload is gone", name) from None
+
+    def remove_file(self, name: str) -> None:
+        """Delete an object."""
+        with _translated(name):
+            self._store.delete(name)
+
+    def remove_folder(self, name: str) -> None:
+        """Delete all objects below a prefix."""
+        with _translated(name):
+            for metas in self._store.list(name, chunk_size=_DELETES_AT_ONCE):
+                self._store.delete([meta["path"] for meta in metas])
+
+    def remove_drafts(self) -> None:
+        """Nothing: an object that was not written to its end is not there."""
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """Raise what the package raises as OSError, without the request and the answer that it quotes."""
+    from obstore import exceptions  # noqa: PLC0415 - an optional package
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise _error(name, str(error), errno.ENOENT) from None
+    except exceptions.AlreadyExistsError as error:
+        raise _error(name, str(error), errno.EEXIST) from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise _error(name, str(error), errno.EACCES) from None
+    except exceptions.BaseError as error:
+        text = str(error)
+        if "InvalidRange" in text:
+            raise DamagedFileError(f"{name} ends too early") from None
+        raise _error(name, text, _number(text)) from None
+
+
+def _number(text: str) -> int:
+    """The error number that fits best to what the package says."""
+    if "TimedOut" in text or "kind: Timeout" in text:
+        return errno.ETIMEDOUT
+    status = _STATUS.search(text)
+    return errno.EACCES if status is not None and status.group(1)[:3] in ("401", "403") else errno.EIO
+
+
+def _error(name: str, text: str, number: int) -> OSError:
+    """The error to raise; OSError makes the right subclass of it."""
+    if "NoSuchBucket" in text:
+        return OSError(errno.ENODEV, "the bucket does not exist", name)
+    if number in (errno.ENOENT, errno.EEXIST):
+        return OSError(number, os.strerror(number), name)
+    return OSError(number, "S3 did not answer in time" if number == errno.ETIMEDOUT else _said(text), name)
+
+
+def _said(text: str) -> str:
+    """The store's own error code and sentence, or the kind of failure; never the rest, which quotes the request."""
+    if answer := _ANSWER.search(text):
+        return ": ".join(part for part in answer.groups() if part)
+    if status := _STATUS.search(text):
+        return f"S3 answered {status.group(1).strip()}"
+    return "S3 cannot be reached" if "HTTP error" in text else "S3 refused"

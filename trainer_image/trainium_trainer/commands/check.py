@@ -1,0 +1,187 @@
+"""`trainium-trainer check`: what a configuration means at a size, and which of its settings have no effect.
+
+Invariant: no torch, no device, no data: what is printed follows from the configuration, the vocabulary, and what is
+there under the names that the configuration gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainium_contract.needs.descriptors import needed, too_small
+from trainium_contract.sizes import INSTANCES
+from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
+from trainium_contract.wire.worker_env import KIND
+from trainium_trainer.commands.check_files import missing, unread
+from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
+from trainium_trainer.compile.sizes import sizes_of
+from trainium_trainer.configuration.config import launch_of, parse, read_document, settle, with_steps
+from trainium_trainer.exits import UserError
+from trainium_trainer.loop import memory_check
+from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
+from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.models.shapes import PRESETS
+from trainium_trainer.open_files import limit
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.configuration.config import Launch, Settings
+
+_SIZES_SHOWN = 12
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(check)
+
+
+def check(
+    config: ConfigFile = DEFAULT_CONFIG,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training processes of the whole job; default: those of the TrainingJob, else 1."),
+    ] = None,
+) -> None:
+    """Say what a configuration means for a number of processes, or why it cannot be; nothing is started."""
+    lines, nodes, instance_type = [], 1, ""
+    document = read_document(config)
+    # A job, or so many ranks, run elsewhere; what `train` would refuse here is refused.
+    elsewhere = document.get("kind") == KIND or ranks is not None
+    if document.get("kind") == KIND:
+        plan = sizes_of(config, document, overrides or ())
+        start = f"{_sized(plan.nodes[0], 'node')} of {_sized(plan.cores_per_node, 'process')}"
+        lines = [f"job: starts on {start}; {_sizes(plan.nodes)}"]
+        ranks = ranks or plan.nodes[0] * plan.cores_per_node
+        nodes = max(1, ranks // plan.cores_per_node)
+        instance_type = plan.instance_type
+        trainer = plan.config
+    else:
+        trainer = parse(document, overrides or (), str(config))
+    launch = replace(launch_of({}), world_size=ranks or 1)
+    tokenizer = _tokenizer_elsewhere(trainer)
+    settings = settle(trainer, launch, vocabulary=0 if tokenizer else None)
+    absent = missing(settings.config)
+    if absent and not elsewhere:
+        raise UserError(absent[0])
+    if not elsewhere:
+        refuse_few_files(launch)
+    warnings = [*([tokenizer] if tokenizer else ()), *absent, *without_effect(settings.config)]
+    warnings += unread(settings.config.model)
+    warnings += without_work(settings)
+    found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
+    memory = memory_check.lines(found, of_node=bool(instance_type) or not elsewhere)
+    if instance_type in INSTANCES:
+        warnings += refuse_what_does_not_fit(found, INSTANCES[instance_type], instance_type)
+    typer.echo("\n".join([*lines, *meaning(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))
+
+
+def refuse_few_files(launch: Launch) -> None:
+    """Raise UserError when this machine lets a process open fewer files than the first rank of this world may need."""
+    if launch.world_size > 1 and (sentence := too_small(limit(), launch.world_size)):
+        raise UserError(sentence)
+
+
+def _tokenizer_elsewhere(config: TrainingConfig) -> str:
+    """A sentence when the tokenizer is only where the job runs and the model's vocabulary is known; else empty."""
+    path, model = config.data.tokenizer.path, config.model
+    known = model.vocab_size is not None or (model.path is None and PRESETS[model.preset].vocab_size > 0)
+    if path is None or not known or Path(path).exists():
+        return ""
+    return f"data.tokenizer.path {path} is not on this machine: its vocabulary was not compared with the model's"
+
+
+def _sized(number: int, unit: str) -> str:
+    plural = f"{unit}es" if unit.endswith("s") else f"{unit}s"
+    return f"{number} {unit if number == 1 else plural}"
+
+
+def _sizes(nodes: tuple[int, ...]) -> str:
+    """At most a line of them."""
+    sizes = sorted(nodes)
+    shown = ", ".join(map(str, sizes[:_SIZES_SHOWN]))
+    return f"useful sizes: {shown}" + (f" and {len(sizes) - _SIZES_SHOWN} more" if len(sizes) > _SIZES_SHOWN else "")
+
+
+def meaning(settings: Settings, nodes: int = 1) -> list[str]:
+    """The arithmetic of a run on so many nodes, one line each."""
+    config, shape = settings.config, settings.shape
+    degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
+    per_step = batch.global_size * length
+    rows = settings.passes * batch.micro_size * settings.dp_size
+    empty = f", {batch.global_size} of {rows} rows filled" if rows > batch.global_size else ""
+    return [
+        f"model: {shape.num_parameters:,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
+        *_tuned(settings),
+        (
+            f"processes: {settings.launch.world_size} = data {settings.dp_size} x tensor {degrees.tensor} x pipeline "
+            f"{degrees.pipeline}"
+        ),
+        (
+            f"step: {batch.global_size} samples of {length} tokens = {per_step:,} tokens; {settings.passes} passes of "
+            f"{batch.micro_size} samples on each data-parallel rank{empty}"
+        ),
+        _length(config),
+        _rate(config),
+        f"open files: up to {needed(settings.launch.world_size, nodes):,} in one process",
+    ]
+
+
+def _tuned(settings: Settings) -> list[str]:
+    """What is trained, where that is not all of it."""
+    tuning, choice, shape = settings.config.tuning, settings.choice, settings.shape
+    if not tuning.freezes:
+        return []
+    share = f"{choice.trained:,} of {shape.num_parameters:,} parameters ({choice.trained / shape.num_parameters:.2%})"
+    if not choice.adapters:
+        return [f"tuning: {share} are trained, the others are frozen"]
+    lora = tuning.lora
+    return [
+        f"tuning: LoRA of rank {lora.rank} on {len(choice.adapters)} layers, scale {lora.scale:g}; {share} are trained"
+    ]
+
+
+def _length(config: TrainingConfig) -> str:
+    if config.epochs:
+        return f"run: {config.epochs:g} epochs; how many steps they are follows from the data"
+    tokens = config.steps * config.batch.global_size * config.data.sequence_length
+    return f"run: {config.steps:,} steps = {tokens:,} tokens"
+
+
+def _rate(config: TrainingConfig) -> str:
+    schedule, peak = config.schedule, f"learning rate: up to {config.optimizer.learning_rate:g}"
+    if config.epochs:
+        warmup = "" if schedule.warmup_ratio is None else f" in the first {schedule.warmup_ratio:.1%} of the steps"
+        return f"{peak}{warmup}, {schedule.kind}"
+    known = with_steps(config, None)
+    last = learning_rate(known, known.steps - 1)
+    return f"{peak} in {known.schedule.warmup_steps:,} steps, {schedule.kind}, {last:g} in the last"
+
+
+def without_work(settings: Settings) -> list[str]:
+    """A sentence where there are more data-parallel ranks than samples in a step."""
+    samples, ranks = settings.config.batch.global_size, settings.dp_size
+    if samples >= ranks:
+        return []
+    sentence = (
+        f"batch.globalSize {samples} is less than the {ranks} data-parallel ranks: {ranks - samples} of them have no "
+        f"sample in any step, so {samples / ranks:.0%} of the devices do all the work; take fewer workers"
+    )
+    return [sentence]
+
+
+def without_effect(config: TrainingConfig) -> list[str]:
+    """Settings that say nothing next to the others, each with the reason."""
+    schedule, degrees = config.schedule, config.parallelism
+    found = []
+    if schedule.kind is ScheduleKind.CONSTANT and schedule.decay_steps is not None:
+        found.append("schedule.decaySteps has no effect: schedule.kind Constant does not decay")
+    if config.optimizer.weight_decay == 0 and config.optimizer.decay_scope is not WeightDecayScope.ALL:
+        found.append("optimizer.decayScope has no effect: optimizer.weightDecay is 0")
+    if degrees.sequence and degrees.tensor == 1:
+        found.append("parallelism.sequence has no effect: parallelism.tensor is 1")
+    return found

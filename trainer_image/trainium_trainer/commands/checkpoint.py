@@ -1,0 +1,163 @@
+"""The commands of `trainium-trainer` about checkpoints.
+
+Invariant: importing this module imports no torch, so that looking at checkpoints is quick.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads annotations
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from trainium_trainer.checkpoint import inspect as inspection
+from trainium_trainer.checkpoint.errors import storage_error
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from trainium_trainer.models.nxd_layout import KeyValueOrder
+
+E = TypeVar("E", bound=StrEnum)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command()(inspect)
+    convert = typer.Typer(
+        name="convert", help="Convert checkpoints from and to NxD's own layout.", no_args_is_help=True
+    )
+    convert.command("from-nxd")(from_nxd)
+    convert.command("to-nxd")(to_nxd)
+    app.add_typer(convert)
+
+
+def inspect(
+    root: Annotated[str, typer.Argument(help="The parent of the step-N folders: a folder or s3://bucket/prefix.")],
+    *,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Set damaged and uncommitted ones aside; no run may be using them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the durable checkpoints of a run, say which are whole, and set aside those that are not.
+
+    Exit codes: 0 when all is well or was repaired, 64 when a checkpoint is damaged, 81 when the store cannot be read.
+    """
+    storage = open_storage(root)
+    try:
+        if not storage.list(""):
+            raise UserError(f"there is nothing in {root}: name the folder that holds the step-N folders")
+        rows = inspection.list_checkpoints(storage, verify=verify)
+        if repair:
+            broken = inspection.set_aside(storage, rows)
+            rows = inspection.list_checkpoints(storage)
+            typer.echo(f"set aside: {', '.join(row.folder for row in broken) or 'nothing'}", err=True)
+    except OSError as error:
+        raise storage_error(error, root) from error
+    if as_json:
+        typer.echo(inspection.as_json(rows))
+    else:
+        typer.echo(inspection.table(rows, now=time.time()) if rows else f"no checkpoints in {root}")
+    damaged = [row.folder for row in rows if row.state is inspection.CheckpointState.DAMAGED]
+    if damaged:
+        raise UserError(
+            f"{len(damaged)} of {len(rows)} checkpoints in {root} are damaged: resuming takes the newest whole one; "
+            "--repair sets them aside"
+        )
+
+
+def from_nxd(
+    tag: Annotated[Path, typer.Argument(help="The tag's folder: it has `model`, `optim` and `done`.")],
+    root: Annotated[str, typer.Argument(help="New checkpoint root: a folder or s3://bucket/prefix.")],
+    *,
+    config: Annotated[Path, typer.Option(help="YAML file of the trainer with the model that the tag was made with.")],
+    step: Annotated[
+        int | None, typer.Option(help="Optimizer steps completed, if user_content.pt does not say.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples consumed, likewise.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens trained on, likewise.")] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
+    hardware: Annotated[str, typer.Option(help="Where key/value heads were repeated: trn1 or trn2.")] = "trn1",
+) -> None:
+    """Make a checkpoint that training goes on from out of one that neuronx-distributed wrote."""
+    from trainium_trainer.checkpoint.nxd.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
+    from trainium_trainer.checkpoint.nxd.whole_tensors import write_whole  # noqa: PLC0415
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415
+    from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import vocabulary_of_data  # noqa: PLC0415
+
+    settings = load(config)
+    shape = resolve_shape(settings.model, vocabulary_of_data(settings.data))
+    source = NxdSource(tag, shape, _order(hardware), weights_only=weights_only)
+    position = source.position(step=step, samples=samples, tokens=tokens)
+    folder = write_whole(open_storage(root), source.sources(), position, {"model": shape.to_json()}, Retry())
+    typer.echo(
+        f"{root}/{folder}: step {position.step}, {shape.num_parameters:,} parameters; the data goes on after "
+        f"{position.samples:,} samples"
+    )
+
+
+def to_nxd(
+    root: Annotated[str, typer.Argument(help="Checkpoint root: a folder or s3://bucket/prefix.")],
+    tag: Annotated[Path, typer.Argument(help="New folder DIRECTORY/TAG.")],
+    *,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree.")],
+    zero1: Annotated[
+        int | None,
+        typer.Option(min=1, help="Data-parallel degree that ZeRO-1 divides the state over; without: no ZeRO-1."),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of the checkpoint; by default the newest.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of the trainer, for the optimizer's settings.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the weights in `model`: Float32 or BFloat16.")] = "BFloat16",
+    projections: Annotated[
+        str, typer.Option(help="Query, key and value in one weight (fused) or three (split).")
+    ] = "fused",
+    hardware: Annotated[str, typer.Option(help="How key/value heads are repeated: as on trn1 or as on trn2.")] = "trn1",
+) -> None:
+    """Make a tag that neuronx-distributed's `load_checkpoint` reads."""
+    import torch  # noqa: PLC0415 - slow
+
+    from trainium_contract.trainer.optimizer import OptimizerConfig  # noqa: PLC0415
+    from trainium_contract.trainer.parallelism import Precision  # noqa: PLC0415
+    from trainium_trainer.checkpoint.format.contents import Contents  # noqa: PLC0415
+    from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415
+    from trainium_trainer.checkpoint.nxd.parameter_names import Projections  # noqa: PLC0415
+    from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
+    from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415
+
+    storage = open_storage(root)
+    checkpoint = choose(storage, root, step, milestones=False)
+    manifest = checkpoint.manifest
+    dtypes = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
+    target = NxdTarget(
+        tensor=tensor,
+        zero1=zero1,
+        dtype=dtypes[_one_of(Precision, precision, "--precision")],
+        projections=_one_of(Projections, projections, "--projections"),
+        order=_order(hardware),
+    )
+    optimizer = OptimizerConfig() if config is None else load(config).optimizer
+    position = Position(step=manifest.step, samples=manifest.samples, tokens=manifest.tokens)
+    with damage_is_a_sentence(root):
+        contents = Contents(storage, checkpoint, Retry())
+        write_tag(tag, contents, shape_of(checkpoint), target, optimizer, position)
+    typer.echo(f"{tag}: step {manifest.step}, tensor parallel {tensor}" + (f", ZeRO-1 over {zero1}" if zero1 else ""))
+
+
+def _order(hardware: str) -> KeyValueOrder:
+    from trainium_trainer.models.nxd_layout import KeyValueOrder  # noqa: PLC0415 - with those that import torch
+
+    return _one_of(KeyValueOrder, hardware, "--hardware")
+
+
+def _one_of(kind: type[E], value: str, option: str) -> E:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise UserError(f"{option} {value}: use {' or '.join(each.value for each in kind)}") from error

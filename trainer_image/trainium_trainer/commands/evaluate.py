@@ -1,0 +1,235 @@
+"""The commands of `trainium-trainer` that ask a model: `generate` and `evaluate`.
+
+Invariant: importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from trainium_contract.trainer.evaluate import GenerationConfig
+from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
+from trainium_trainer.configuration.config import load
+from trainium_trainer.evaluate.answering.folder import Models
+from trainium_trainer.exits import UserError
+from trainium_trainer.validation_errors import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.evaluate.answering.generation import Answer
+    from trainium_trainer.evaluate.exam import Question
+    from trainium_trainer.evaluate.report import EvaluationResult
+
+
+class Device(StrEnum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Precision(StrEnum):
+    """Number formats of the computation."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+_Model = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, or s3://bucket/prefix.", show_default=False)
+]
+_Adapter = Annotated[
+    str | None, typer.Option(help="Folder of an adapter in peft's format, put beside --base without merging.")
+]
+_Config = Annotated[
+    Path | None, typer.Option(help="A TrainingJob or the trainer's configuration: its data, template and settings.")
+]
+_Where = Annotated[Device, typer.Option(help="Auto takes a GPU if there is one.")]
+_Type = Annotated[Precision, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
+_MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; 128.", show_default=False)]
+_Temperature = Annotated[
+    float | None, typer.Option(help="0, the default, takes the likeliest token; above, tokens are drawn.")
+]
+_TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability together.")]
+_TopK = Annotated[int | None, typer.Option(help="Draw from that many likeliest tokens; 0: all.")]
+_Stop = Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")]
+_Seed = Annotated[int | None, typer.Option(help="Seed of the draws.")]
+_BatchSize = Annotated[int | None, typer.Option(help="Prompts that are answered at once; 8.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command()(generate)
+    app.command()(evaluate)
+
+
+def generate(
+    model: _Model = None,
+    *,
+    base: Annotated[str | None, typer.Option(help="The model that --adapter was made for.")] = None,
+    adapter: _Adapter = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts: one on each line, or .jsonl with a text or a record on each.")
+    ] = None,
+    config: _Config = None,
+    overrides: Overrides = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=1, help="Ask the first examples that data.validation of --config holds back.")
+    ] = None,
+    max_new_tokens: _MaxNewTokens = None,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
+    stop: _Stop = None,
+    seed: _Seed = None,
+    batch_size: _BatchSize = None,
+    precision: _Type = Precision.AUTO,
+    device: _Where = Device.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")] = False,
+) -> None:
+    """Answer prompts with a model; with --config by the template that it was trained with."""
+    models = _measured(model, base, adapter)
+    if sum((bool(prompt), prompts is not None, held_out is not None)) != 1:
+        raise UserError("give what is to be answered: one of --prompt, --prompts and --held-out")
+    if held_out is not None and config is None:
+        raise UserError("--held-out needs --config: it names the data")
+    training = load(config, overrides or ()) if config is not None else None
+    settings = _generation(
+        training,
+        maxNewTokens=max_new_tokens,
+        temperature=temperature,
+        topP=top_p,
+        topK=top_k,
+        stop=stop or None,
+        seed=seed,
+        batchSize=batch_size,
+    )
+    from trainium_trainer.evaluate.asking import answer, held_out_questions, questions_of  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.prompts import read_prompts  # noqa: PLC0415
+
+    if held_out is not None:
+        assert training is not None
+        questions = held_out_questions(training.data, held_out)
+    else:
+        asked = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
+        questions = questions_of(asked, training.data if training is not None else None)
+    answers = answer(models, questions, settings, device=device.value, precision=precision.value)
+    for line in _told(questions, answers, as_json=as_json):
+        typer.echo(line)
+
+
+def evaluate(
+    model: _Model = None,
+    *,
+    config: Annotated[
+        Path, typer.Option(help="A TrainingJob or the trainer's configuration, whose data.validation is asked.")
+    ],
+    overrides: Overrides = None,
+    base: Annotated[
+        str | None, typer.Option(help="The model to compare with, and that --adapter was made for; the column before.")
+    ] = None,
+    adapter: _Adapter = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Most examples; default: evaluate.samples.", show_default=False)
+    ] = None,
+    max_new_tokens: _MaxNewTokens = None,
+    stop: _Stop = None,
+    batch_size: _BatchSize = None,
+    precision: _Type = Precision.AUTO,
+    device: _Where = Device.AUTO,
+    markdown: Annotated[Path | None, typer.Option(help="File to write the table to.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")] = None,
+) -> None:
+    """Measure a model on held-out examples, and its base beside it: perplexity, exact match, ROUGE-L, accuracy."""
+    training = load(config, overrides or ())
+    models = _measured(model, base, adapter, compared=True)
+    settings = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
+    from trainium_trainer.evaluate.asking import measure  # noqa: PLC0415 - torch
+
+    with _bar() as beat:
+        result = measure(
+            models,
+            training.data,
+            samples or training.evaluate.samples,
+            settings,
+            device=device.value,
+            precision=precision.value,
+            beat=beat,
+        )
+    typer.echo(result.to_markdown(), nl=False)
+    _write(result, markdown, output)
+
+
+def _measured(model: str | None, base: str | None, adapter: str | None, *, compared: bool = False) -> Models:
+    """What is asked: a model, or an adapter beside its base; `compared` where a base says what was before."""
+    if adapter is not None:
+        if base is None or model is not None:
+            raise UserError("--adapter goes with --base, the model it was made for, and with no other MODEL")
+        return Models(model=base, adapter=adapter, base=base if compared else None)
+    if model is None:
+        raise UserError("give a MODEL folder, or --base and --adapter")
+    if base is not None and not compared:
+        raise UserError("--base goes with --adapter: leave it out, or give the adapter")
+    return Models(model=model, base=base)
+
+
+def _generation(training: TrainingConfig | None, **given: Any) -> GenerationConfig:
+    """The settings of the configuration, with the options over them. Raises UserError."""
+    wire = training.evaluate.generation.to_wire() if training is not None else {}
+    wire |= {name: value for name, value in given.items() if value is not None}
+    try:
+        return GenerationConfig.model_validate(wire)
+    except ValidationError as error:
+        raise UserError(explain(error, GenerationConfig)) from error
+
+
+def _told(questions: Sequence[Question], answers: Sequence[Answer], *, as_json: bool) -> Iterator[str]:
+    """Lines for people, or one object each for programs."""
+    for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
+        if as_json:
+            found = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.ending}
+            yield json.dumps(found | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
+            continue
+        rule = "" if number == 1 else "\n"
+        yield f"{rule}{typer.style(f'[{number}] prompt', bold=True)}\n{question.prompt}"
+        if question.answer:
+            yield f"{typer.style(f'[{number}] expected', bold=True)}\n{question.answer}"
+        length = f"{answer.tokens} tokens, {answer.ending}"
+        yield f"{typer.style(f'[{number}] answer', bold=True)} ({length})\n{answer.text}"
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Any]:
+    """A progress bar on stderr; nothing where that is no terminal."""
+    from rich.console import Console  # noqa: PLC0415 - only this command draws
+    from rich.progress import Progress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("asking", total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _write(result: EvaluationResult, markdown: Path | None, output: Path | None) -> None:
+    """Whole files or none. Raises StorageError."""
+    from trainium_trainer.artifacts.store import kept  # noqa: PLC0415 - as the next
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - only where a file is asked for
+    from trainium_trainer.checkpoint.storage.protocol import Retry  # noqa: PLC0415
+
+    for file, text in ((markdown, result.to_markdown()), (output, result.to_json())):
+        if file is not None:
+            storage, data = PosixStorage(file.absolute().parent), text.encode()
+            kept(lambda: storage.write(file.name, data), str(file), Retry())  # noqa: B023 - called at once

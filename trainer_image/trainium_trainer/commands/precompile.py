@@ -1,0 +1,212 @@
+"""`trainium-trainer precompile`: every useful size of a job, compiled once, kept for all nodes.
+
+Invariants: importing this module imports no torch; what is ready already is not compiled again; a size counts as ready
+only when each of its places was compiled, side by side as far as memory goes (`crew.py`); nothing is written but the
+compiler's folder, the shared folder and the log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.wire import worker_env
+from trainium_trainer import neuron_environment
+from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
+from trainium_trainer.compile import lock, places
+from trainium_trainer.compile.crew import Crew
+from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
+from trainium_trainer.compile.rehearsal import places as places_of
+from trainium_trainer.compile.replicas import data_ranks
+from trainium_trainer.compile.sizes import Sizes, read_sizes
+from trainium_trainer.configuration.backend_limits import SCATTERED, check_nxd_node
+from trainium_trainer.configuration.config import settle
+from trainium_trainer.exits import StorageError, TrainerError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_trainer.compile.cache import LocalCache, SharedCache
+    from trainium_trainer.configuration.config import Settings
+
+_NEURON_TOOL = "neuron_parallel_compile"
+_TAIL = 2000
+
+
+class Outcome(StrEnum):
+    """What became of one size."""
+
+    READY = "ready"
+    """The node had it."""
+    FETCHED = "fetched"
+    """Copied from the shared folder."""
+    COMPILED = "compiled"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(precompile)
+
+
+def precompile(
+    config: ConfigFile = DEFAULT_CONFIG,
+    overrides: Overrides = None,
+    sizes: Annotated[
+        str, typer.Option(help="Numbers of nodes, separated by commas; default: every useful size of the TrainingJob.")
+    ] = "",
+    cores_per_node: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Processes per node; default: the TrainingJob's, else 1.")
+    ] = None,
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Compile also what is ready.")] = False,
+) -> None:
+    """Compile the graphs of every size of a job before it runs, into this node's cache and the shared one."""
+    asked = _numbers(sizes)
+    plan = read_sizes(config, overrides or (), asked=asked, cores_per_node=cores_per_node)
+    launches = list(_launches(plan))  # what is wrong with a size is found before the first one is compiled
+    neuron_environment.apply(plan.config)
+    local, shared = places.local_cache(plan.config), places.shared_cache(plan.config)
+    for nodes, settings in zip(plan.nodes, launches, strict=True):
+        began = time.monotonic()
+        try:
+            outcome = ready(settings, local, shared, force=force)
+        except OSError as error:
+            raise StorageError(
+                f"the compiler's cache: {error.strerror or error} ({error.filename}): make room, or name another "
+                "folder (neuron.cacheDirectory, neuron.sharedCacheDirectory)"
+            ) from error
+        typer.echo(
+            f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
+            f"{len(_places(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
+        )
+
+
+def ready(settings: Settings, local: LocalCache | None, shared: SharedCache | None, *, force: bool = False) -> Outcome:
+    """Make sure that the node has the graphs of one size: look, else copy, else compile and share."""
+    if local is None:  # in S3: the compiler looks there by itself
+        _compile(settings, None)
+        return Outcome.COMPILED
+    key = places.key_of(settings)
+    home = shared or local
+    found = None if force else _found(key, local, shared)
+    if found is not None:
+        return found
+    with lock.held(home.lock_path(key), unless=lambda: not force and home.has(key)):
+        # Another process may have compiled it while this one waited.
+        found = None if force else _found(key, local, shared)
+        if found is not None:
+            return found
+        _compile(settings, local)
+        if shared is not None:
+            shared.publish(key, local)
+        else:
+            local.note(local.entry(key))
+    return Outcome.COMPILED
+
+
+def _found(key: str, local: LocalCache, shared: SharedCache | None) -> Outcome | None:
+    """How the node came by a key without compiling; None when it did not."""
+    if local.has(key):
+        if shared is not None and not shared.has(key):
+            shared.publish(key, local)
+        return Outcome.READY
+    return Outcome.FETCHED if shared is not None and shared.fetch(key, local) else None
+
+
+def _compile(settings: Settings, local: LocalCache | None) -> None:
+    """The places of a size, side by side."""
+    # Each takes a core of the device for itself, as the ranks of a node do.
+    crew = Crew(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
+    crew.each(_places(settings), lambda place, seat: compile_place(settings, place, local, crew, seat))
+
+
+def compile_place(settings: Settings, place: Place, local: LocalCache | None, crew: Crew, seat: int) -> None:
+    """Rehearse one place in a process of its own. Raises the error that it ended with.
+
+    `seat`: a number that none of those beside it has.
+    """
+    world = settings.launch.world_size
+    local_world = settings.launch.local_world_size
+    nxd = _is_nxd(settings)
+    rank = rank_of(place, settings.config, world, apart=_apart(settings) if nxd else 1)
+    request = Request(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
+    command = [sys.executable, "-m", "trainium_trainer.compile.rehearsal"]
+    environment = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", worker_env.ENV_PROGRESS_FILE):
+        environment.pop(name, None)
+    if local is not None and not neuron_environment.uses_neuron(settings.config):
+        environment[places.INDUCTOR_CACHE] = str(local.folder)
+    with tempfile.TemporaryDirectory(prefix="trainium-compile-") as scratch:
+        if nxd:
+            # The tool begins by removing its folder, which is that of the user unless it is told another.
+            command = [_NEURON_TOOL, "--parallel_compile_workdir", f"{scratch}/graphs", *command]
+            environment |= _xla_environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(seat)}
+        try:
+            done = crew.run(command, request.model_dump_json(), environment)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{_NEURON_TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
+            ) from error
+    if done.returncode:
+        raise _error(done.returncode, f"compiling for {world} ranks, rank {rank}: {_reason(done.stderr)}")
+
+
+def _places(settings: Settings) -> tuple[Place, ...]:
+    return places_of(settings.config, data_ranks(settings) if _is_nxd(settings) else (0,))
+
+
+def _is_nxd(settings: Settings) -> bool:
+    from trainium_trainer.backends.choose import choose  # noqa: PLC0415 - may import torch
+
+    return choose(settings.config.backend, settings.config.device) is BackendChoice.NXD
+
+
+def _apart(settings: Settings) -> int:
+    """Distance between the ranks of a tensor-parallel group, as NxD makes them on trn1."""
+    check_nxd_node(settings.config, settings.launch.local_world_size)
+    return settings.launch.local_world_size // SCATTERED if settings.config.parallelism.tensor == SCATTERED else 1
+
+
+def _xla_environment(rank: int, world: int, local_world: int) -> dict[str, str]:
+    """What torch-xla and the Neuron plug-in ask of a launcher; a store without sockets, since nobody answers."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(local_world),  # NxD makes its groups by it
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "PJRT_DEVICE": "NEURON",
+        "XLA_USE_DUMMY_STORE": "1",
+        "TORCH_DIST_INIT_BARRIER": "0",
+    }
+
+
+def _error(code: int, sentence: str) -> TrainerError:
+    """The kind of error that the process ended with, for the same exit code here."""
+    kinds = [kind for kind in TrainerError.__subclasses__() if kind.code == code]
+    return kinds[0](sentence) if kinds else UserError(sentence)
+
+
+def _reason(log: str) -> str:
+    lines = [line for line in log[-_TAIL:].splitlines() if line.strip()]
+    return lines[-1] if lines else "the process ended without a word"
+
+
+def _launches(plan: Sizes) -> Iterator[Settings]:
+    for nodes in plan.nodes:
+        yield settle(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UserError(f"--sizes is {text!r}: write numbers of nodes, for instance --sizes 64,128")
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,171 @@
+"""`trainium-trainer prepare-data`: tokenise or encode once, train often.
+
+Invariants: nothing here imports torch; the progress is drawn on stderr, the result is one line on stdout.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path  # noqa: TC003 - typer reads annotations
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+from pydantic import ValidationError
+
+from trainium_contract.trainer.data import BosToken, DataConfig
+from trainium_contract.trainer.examples import DataFormat
+from trainium_trainer.commands.options import Overrides  # noqa: TC001 - as above
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_trainer.data.prepared.build import Progress
+    from trainium_trainer.data.prepared.prepared import Manifest
+
+
+def prepare_data(
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TrainingJob or the trainer's configuration: fill its data.cacheDirectory for the run."),
+    ] = None,
+    overrides: Overrides = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="A file, folder, glob, s3://bucket/prefix or data set; may be repeated.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make of the text; name it in data.source afterwards.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json or its folder; omitted: one is trained on the data.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Entries of a tokenizer that is trained on the data.")] = 2048,
+    text_field: Annotated[str, typer.Option(help="Column or key that holds the text.")] = "text",
+    bos: Annotated[
+        BosToken, typer.Option(help="Whether each document begins with the tokenizer's BOS token.")
+    ] = BosToken.AUTO,
+    workers: Annotated[
+        int | None, typer.Option(help="Tokenising processes; omitted: one for each core, at most 16.")
+    ] = None,
+    max_bad_lines: Annotated[int, typer.Option(help="Lines that may be skipped before it is an error.")] = 100,
+) -> None:
+    """Tokenise text, or encode examples, ahead of a run; a killed command is continued by the next.
+
+    With --config all that the run would make before its first step is made in its cache; with --source and --output
+    text becomes a folder of Arrow files.
+    """
+    if config is not None:
+        if source or output:
+            raise UserError("prepare-data: --config says what is prepared and where: leave --source and --output out")
+        _prepare_for(config, overrides or ())
+        return
+    if not source or output is None:
+        raise UserError("prepare-data: needs --config FILE, or --source and --output")
+    from trainium_trainer.data.prepared.build import Recipe, build  # noqa: PLC0415 - numpy, only for this command
+    from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
+    from trainium_trainer.data.prepared.learned_tokenizer import learned  # noqa: PLC0415
+    from trainium_trainer.data.tokens.bos import beginning_of_documents  # noqa: PLC0415 - as below
+    from trainium_trainer.data.tokens.encoding import SourceSpec  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import tokenizer_file, vocabulary_of  # noqa: PLC0415
+
+    checked = _checked(tokenizer, vocab_size, text_field, workers, max_bad_lines)
+    specs = tuple(SourceSpec(name, text_field) for name in source)
+    with usable(cache_directory(checked)) as cache:
+        if checked.tokenizer.path is not None:
+            file = tokenizer_file(checked.tokenizer)
+            vocabulary_of(file)
+        else:
+            file = learned(specs, vocab_size, cache)
+        recipe = Recipe(specs, file, max_bad_lines, beginning=beginning_of_documents(bos, file))
+        key = recipe.key(cache)
+    bar = _Bar("documents")
+    with bar:
+        manifest = build(output.absolute(), recipe, key, workers=workers, progress=bar.update)
+    typer.echo(_summary(output, manifest, bar))
+
+
+def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
+    """Make all that a run would make before its first step."""
+    from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
+    from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
+    from trainium_trainer.data.opening import open_data  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import cache_directory  # noqa: PLC0415
+
+    config = load(file, overrides)
+    bar = _Bar("documents" if config.data.format is DataFormat.TEXT else "examples")
+    with bar:
+        data = open_data(config.data, config.batch.global_size, epochs=config.epochs, progress=bar.update)
+    if not isinstance(data.training, Samples):
+        raise UserError(
+            "data.tokenization: these data are tokenised while training, so nothing is prepared: set it to Ahead, or "
+            "use --source and --output"
+        )
+    what = data.report.line() if data.report is not None else f"{data.training.num_samples:,} samples"
+    speed = f", {bar.new_tokens / bar.seconds:,.0f} tokens/s" if bar.new_tokens else ", all of it was there"
+    typer.echo(f"{cache_directory(config.data)}: {what}{speed}")
+
+
+def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int) -> DataConfig:
+    """The bounds of the configuration hold here too."""
+    given = {"path": str(tokenizer) if tokenizer else None, "vocab_size": vocab_size}
+    try:
+        return DataConfig.model_validate(
+            {"tokenizer": given, "text_field": field, "workers": workers, "max_bad_lines": bad}
+        )
+    except ValidationError as error:
+        from trainium_trainer.validation_errors import explain  # noqa: PLC0415 - rare
+
+        raise UserError(explain(error, DataConfig)) from error
+
+
+def _summary(output: Path, manifest: Manifest, bar: _Bar) -> str:
+    line = f"{output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+    if bar.new_tokens:
+        line += f", {bar.new_tokens / bar.seconds:,.0f} tokens/s"
+    if manifest.skipped:
+        return f"{line}, {manifest.skipped:,} lines skipped, the first: {manifest.examples[0]}"
+    return f"{line}, no line skipped"
+
+
+class _Bar:
+    """A progress bar on stderr; nothing but its end where that is no terminal."""
+
+    def __init__(self, noun: str) -> None:
+        from rich.console import Console  # noqa: PLC0415 - as above
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._noun = noun
+        self._task = self._bar.add_task("listing", total=None)
+        self._began = time.perf_counter()
+        self.seconds = 0.0
+        self.new_tokens = 0
+
+    def update(self, progress: Progress) -> None:
+        """Draw how far it is."""
+        now = time.perf_counter()
+        if progress.tokens == progress.resumed_tokens:
+            self._began = now
+        self.seconds = max(now - self._began, 1e-9)
+        self.new_tokens = progress.tokens - progress.resumed_tokens
+        speed = self.new_tokens / self.seconds
+        skipped = f", {progress.skipped:,} skipped" if progress.skipped else ""
+        self._bar.update(
+            self._task,
+            total=max(1, progress.total_bytes),
+            completed=min(progress.bytes, progress.total_bytes) if progress.total_bytes else 0,
+            description=f"{progress.documents:,} {self._noun}, {progress.tokens:,} tokens, {speed:,.0f}/s{skipped}",
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,54 @@
+"""What backend Nxd cannot do, told from the configuration alone.
+
+Invariant: nothing is imported or touched for it, so `trainium-trainer check` says the same as a run would.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer.config import TrainingConfig
+
+SCATTERED = 4
+"""The tensor-parallel degree at which NxD on trn1 takes the ranks of a group from all over a node."""
+
+
+def check_nxd(config: TrainingConfig, dp_size: int) -> None:
+    """Raise UserError for what Nxd cannot do with `dp_size` data-parallel ranks."""
+    if config.parallelism.pipeline > 1:
+        raise UserError(
+            f"parallelism.pipeline is {config.parallelism.pipeline}, but backend Nxd has no pipeline: use 1 and raise "
+            "parallelism.tensor, or set backend to Native"
+        )
+    if config.data.masked:
+        name = "data.maskDocuments" if config.data.format is DataFormat.TEXT else "data.examples.packing"
+        raise UserError(f"{name} cannot be had with the Nxd backend: leave it out, or set backend to Native")
+    if config.torch_compile is not TorchCompile.NONE:
+        raise UserError(
+            f"torchCompile is {config.torch_compile}, but backend Nxd compiles whole steps by itself: leave "
+            "torchCompile out, or set backend to Native"
+        )
+    if config.device in (DeviceChoice.CPU, DeviceChoice.CUDA) and config.backend is BackendChoice.NXD:
+        raise UserError(
+            f"device is {config.device}, but backend Nxd computes on NeuronCores only: leave device out, or set "
+            "backend to Native"
+        )
+    if config.precision.keeps_half and config.data_parallel is DataParallelMode.REPLICATED and dp_size > 1:
+        raise UserError(
+            "precision is BFloat16Stochastic and dataParallel is Replicated: on backend Nxd the replicas' NeuronCores "
+            "would round differently and drift apart; set dataParallel to ShardedOptimizer"
+        )
+
+
+def check_nxd_node(config: TrainingConfig, processes: int) -> None:
+    """Raise UserError where a node's number of processes cannot hold the groups of ranks that NxD makes."""
+    if config.parallelism.tensor == SCATTERED and processes % SCATTERED:
+        raise UserError(
+            f"parallelism.tensor is {SCATTERED} and a node has {processes} processes: backend Nxd divides a node into "
+            f"groups of {SCATTERED}; start a multiple of {SCATTERED} per node (workers.accelerator.coresPerNode)"
+        )

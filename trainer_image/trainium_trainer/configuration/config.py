@@ -1,0 +1,298 @@
+"""From a YAML file and `--set a.b=c` overrides to a checked configuration.
+
+Invariants: nothing here touches a device or a process group, nor a network unless the data are in S3; every refusal is
+one sentence that names the field, the value and what to do, raised as UserError (exit code 64); the result is complete
+(`Settings`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
+
+from trainium_contract.sizes import passes
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.trainer.tuning import TuningConfig
+from trainium_contract.wire import worker_env
+from trainium_contract.wire.worker_env import KIND
+from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
+from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
+from trainium_trainer.configuration.backend_limits import check_nxd
+from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
+from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape
+from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
+from trainium_trainer.validation_errors import explain, first_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the launcher (the agent, torchrun, or nobody) says about this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    generation: int
+    attempt: int
+    run_id: str
+    """Names the history: the TrainingJob's uid, empty outside the operator."""
+    progress_file: Path | None
+    memory_directory: Path | None
+    local_world_size: int = 1
+    """Processes of this node."""
+    job: JobIdentity = NOBODY
+    """Whom the checkpoints belong to; outside of the operator nobody."""
+    alone: bool = False
+    """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A configuration that is known to fit this launch."""
+
+    config: TrainingConfig
+    shape: ModelShape
+    launch: Launch
+    choice: Choice
+    """What is trained of the model."""
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel degree."""
+        parallelism = self.config.parallelism
+        return self.launch.world_size // (parallelism.tensor * parallelism.pipeline)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of one step on each data-parallel rank."""
+        return passes(self.config.batch.global_size, self.config.batch.micro_size, self.dp_size)
+
+    def fixed(self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "") -> dict[str, Any]:
+        """The settings that must not change between runs of one history, by name.
+
+        Data, tokenizer, and what the run begins with (`weights`, `adapter`, empty for none) by digests.
+        """
+        begun: dict[str, Any] = {
+            name: digest for name, digest in (("weights", weights), ("adapter", adapter)) if digest
+        }
+        tuning = self.config.tuning
+        if tuning != TuningConfig():
+            begun["tuning"] = tuning.model_copy(
+                update={"lora": tuning.lora.model_copy(update={"adapter": None})}
+            ).to_wire()
+        return begun | {
+            "model": self.shape.to_json(),
+            "tokenizer": tokenizer,
+            "data": data_identity,
+            "sequenceLength": self.config.data.sequence_length,
+            "dataSeed": self.config.data.seed,
+            "globalBatch": self.config.batch.global_size,
+            "seed": self.config.seed,
+            **({} if weights else {INITIALIZATION: INITIAL_VERSION}),
+        }
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """Read and validate a configuration file, or a TrainingJob's, with overrides applied. Raises UserError."""
+    document = read_document(path)
+    if document.get("kind") == KIND:
+        from trainium_trainer.configuration.job_file import spec_of  # noqa: PLC0415 - no pod needs it
+
+        document = spec_of(path, document).training_config().to_wire()
+    return parse(document, overrides, str(path))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The fields of a YAML file, not validated. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path}: the configuration file cannot be read ({error.strerror}): give an existing file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: the configuration file is not UTF-8 text: write it as YAML") from error
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: holds a {type(document).__name__}, not fields: write `name: value` lines")
+    return document
+
+
+def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> TrainingConfig:
+    """Validate fields with overrides applied; `source` is where they come from, for errors. Raises UserError."""
+    origins = {_apply(document, override): f"--set {override}" for override in overrides}
+    try:
+        return _with_tokenizer(TrainingConfig.model_validate(document))
+    except ValidationError as error:
+        where = _origin(first_problem(error.errors())["loc"], origins) or source
+        raise UserError(f"{where}: {explain(error, TrainingConfig)}") from error
+
+
+def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
+    """The tokenizer of the model to begin with, where none is named and its folder has one."""
+    folder = config.model.weights
+    if folder is None or config.data.tokenizer.path is not None or "://" in folder:
+        return config
+    path = Path(folder).expanduser() / TOKENIZER_FILE
+    if not path.is_file():
+        return config
+    tokenizer = config.data.tokenizer.model_copy(update={"path": str(path.parent)})
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+
+
+def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
+    """What is trained of a model of this shape. Raises UserError for what cannot be trained usefully."""
+    tuning, location = config.tuning, config.model.weights
+    choice = choose(shape, tuning)
+    if tuning.freezes and location is None:
+        raise UserError(
+            "tuning freezes weights, but model.weights is not given, so they would be random: give the model to begin "
+            "with, or leave tuning out"
+        )
+    if location is not None and "://" in location and config.data.tokenizer.path is None:
+        raise UserError(
+            f"model.weights is {location}, whose tokenizer is not read from there: give data.tokenizer.path"
+        )
+    if location is not None and tuning.freezes:
+        from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
+
+        refuse_untrained_rows(choice, shape, location, shape_of(location).vocab_size)
+    return choice
+
+
+def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingConfig:
+    """The steps and the warm-up that follow from `epochs` and `warmupRatio`; an epoch is `epoch_samples` long.
+
+    Raises UserError.
+    """
+    steps = config.steps
+    if config.epochs:
+        if epoch_samples is None:
+            raise UserError(
+                "epochs is given, but how long one is is not known of data that are tokenised while training: set "
+                "data.tokenization to Ahead, or give steps"
+            )
+        steps = math.ceil(config.epochs * epoch_samples / config.batch.global_size)
+    ratio, warmup = config.schedule.warmup_ratio, config.schedule.warmup_steps
+    if ratio is not None:
+        warmup = math.ceil(ratio * steps)
+    if warmup > steps:
+        raise UserError(
+            f"schedule.warmupSteps is {warmup}, but {config.epochs:g} epochs are {steps} steps: lower it, or give "
+            "schedule.warmupRatio"
+        )
+    schedule = config.schedule.model_copy(update={"warmup_steps": warmup})
+    return config.model_copy(update={"steps": steps, "schedule": schedule})
+
+
+def settle(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = None) -> Settings:
+    """Complete a configuration and check it against the launch; `vocabulary` stands for the tokenizer's size.
+
+    Raises UserError.
+    """
+    known = vocabulary_of_data(config.data) if vocabulary is None else vocabulary
+    shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor)
+    choice = check_tuning(config, shape)
+    check_parallelism(config, shape, launch.world_size)
+    settings = Settings(config=config, shape=shape, launch=launch, choice=choice)
+    if config.backend is BackendChoice.NXD:
+        check_nxd(config, settings.dp_size)
+    return settings
+
+
+def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Read the launcher's variables; a process without any is rank 0 of 1. Raises UserError for a bad number."""
+    memory = environment.get(worker_env.ENV_MEMORY_DIRECTORY)
+    progress = environment.get(worker_env.ENV_PROGRESS_FILE)
+    launch = Launch(
+        rank=_number(environment, "RANK", 0),
+        local_rank=_number(environment, "LOCAL_RANK", 0),
+        world_size=_number(environment, "WORLD_SIZE", 1),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", _number(environment, "WORLD_SIZE", 1)),
+        generation=_number(environment, worker_env.ENV_GENERATION, 0),
+        attempt=_number(environment, worker_env.ENV_ATTEMPT, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)),
+        run_id=environment.get(worker_env.ENV_RUN_ID, ""),
+        progress_file=Path(progress) if progress else None,
+        memory_directory=Path(memory) if memory else None,
+        job=JobIdentity(
+            cluster=environment.get(worker_env.ENV_CLUSTER, ""),
+            namespace=environment.get(worker_env.ENV_NAMESPACE, ""),
+            name=environment.get(worker_env.ENV_JOB, ""),
+            uid=environment.get(worker_env.ENV_RUN_ID, ""),
+        ),
+    )
+    if not 0 <= launch.rank < launch.world_size:
+        raise UserError(
+            f"RANK is {launch.rank} but WORLD_SIZE is {launch.world_size}: start the trainer with torchrun, "
+            "or unset both to run one process"
+        )
+    return launch
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise UserError(f"environment variable {name} is {text!r}, not a number: unset it or let the launcher set it")
+    return int(text)
+
+
+def _origin(location: tuple[int | str, ...], origins: Mapping[tuple[str, ...], str]) -> str | None:
+    """The override that set the value at `location`, or something above it; None when the file did."""
+    for length in range(len(location), 0, -1):
+        found = origins.get(tuple(str(part) for part in location[:length]))
+        if found is not None:
+            return found
+    return None
+
+
+def _apply(document: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Put the override's value into the document; returns the names of the field."""
+    path, separator, text = override.partition("=")
+    names = [to_camel(name) if "_" in name else name for name in path.strip().split(".")]
+    if not separator or not all(names):
+        raise UserError(f"--set {override!r}: write it as a.b=value, for example --set optimizer.learningRate=1e-3")
+    try:
+        value = _scalar(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override!r}: the value is not valid YAML: quote it") from error
+    node = document
+    for depth, name in enumerate(names[:-1]):
+        child = node.setdefault(name, {})
+        if child is None:
+            child = node[name] = {}
+        if not isinstance(child, dict):
+            inner = ".".join(names[: depth + 1])
+            raise UserError(f"--set {override!r}: {inner} is {child!r}, which has no fields below it: shorten the path")
+        node = child
+    node[names[-1]] = value
+    return tuple(names)
+
+
+def _scalar(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 (no dot) as text; people mean the number.
+    if isinstance(value, str):
+        try:
+            return float(value) if value.lower() not in {"nan", "inf", "-inf", "infinity"} else value
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,114 @@
+"""Batches handed on: of the ranks that train on the same samples one makes them, the others receive them.
+
+Text that is tokenised while training is so tokenised once per data-parallel rank, not by every tensor-parallel and
+pipeline rank of it. Invariants: every rank asks for the same positions in the same order; messages go from rank to rank
+on the host, with a tag of their own, from the thread that prepares batches; an error of the maker is raised by all of
+them; a maker that leaves says so, one that is lost ends the connection, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from trainium_trainer.data.batches.loader import RankBatch
+from trainium_trainer.exits import PeerLostError, StorageError, UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from trainium_trainer.data.batches.loader import Maker
+
+_TAG = 1 << 20
+"""Above those of the exchange of snapshots and of their copies."""
+_FAREWELL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Fellows:
+    """The ranks that train on the same samples as this one."""
+
+    leader: int = 0
+    """The rank that makes the batches."""
+    rank: int = 0
+    others: tuple[int, ...] = ()
+    """All but the leader."""
+    group: ProcessGroup | None = None
+    """All ranks, on the host."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether this rank receives."""
+        return self.rank != self.leader
+
+
+class Giver:
+    """Makes batches and hands each on before it is used here."""
+
+    def __init__(self, maker: Maker, fellows: Fellows) -> None:
+        self._maker = maker
+        self._fellows = fellows
+        self._told = False
+
+    def make(self, position: int) -> RankBatch:
+        """See `Maker.make`; an error is handed on and raised."""
+        try:
+            batch = self._maker.make(position)
+        except Exception as error:
+            self._give(position, error if isinstance(error, UserError | StorageError) else RuntimeError(str(error)))
+            raise
+        self._give(position, batch)
+        return batch
+
+    def _give(self, position: int, content: RankBatch | Exception) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+        header = torch.tensor([position, len(data)])
+        for rank in self._fellows.others:
+            dist.send(header, rank, group=self._fellows.group, tag=_TAG)
+            dist.send(data, rank, group=self._fellows.group, tag=_TAG + 1)
+
+    def close(self) -> None:
+        """Let go of what makes batches, and tell the others that nothing more comes."""
+        self._maker.close()
+        if not self._told:
+            self._told = True
+            # Not waited for: who does not listen leaves as well, and who listens sees the connection end.
+            for rank in self._fellows.others:
+                threading.Thread(target=self._say_farewell, args=(rank,), name="loader-farewell", daemon=True).start()
+
+    def _say_farewell(self, rank: int) -> None:
+        with contextlib.suppress(RuntimeError):  # it left first
+            dist.send(torch.tensor([_FAREWELL, 0]), rank, group=self._fellows.group, tag=_TAG)
+
+
+class Receiver:
+    """The batches that another rank makes."""
+
+    def __init__(self, fellows: Fellows) -> None:
+        self._fellows = fellows
+
+    def make(self, position: int) -> RankBatch:
+        """See `Maker.make`. Raises what the maker raised, PeerLostError when it is gone or makes other batches."""
+        leader, group = self._fellows.leader, self._fellows.group
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.recv(header, leader, group=group, tag=_TAG)
+        found, length = header.tolist()
+        if found == _FAREWELL:
+            raise PeerLostError(f"rank {leader}, which makes this rank's batches, has left")
+        data = torch.empty(length, dtype=torch.uint8)
+        dist.recv(data, leader, group=group, tag=_TAG + 1)
+        content = pickle.loads(data.numpy().tobytes())  # noqa: S301 - our own ranks
+        if isinstance(content, Exception):
+            raise content
+        if found != position or not isinstance(content, RankBatch):
+            raise PeerLostError(f"rank {leader} makes the batch at sample {found:,}, this rank is at {position:,}")
+        return content
+
+    def close(self) -> None:
+        """Nothing to do: the maker's farewell ends a thread that waits."""

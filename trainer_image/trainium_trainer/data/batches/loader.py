@@ -1,0 +1,172 @@
+"""Batches for one rank, made ready ahead of the step.
+
+Invariants: a step takes the next `global_size` samples and each data-parallel rank a contiguous slice of them
+(`share`), so that the loss and the order of samples are the same at every size; all micro-batches of a step have the
+same shape on every rank, whether or not they are full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from trainium_trainer.models.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
+    from trainium_trainer.data.batches.samples import Rules, Sample, Samples, ValidationSet
+    from trainium_trainer.data.batches.share import Share
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one forward and backward pass."""
+
+    inputs: Tensor
+    """[samples, sequence] int64."""
+    labels: Tensor
+    """[samples, sequence] int64, the next token of each input; IGNORED_LABEL where none is to be predicted."""
+    valid_tokens: int
+    places: Tensor
+    """[samples] int64, the global position of each row's sample, which dropout follows from; 0 for a row that is only
+    measured or part of an empty pass."""
+    positions: Tensor | None = None
+    """[samples, sequence] int64, the place of each token in its document: a 0 begins a document, and tokens attend to
+    their own document only. None: a sample is one stretch, with positions 0, 1, 2, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """This rank's share of a step."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    samples: tuple[int, ...]
+    """What names the samples, for the record; what fills up an epoch has no name."""
+
+
+def micro_batch(samples: Sequence[Sample | None], rules: Rules, first: int | None = None) -> MicroBatch:
+    """Samples as tensors; a sample that is too short or None is filled up with what does not count.
+
+    `first` is the global position of the first one, the others follow it; None when they are only measured.
+    """
+    length = rules.sequence_length
+    inputs = torch.full((len(samples), length), rules.padding)
+    labels = torch.full_like(inputs, IGNORED_LABEL)
+    positions = torch.arange(length).repeat(len(samples), 1) if rules.masked else None
+    for number, sample in enumerate(samples):
+        if sample is None:
+            continue
+        row = sample.row(rules)
+        count = len(row.inputs)
+        inputs[number, :count] = torch.from_numpy(row.inputs.astype("int64"))
+        labels[number, :count] = torch.from_numpy(np.where(row.learned, row.targets.astype("int64"), IGNORED_LABEL))
+        if positions is not None and row.positions is not None:
+            positions[number, :count] = torch.from_numpy(row.positions)
+    places = torch.arange(len(samples)) + first if first is not None else torch.zeros(len(samples), dtype=torch.int64)
+    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), places, positions)
+
+
+def divided(
+    samples: Sequence[Sample | None], rules: Rules, micro_size: int, first: int | None = None
+) -> Iterator[MicroBatch]:
+    """Samples in micro-batches; `first` as for `micro_batch`."""
+    for start in range(0, len(samples), micro_size):
+        yield micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
+
+
+def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
+    """One rank's share of a measurement: as many micro-batches on every rank, some of them empty."""
+    return divided(data.share(dp_rank, dp_size), data.rules, micro_size)
+
+
+class Maker(Protocol):
+    """Makes one rank's share of a step."""
+
+    def make(self, position: int) -> RankBatch:
+        """The share of the step that starts at global sample `position`; quick for the step after the last one."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
+class Passes:
+    """Divides a rank's samples of a step into its passes."""
+
+    def __init__(self, rules: Rules, share: Share) -> None:
+        self._rules = rules
+        self._share = share
+        # The same tensors each time: a pass without a sample costs the host nothing.
+        self._empty = (
+            (micro_batch([None] * share.micro_size, rules),) * share.empty_passes if share.empty_passes else ()
+        )
+
+    def of(self, samples: Sequence[Sample | None], first: int) -> tuple[MicroBatch, ...]:
+        """Micro-batches of one size; what the samples do not fill is empty. `first` is as for `micro_batch`."""
+        size = self._share.micro_size
+        rows = [*samples, *[None] * (-len(samples) % size)]
+        return (*divided(rows, self._rules, size, first), *self._empty)
+
+
+class SampleMaker:
+    """Batches from tokens that are all there."""
+
+    def __init__(self, samples: Samples, share: Share) -> None:
+        self._samples = samples
+        self._share = share
+        self._passes = Passes(samples.rules, share)
+
+    def make(self, position: int) -> RankBatch:
+        """Read the samples. Raises UserError."""
+        first = position + self._share.offset
+        samples = self._samples.at(first, self._share.size)
+        return RankBatch(
+            self._passes.of(samples, first), tuple(sample.number for sample in samples if sample is not None)
+        )
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Loader:
+    """Endless batches of one data-parallel rank; the next ones are prepared in the background."""
+
+    def __init__(self, maker: Maker, *, global_size: int, ahead: int = 1) -> None:
+        self._maker = maker
+        self._global = global_size
+        self._ahead = ahead
+        self._thread: ThreadPoolExecutor | None = None
+        self._ready: deque[tuple[int, Future[RankBatch]]] = deque()
+
+    def batch_at(self, position: int) -> RankBatch:
+        """This rank's share of the step that starts at global sample `position`. Raises UserError."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        if not self._ready or self._ready[0][0] != position:
+            for _, waiting in self._ready:
+                waiting.cancel()
+            self._ready.clear()
+            self._ready.append((position, self._thread.submit(self._maker.make, position)))
+        _, batch = self._ready.popleft()
+        while len(self._ready) < self._ahead:
+            following = (self._ready[-1][0] if self._ready else position) + self._global
+            self._ready.append((following, self._thread.submit(self._maker.make, following)))
+        return batch.result()
+
+    def close(self) -> None:
+        """Stop the background thread and what it works with."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._maker.close()  # wakes a thread that waits for it
+            self._thread.shutdown(wait=True)
+        self._maker.close()  # what that thread may have started at the last moment

@@ -1,0 +1,1 @@
+"""Data that are tokenised once and kept: written, found again, read."""

@@ -1,0 +1,130 @@
+"""The cache folder of a machine, prepared folders wherever they are, and the vocabulary that follows from them.
+
+Invariants: what is in the cache is named by a digest of what it was made from and appears by one rename; data that are
+prepared in S3 are copied into the cache once, and used from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_trainer.data.prepared.prepared import KIND, MANIFEST_FILE, is_prepared, read_manifest
+from trainium_trainer.data.prepared.writer import locked
+from trainium_trainer.data.sources.files import S3, reading, s3
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.exits import StorageError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.trainer.data import DataConfig
+
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_COPIED_AT_ONCE = 16 << 20
+
+
+def cache_directory(config: DataConfig) -> Path:
+    """Where tokenizers and tokens are kept on this machine."""
+    if config.cache_directory is not None:
+        return Path(config.cache_directory).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
+    if os.access(base, os.W_OK) or os.access(Path(base).parent, os.W_OK):
+        return Path(base) / "trainium-trainer"
+    return Path(tempfile.gettempdir()) / f"trainium-trainer-{os.getuid()}"
+
+
+@contextmanager
+def usable(cache: Path) -> Iterator[Path]:
+    """Make the cache folder, and turn what the file system says into a sentence about it."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        yield cache
+    except OSError as error:
+        kind = UserError if error.errno in _LASTING else StorageError
+        raise kind(
+            f"data.cacheDirectory {cache}: cannot be used ({error.strerror or error}): "
+            "free space there or set data.cacheDirectory to a folder that can be written"
+        ) from error
+
+
+def sources_of(config: DataConfig) -> list[tuple[str, str, float]]:
+    """Name, text field and weight of each source."""
+    if not config.sources:
+        return [(config.source, config.text_field, 1.0)]
+    return [(given.source, given.text_field or config.text_field, given.weight) for given in config.sources]
+
+
+def vocabulary_of_data(config: DataConfig) -> int:
+    """Entries of the tokenizer that the data will have; asks S3 only for data in S3. Raises UserError, StorageError."""
+    if config.tokenizer.path is not None:
+        return vocabulary_of(tokenizer_file(config.tokenizer))
+    for name, _, _ in sources_of(config):
+        if name.startswith(S3):
+            manifest = _remote_manifest(name)
+            if manifest is not None:
+                return int(json.loads(manifest)["vocabulary"])
+        elif is_prepared(folder := Path(name).expanduser()):
+            return vocabulary_of(folder / TOKENIZER_FILE)
+    return config.tokenizer.vocab_size
+
+
+def prepared_folder(name: str, cache: Path) -> Path | None:
+    """The folder of prepared data that a source names, None when it names something else."""
+    if not name.startswith(S3):
+        folder = Path(name).expanduser()
+        return folder if is_prepared(folder) else None
+    manifest = _remote_manifest(name)
+    return None if manifest is None else _mirrored(name, manifest, cache)
+
+
+def _remote_manifest(name: str) -> bytes | None:
+    from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
+
+    path = f"{name.removeprefix(S3).rstrip('/')}/{MANIFEST_FILE}"
+
+    def text() -> bytes | None:
+        if s3().get_file_info(path).type != fs.FileType.File:
+            return None
+        with s3().open_input_file(path) as stream:
+            return bytes(stream.read())
+
+    content = reading(name, text)
+    return content if content is not None and KIND.encode() in content else None
+
+
+def _mirrored(name: str, manifest: bytes, cache: Path) -> Path:
+    """A copy in the cache, made by whichever process comes first; a killed one's files are used as far as they are."""
+    folder = cache / f"mirror-{hashlib.sha256(manifest).hexdigest()[:32]}"
+    if is_prepared(folder):
+        return folder
+    with locked(cache / f"{folder.name}.lock"):
+        if is_prepared(folder):
+            return folder
+        partial = folder.with_name(folder.name + ".partial")
+        partial.mkdir(exist_ok=True)
+        (partial / MANIFEST_FILE).write_bytes(manifest)
+        shards = read_manifest(partial).shards
+        (partial / MANIFEST_FILE).unlink()
+        sizes = {shard.file: shard.bytes for shard in shards} | {"index.arrow": -1, TOKENIZER_FILE: -1}
+        for file, size in sizes.items():
+            target = partial / file
+            if not target.exists() or target.stat().st_size != size:
+                reading(f"{name.rstrip('/')}/{file}", lambda file=file, target=target: _copy(name, file, target))  # type: ignore[misc]
+        (partial / MANIFEST_FILE).write_bytes(manifest)
+        partial.rename(folder)
+    return folder
+
+
+def _copy(name: str, file: str, target: Path) -> None:
+    temporary = target.with_name(target.name + ".tmp")
+    with s3().open_input_stream(f"{name.removeprefix(S3).rstrip('/')}/{file}") as stream, temporary.open("wb") as copy:
+        shutil.copyfileobj(stream, copy, _COPIED_AT_ONCE)
+    temporary.replace(target)

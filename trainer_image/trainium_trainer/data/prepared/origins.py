@@ -1,0 +1,154 @@
+"""The sources of a configuration, each as prepared data or as text, and the tokenizer that all of them have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.trainer.data import BosToken
+from trainium_trainer.data.prepared.build import HeldBack, Progress, Recipe, build
+from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
+from trainium_trainer.data.prepared.learned_tokenizer import learned
+from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
+from trainium_trainer.data.tokens.bos import AS_IT_IS, Beginning, beginning_of_documents
+from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, digest_of, tokenizer_file, vocabulary_of
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from trainium_contract.trainer.data import DataConfig
+
+_log = logging.getLogger("trainium.data")
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One source."""
+
+    spec: SourceSpec
+    weight: float
+    prepared: Path | None
+    """Its folder when it is prepared already; None for text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """How documents become tokens."""
+
+    file: Path
+    """The `tokenizer.json`."""
+    beginning: Beginning = AS_IT_IS
+
+
+def origins_of(config: DataConfig, cache: Path) -> list[Origin]:
+    """What is trained on. Raises UserError or StorageError."""
+    return [
+        Origin(SourceSpec(name, field), weight, prepared_folder(name, cache))
+        for name, field, weight in sources_of(config)
+    ]
+
+
+def text_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> TextTokenizer:
+    """The tokenizer of all sources, and how it lets documents begin. Raises UserError or StorageError."""
+    file = shared_tokenizer(config, origins, cache)
+    marks = same_beginning(config, origins)
+    if config.bos is BosToken.ALWAYS and marks:  # the folder's tokenizer.json alone may not say which token it is
+        return TextTokenizer(file, Beginning(config.bos, marks[0]))
+    return TextTokenizer(file, beginning_of_documents(config.bos, file))
+
+
+def same_beginning(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[int, ...]]:
+    """The BOS tokens of the sources that are prepared already. Raises UserError where they are not what is asked."""
+    marks = []
+    for origin in origins:
+        if origin.prepared is None:
+            continue
+        mark = read_manifest(origin.prepared).beginning
+        if config.bos is not BosToken.AUTO and (config.bos is BosToken.ALWAYS) != bool(mark):
+            how = "with" if mark else "without"
+            raise UserError(
+                f"data.source {origin.spec.name}: was prepared {how} BOS tokens, but data.bos is {config.bos}: leave "
+                f"out data.bos, or prepare the data again with prepare-data --bos {config.bos}"
+            )
+        marks.append(mark)
+    return marks
+
+
+def shared_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> Path:
+    """The tokenizer's file, trained when there is none; all that is prepared must have been prepared with it."""
+    prepared = [origin.prepared for origin in origins if origin.prepared is not None]
+    if config.tokenizer.path is not None:
+        file = tokenizer_file(config.tokenizer)
+        vocabulary_of(file)
+    elif prepared:
+        file = prepared[0] / TOKENIZER_FILE
+    else:
+        return learned([origin.spec for origin in origins], config.tokenizer.vocab_size, cache)
+    same_tokenizer(file, origins)
+    return file
+
+
+def same_tokenizer(file: Path, origins: Sequence[Origin]) -> None:
+    """Refuse what was prepared with another tokenizer. Raises UserError."""
+    for origin in origins:
+        if origin.prepared is not None and read_manifest(origin.prepared).tokenizer != digest_of(file):
+            raise UserError(
+                f"data.source {origin.spec.name}: was prepared with another tokenizer than {file}: leave out "
+                "data.tokenizer.path, or prepare the data with that tokenizer"
+            )
+
+
+def tokens_of(
+    config: DataConfig,
+    origin: Origin,
+    tokenizer: TextTokenizer,
+    cache: Path,
+    progress: Callable[[Progress], None] | None = None,
+) -> Prepared:
+    """All tokens of a source, made when they are not there yet. Raises UserError or StorageError."""
+    if origin.prepared is not None:
+        return Prepared(origin.prepared)
+    recipe = Recipe((origin.spec,), tokenizer.file, config.max_bad_lines, beginning=tokenizer.beginning)
+    return built(config, recipe, cache, progress)
+
+
+def held_back_of(config: DataConfig, origin: Origin, tokenizer: TextTokenizer, held: HeldBack, cache: Path) -> Prepared:
+    """Some of what is held back of a text. Raises UserError or StorageError."""
+    recipe = Recipe((origin.spec,), tokenizer.file, config.max_bad_lines, held, tokenizer.beginning)
+    return built(config, recipe, cache)
+
+
+def built(
+    config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[Progress], None] | None = None
+) -> Prepared:
+    """The result of a recipe, from the cache if it is there."""
+    key = recipe.key(cache)
+    folder = cache / f"tokens-{key[:32]}"
+    manifest = build(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.name))
+    if manifest.skipped:
+        _log.warning(
+            "data.source %s: skipped %d lines, the first: %s", recipe.name, manifest.skipped, manifest.examples[0]
+        )
+    return Prepared(folder)
+
+
+class Lines:
+    """Tells the log of a long build now and then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        """Tell how far it is, unless it was told just now."""
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            share = 100 * progress.bytes / max(1, progress.total_bytes)
+            _log.info("tokenising %s: %.0f %%, %d tokens", self._name, share, progress.tokens)

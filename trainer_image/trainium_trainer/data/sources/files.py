@@ -1,0 +1,261 @@
+"""Files of a source, on a mounted file system or in S3: finding, opening and identifying them.
+
+Invariants: a list of files is in the order of names, whatever a listing returns; S3 is reached through pyarrow only,
+with the credentials, region and endpoint of the usual AWS variables; a store that fails for a while is asked again, and
+then raises StorageError; what the user can correct (no such file, no permission) raises UserError at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import functools
+import glob
+import hashlib
+import io
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+
+from trainium_trainer.data.sources.whole_files import whole_file
+from trainium_trainer.exits import StorageError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+S3 = "s3://"
+_COMPRESSED = (".gz", ".zst")
+_PLAIN = (".txt", ".jsonl", ".json", ".csv")
+_TABLES = (".arrow", ".parquet")
+SUFFIXES = (*_PLAIN, *(plain + packed for plain in _PLAIN for packed in _COMPRESSED), *_TABLES)
+_NOT_IN_FOLDERS = ".json"
+"""A lone .json in a folder of data is a library's note about it, or `template.json`, not data."""
+
+_TRIES = 6
+_FIRST_PAUSE_SECONDS = 0.5
+_S3_TIMEOUT_SECONDS = 30
+_LOCAL_BUFFER = 1 << 20
+_REMOTE_BUFFER = 8 << 20
+_USERS = frozenset(
+    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
+_USERS_TEXTS = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "NO_SUCH_KEY", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
+_WHOLE = 64 << 20
+_PROBES, _PROBE = 64, 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file of a source."""
+
+    path: str
+    """Absolute path, or bucket and key."""
+    size: int
+    """Bytes as stored."""
+    stamp: str
+    """Changes when the file is replaced, on this machine."""
+    relative: str
+    """Name below the source's root: part of the identity."""
+    remote: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The name for sentences."""
+        return S3 + self.path if self.remote else self.path
+
+    @property
+    def format(self) -> str:
+        """The suffix without that of a compression."""
+        stem = self.path
+        for packed in _COMPRESSED:
+            stem = stem.removesuffix(packed)
+        return Path(stem).suffix
+
+    @property
+    def compression(self) -> str | None:
+        """What pyarrow calls the compression of the whole file."""
+        return {".gz": "gzip", ".zst": "zstd"}.get(Path(self.path).suffix)
+
+    def open(self) -> BinaryIO:
+        """A buffered stream from the file's beginning, as stored; seekable."""
+        if self.remote:
+            return cast("BinaryIO", io.BufferedReader(s3().open_input_file(self.path), _REMOTE_BUFFER))
+        return open(self.path, "rb", buffering=_LOCAL_BUFFER)  # noqa: PTH123 - the caller closes it
+
+    def digest(self, memo: Path | None) -> str:
+        """A digest of the contents; of a file above 64 MiB that of its size and of probes all over it.
+
+        An object in S3 is known by size and time: both are the same wherever it is read from.
+        """
+        if self.remote:
+            return hashlib.sha256(f"{self.size}\0{self.stamp}".encode()).hexdigest()
+        key = hashlib.sha256(f"2\0{self.path}\0{self.size}\0{self.stamp}".encode()).hexdigest()[:32]
+        note = memo / f"digest-{key}" if memo else None
+        if note is not None and note.exists():
+            return note.read_text(encoding="ascii")
+        digest = reading(self.shown, self._digest)
+        if note is not None:
+            with whole_file(note) as stream:
+                stream.write(digest.encode())
+        return digest
+
+    def _digest(self) -> str:
+        with self.open() as stream:
+            if self.size <= _WHOLE:
+                return hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
+            total = hashlib.sha256(str(self.size).encode())
+            for number in range(_PROBES):
+                stream.seek(number * (self.size - _PROBE) // (_PROBES - 1))
+                total.update(stream.read(_PROBE))
+            return total.hexdigest()
+
+
+def reading(what: str, action: Callable[[], T]) -> T:
+    """Run a read again when the store fails for a while. Raises UserError or StorageError with a sentence."""
+    pause = _FIRST_PAUSE_SECONDS
+    for attempt in range(1, _TRIES + 1):
+        try:
+            return action()
+        except OSError as error:
+            if not is_transient(error):
+                raise refusal(what, error) from error
+            if attempt == _TRIES:
+                raise StorageError(
+                    f"data.source {what}: cannot be read after {_TRIES} tries ({reason_of(error)}): "
+                    "look at the storage, then start again"
+                ) from error
+            time.sleep(pause)
+            pause *= 2
+    raise AssertionError
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether the store, and not what it was asked for, is at fault."""
+    if error.errno is not None:
+        return error.errno not in _USERS
+    text = str(error)
+    return "AWS Error" in text and not any(code in text for code in _USERS_TEXTS)
+
+
+def refusal(what: str, error: OSError) -> UserError:
+    """The sentence for a file that the user has to correct."""
+    return UserError(f"data.source {what}: cannot be read ({reason_of(error)}): correct or replace it")
+
+
+def reason_of(error: BaseException) -> str:
+    """The cause in one line."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())[:300]
+
+
+@functools.cache
+def s3() -> Any:
+    """The S3 file system of this process; it starts threads, so never before a fork.
+
+    pyarrow itself waits longer and longer between tries when a request fails.
+    """
+    from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return fs.S3FileSystem(
+        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+        endpoint_override=endpoint,
+        scheme="http" if endpoint and endpoint.startswith("http://") else "https",
+        request_timeout=_S3_TIMEOUT_SECONDS,
+        connect_timeout=_S3_TIMEOUT_SECONDS,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=3),
+    )
+
+
+def find_files(name: str) -> tuple[DataFile, ...]:
+    """The files that a path, folder or pattern names, in the order of their names below it.
+
+    Raises UserError when there is none, StorageError when the store does not answer.
+    """
+    try:
+        found = _find_remote(name) if name.startswith(S3) else _find_local(name)
+    except OSError as error:
+        raise refusal(name, error) from error
+    return tuple(sorted(found, key=lambda file: file.relative))
+
+
+def _find_local(name: str) -> list[DataFile]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if _counts(file.relative_to(path).parts) and file.is_file()]
+        if not files:
+            raise UserError(f"data.source {name}: the folder holds no {_listed()} file: put text into it")
+        return [_local(file, path) for file in files]
+    if path.exists():
+        return [_local(_known(path, name), path.parent)]
+    if glob.has_magic(name):
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - any pattern
+        files = [match for match in matches if match.is_file() and match.name.endswith(SUFFIXES)]
+        if not files:
+            raise UserError(f"data.source {name}: no {_listed()} file matches: correct the pattern")
+        root = Path(os.path.commonpath([file.parent for file in files]))
+        return [_local(file, root) for file in files]
+    raise UserError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
+
+
+def _local(file: Path, root: Path) -> DataFile:
+    stat = file.stat()
+    stamp = f"{stat.st_mtime_ns}\0{stat.st_ino}"
+    return DataFile(str(file.absolute()), stat.st_size, stamp, file.relative_to(root).as_posix())
+
+
+def _find_remote(name: str) -> list[DataFile]:
+    from pyarrow import fs  # noqa: PLC0415 - as above
+
+    path = name.removeprefix(S3).rstrip("/")
+    pattern = path if glob.has_magic(path) else None
+    while glob.has_magic(path):
+        path = path.rpartition("/")[0]
+    if not path:
+        raise UserError(f"data.source {name}: names no bucket: write s3://bucket/prefix")
+
+    def listed() -> Iterator[Any]:
+        single = s3().get_file_info(path)
+        if single.type == fs.FileType.File:
+            yield single
+        elif single.type == fs.FileType.Directory:
+            yield from s3().get_file_info(fs.FileSelector(path, recursive=True))
+
+    files = []
+    for info in reading(name, lambda: list(listed())):
+        parts = tuple(info.path.removeprefix(path).strip("/").split("/"))
+        wanted = _matches(info.path, pattern) if pattern else _counts(parts)
+        if info.type == fs.FileType.File and (wanted or info.path == path):
+            relative = "/".join(parts) or info.base_name
+            files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, remote=True))
+    if not files:
+        raise UserError(f"data.source {name}: there is no {_listed()} object: correct bucket, prefix or credentials")
+    if files[0].path == path:
+        _known(Path(path), name)
+    return files
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Like a shell: `*` stays within one name, `**` does not."""
+    levels_agree = "**" in pattern or path.count("/") == pattern.count("/")
+    return levels_agree and fnmatch.fnmatchcase(path, pattern) and path.endswith(SUFFIXES)
+
+
+def _counts(parts: tuple[str, ...]) -> bool:
+    """Whether a file of a folder is data: of a known kind, and neither hidden nor a note of another program."""
+    hidden = any(part.startswith((".", "_")) for part in parts)
+    return not hidden and parts[-1].endswith(SUFFIXES) and not parts[-1].endswith(_NOT_IN_FOLDERS)
+
+
+def _known(path: Path, name: str) -> Path:
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"data.source {name}: files end in {_listed()}: convert or rename it")
+    return path
+
+
+def _listed() -> str:
+    return f"{', '.join((*_PLAIN, *_TABLES))} (text also with .gz or .zst)"

@@ -1,0 +1,108 @@
+"""Real text that every machine has: the documentation that ships with Python.
+
+Invariants: nothing of the standard library is imported or run, its files are parsed; the order is that of sorted paths
+and of the source text, so one Python build gives one stream everywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_trainer.data.sources.documents import Block, Piece
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_trainer.data.sources.documents import Record
+
+_FORMAT = 1
+_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "pydoc_data"}
+)
+_SHORTEST = 40  # characters; shorter docstrings say little more than the name
+
+
+class PythonDocs:
+    """Language reference topics first, then one document per standard-library module."""
+
+    size = 0
+    divisible = False
+
+    def blocks(self, target: int) -> list[Block]:  # noqa: ARG002 - other sources need it
+        """One."""
+        return [Block(0, 0, 0, 0)]
+
+    def named(self, block: Block) -> str:  # noqa: ARG002 - as above
+        """The source."""
+        return "python-docs"
+
+    def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - as above
+        """The Python build: its files do not change without it."""
+        return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
+
+    def records(self, block: Block) -> Iterator[Record]:  # noqa: ARG002 - as above
+        """None."""
+        raise UserError(
+            "data.source python-docs: is running text, which has no records: set data.format to Text, or data.source "
+            "to records"
+        )
+
+    def read(self, block: Block) -> Iterator[Piece]:  # noqa: ARG002 - as above
+        """Topics and docstrings."""
+        root = Path(sysconfig.get_path("stdlib"))
+        topics = root / "pydoc_data" / "topics.py"
+        if topics.exists():
+            yield from _topics(topics)
+        for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+            parts = file.relative_to(root).parts
+            if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
+                text = _module(file, ".".join(parts).removesuffix(".py").removesuffix(".__init__"))
+                if text:
+                    yield Piece(text)
+
+
+def _parse(file: Path) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in old files are none of our business
+            return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return None
+
+
+def _topics(file: Path) -> Iterator[Piece]:
+    """The texts of the one dictionary in `pydoc_data/topics.py`."""
+    tree = _parse(file)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Dict):
+            for value in node.values:
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield Piece(value.value)
+            return
+
+
+def _module(file: Path, name: str) -> str:
+    """Docstrings of a module and of what it defines, each under its name."""
+    tree = _parse(file)
+    if tree is None:
+        return ""
+    sections = list(_sections(tree, name))
+    return "\n\n\n".join(sections)
+
+
+def _sections(node: ast.AST, name: str) -> Iterator[str]:
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
+        if len(text) >= _SHORTEST:
+            yield f"{name}\n{'-' * len(name)}\n{text}"
+        for child in node.body:
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from _sections(child, f"{name}.{child.name}")

@@ -1,0 +1,189 @@
+"""From a block of a source to tokens: what a tokenising process does.
+
+Invariants: the tokens of a block are a pure function of block, tokenizer and `data.bos`; each document ends with the
+end-of-document token, which stands nowhere else; a document without text leaves no trace; a block is read again from
+its beginning when the store failed on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainium_trainer.data.sources.documents import Piece, Skipped
+from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.sources.resolve import open_source
+from trainium_trainer.data.tokens.bos import AS_IT_IS, Beginning
+from trainium_trainer.data.tokens.tokenizer import end_of_document, load_tokenizer, vocabulary_of
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from trainium_trainer.data.sources.documents import Block, Source
+
+_PIECES, _CHARACTERS = 512, 4 << 20  # that are tokenised at once
+_TOKENS = 1 << 20  # of one TokenBlock, about
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A source as it is named."""
+
+    name: str
+    text_field: str
+
+    def open(self) -> Source:
+        """Find its files. Raises UserError or StorageError."""
+        return open_source(self.name, self.text_field)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlock:
+    """Tokens of consecutive pieces of documents."""
+
+    tokens: NDArray[Any]
+    """uint16 or uint32."""
+    lengths: NDArray[np.int64]
+    """Tokens of each piece; the last piece of a document ends with the end-of-document token."""
+    documents: NDArray[np.uint64]
+    """Hash of the document that each piece is of: it decides what is held back for validation."""
+    skipped: tuple[Skipped, ...] = ()
+
+
+def token_type(vocabulary: int) -> np.dtype[Any]:
+    """The narrowest type for token ids."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+
+
+class Encoder:
+    """A tokenizer with its end-of-document token, and how a document begins."""
+
+    def __init__(self, file: Path, beginning: Beginning = AS_IT_IS) -> None:
+        """Load a `tokenizer.json`. Raises UserError."""
+        self.vocabulary = vocabulary_of(file)
+        self.dtype = token_type(self.vocabulary)
+        self._tokenizer = load_tokenizer(file)
+        self.end = end_of_document(self._tokenizer, file)
+        self._beginning = beginning
+
+    def encode(self, source: Source, block: Block) -> list[TokenBlock]:
+        """The tokens of a block. Raises UserError or StorageError."""
+        return reading(source.named(block), lambda: list(self._blocks(source.read(block), source.named(block))))
+
+    def _blocks(self, items: Iterable[Piece | Skipped], name: str) -> Iterator[TokenBlock]:
+        rows: list[NDArray[Any]] = []
+        hashes: list[int] = []
+        skipped: list[Skipped] = []
+        gathered = 0
+        document: int | None = None
+        opened = begins = False  # whether the present document has had tokens, and is still to begin
+
+        def finished() -> TokenBlock:
+            lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+            tokens = np.concatenate(rows) if rows else np.empty(0, self.dtype)
+            return TokenBlock(tokens, lengths, np.array(hashes, np.uint64), tuple(skipped))
+
+        for pieces in _batches(items, skipped):
+            for piece, ids in zip(pieces, self._ids(pieces, name), strict=True):
+                if document is None:
+                    document, begins = _hash_of(piece), piece.begins_document
+                tokens = ids
+                if begins and len(ids):
+                    tokens, begins = self._begun(ids), False
+                opened = opened or len(ids) > 0
+                if piece.ends_document and opened and not (len(tokens) and tokens[-1] == self.end):
+                    tokens = np.append(tokens, self.dtype.type(self.end))
+                if len(tokens):
+                    rows.append(tokens)
+                    hashes.append(document)
+                    gathered += len(tokens)
+                if piece.ends_document:
+                    document, opened = None, False
+            if gathered >= _TOKENS:
+                yield finished()
+                rows, hashes, gathered = [], [], 0
+                skipped.clear()
+        if rows or skipped:
+            yield finished()
+
+    def _begun(self, ids: NDArray[Any]) -> NDArray[Any]:
+        if self._beginning == AS_IT_IS:
+            return ids
+        return np.array(self._beginning.begun(ids.tolist())[0], self.dtype)
+
+    def _ids(self, pieces: list[Piece], name: str) -> list[NDArray[Any]]:
+        texts = [piece.text for piece in pieces]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [
+            np.array(encoding.ids, self.dtype) if piece.ids is None else self._checked(piece.ids, name)
+            for piece, encoding in zip(pieces, encodings, strict=True)
+        ]
+
+    def _checked(self, ids: NDArray[Any], name: str) -> NDArray[Any]:
+        """Ids that the source brought itself."""
+        for bound in (ids.min(), ids.max()) if len(ids) else ():
+            if not 0 <= bound < self.vocabulary:
+                raise UserError(
+                    f"data.source {name}: holds token id {bound}, but the tokenizer has {self.vocabulary} entries: "
+                    "set data.tokenizer.path to the tokenizer that these ids are from"
+                )
+        return ids.astype(self.dtype)
+
+
+def _batches(items: Iterable[Piece | Skipped], skipped: list[Skipped]) -> Iterator[list[Piece]]:
+    """Pieces in batches that are worth a call of the tokenizer; what is to be skipped goes into `skipped`."""
+    batch: list[Piece] = []
+    characters = 0
+    for item in items:
+        if isinstance(item, Skipped):
+            skipped.append(item)
+            continue
+        batch.append(item)
+        characters += len(item.text)
+        if len(batch) == _PIECES or characters >= _CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _hash_of(piece: Piece) -> int:
+    """64 bits that name a document, the same in every run and with every tokenizer that reads text."""
+    text = piece.document or piece.text
+    data = piece.ids.astype("<i8").tobytes() if piece.ids is not None else text.encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Which pieces are for validation, of a share of `fraction`."""
+    return documents < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+
+# ---- what is called in a tokenising process, by reference -----------------------------------------------------------
+
+_installed: dict[str, Any] = {}
+
+
+def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: Beginning) -> int:
+    """Prepare this process; returns the id of the end-of-document token."""
+    _installed["sources"] = [spec.open() for spec in specs]
+    _installed["encoder"] = Encoder(Path(tokenizer), beginning)
+    return int(_installed["encoder"].end)
+
+
+def encode(source: int, block: Block) -> list[TokenBlock]:
+    """The tokens of a block of an installed source."""
+    blocks: list[TokenBlock] = _installed["encoder"].encode(_installed["sources"][source], block)
+    return blocks
+
+
+def list_blocks(spec: SourceSpec, target: int) -> list[Block]:
+    """The blocks of a source, listed where it may start threads and take memory."""
+    return spec.open().blocks(target)

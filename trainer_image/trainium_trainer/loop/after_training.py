@@ -1,0 +1,72 @@
+"""What follows the last step, in the same processes: artifacts, then the evaluation.
+
+Invariants: the last step is committed before; both stages read what is on storage and nothing of a rank's memory, so a
+fault repeats a stage and no step; a process that is asked to leave does so at once, since nothing would be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from trainium_contract.status.results import RunStage
+from trainium_trainer.artifacts.stage import kinds_of, write_artifacts, write_milestones
+from trainium_trainer.peers import Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trainium_contract.status.results import EvaluationFigure
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.backends.base import Mesh
+    from trainium_trainer.monitor.progress import ProgressWriter
+    from trainium_trainer.weights.beginning import Beginning
+
+_log = logging.getLogger("trainium.after")
+
+
+def has_stages(config: TrainingConfig) -> bool:
+    """Whether anything follows the last step."""
+    return bool(kinds_of(config)) or config.evaluate.enabled
+
+
+def run_stages(
+    config: TrainingConfig,
+    mesh: Mesh,
+    progress: ProgressWriter,
+    *,
+    step: int,
+    begin: Beginning,
+    tokenizer: Path,
+    node_rank: int,
+    trained_loss: float | None,
+) -> None:
+    """Write the artifacts of the last step, then measure them. Collective. Raises UserError, StorageError.
+
+    `node_rank` is this process's number within its node, `trained_loss` the training model's newest validation loss.
+    """
+    with progress.pulse.saving, progress.pulse.work_with_collectives:  # a peer's last save may take longer than a step
+        peers = Peers.open(mesh.rank, mesh.world_size, node_rank, waiting=progress.pulse.peers)
+    alive: Callable[[], None] = lambda: progress.stage(RunStage.EXPORT)  # noqa: E731 - one line
+    write_milestones(config, peers, progress, base=begin.base, tokenizer=tokenizer, beat=alive)
+    artifacts = write_artifacts(
+        config, config.checkpoint.path, step, peers, progress, base=begin.base, tokenizer=tokenizer
+    )
+    for artifact in artifacts if mesh.rank == 0 else ():
+        _log.info("%s of step %d: %s", artifact.kind, artifact.step, artifact.path)
+    if not config.evaluate.enabled:
+        return
+    from trainium_trainer.evaluate.stage import evaluate_artifacts  # noqa: PLC0415 - imports transformers
+
+    result = evaluate_artifacts(
+        config, artifacts, peers=peers, progress=progress, device=mesh.device.type, trained_loss=trained_loss
+    )
+    if mesh.rank == 0 and result is not None:
+        _log.info("evaluation: %s", ", ".join(_told(figure) for figure in result.figures))
+
+
+def _told(figure: EvaluationFigure) -> str:
+    """`perplexity 54.7 -> 25.6`."""
+    before, after = ("none" if value is None else f"{value:.4g}" for value in (figure.before, figure.after))
+    return f"{figure.name} {before} -> {after}"

@@ -1,0 +1,98 @@
+"""The history that people read, taken up where the state was resumed: rewound, mended, and the monitors after it.
+
+Invariant: a history that cannot be read or written is told of and stops nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from trainium_trainer.exits import StorageError
+from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
+from trainium_trainer.monitor.watch import Device, Past, Watch, read_past
+from trainium_trainer.monitor.writers import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.backends.base import Mesh
+    from trainium_trainer.checkpoint.interfaces import Position
+    from trainium_trainer.configuration.config import Settings
+    from trainium_trainer.data.opening import Data
+    from trainium_trainer.monitor.progress import ProgressWriter
+
+_log = logging.getLogger("trainium.train")
+
+
+class History:
+    """The files below `root`; lines that they do not take wait in `aside`, on the node."""
+
+    def __init__(self, root: Path, memory_directory: Path | None, progress: ProgressWriter) -> None:
+        self._root = root
+        self._progress = progress
+        self.aside = None if memory_directory is None else memory_directory / "aside"
+
+    def tell(self, sentence: str) -> None:
+        """Pass on what is wrong with the files."""
+        _log.warning("%s", sentence)
+        self._progress.notice(sentence)
+
+    def open(self, settings: Settings, position: Position, data: Data, mesh: Mesh) -> Watch:
+        """Make the files the history up to `position`, on rank 0; the monitors after it."""
+        config, past = settings.config, Past()
+        if mesh.rank == 0:
+            with self._tolerant():
+                Recorder.rewind(self._root, position.step)
+            with self._tolerant():
+                past = read_past(self._root, config.monitor.spike_window, self.aside, last=position.step)
+        watch = _watch(settings, past, mesh)
+        if mesh.rank == 0:
+            with self._tolerant():
+                self._mend(config, position, data, watch)
+        return watch
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            self.tell(f"{error}; training goes on without the earlier history")
+
+    def _mend(self, config: TrainingConfig, position: Position, data: Data, watch: Watch) -> None:
+        """Write what a rank that was lost right after the resumed step did not get to write of it."""
+        if position.loss is None or position.grad_norm is None:
+            return
+        if Recorder.lacks(self._root, position.step, self.aside):
+            figures, _ = watch.step(
+                step=position.step,
+                loss=position.loss,
+                grad_norm=position.grad_norm,
+                learning_rate=learning_rate(config, position.step - 1),
+                tokens=position.tokens,
+                samples=position.samples,
+            )
+            Recorder.mend(self._root, figures, self.aside)
+        if config.monitor.record_samples:
+            batch = config.batch.global_size
+            numbers = data.training.numbers(position.samples - batch, batch)
+            Recorder.mend_samples(self._root, position.step, numbers, self.aside)
+
+
+def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:
+    config = settings.config
+    peak = config.monitor.peak_tflops
+    return Watch(
+        config.monitor,
+        past,
+        Device(mesh.device, mesh.world_size, peak_flops(mesh.device) if peak is None else peak * 1e12),
+        flops_per_token=flops_per_token(
+            settings.shape,
+            config.data.sequence_length,
+            trained=settings.choice.trained if config.tuning.freezes else None,
+        ),
+    )

@@ -1,0 +1,156 @@
+"""What a configuration takes of memory, and whether it fits: for `check` and for the start of a run.
+
+Invariant: what does not fit a core is refused; what does not fit /dev/shm or a node is told, with what is switched off
+or ends by it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from trainium_contract.needs.memory_needs import ROOM, Layouts, ModelSizes, Needs, Setting, Trained, needs
+from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_trainer.backends.room import device_memory
+from trainium_trainer.exits import UserError
+from trainium_trainer.tuning.choice import EMBEDDING, LORA_B, is_adapter
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainium_contract.sizes import Instance
+    from trainium_trainer.configuration.config import Settings
+
+_GIB = 1 << 30
+_DIVIDED_AT_INPUT = ("o_proj", "down_proj")
+"""Projections of which each tensor-parallel rank has columns; of the others it has rows."""
+_SHARED_SHARE = 0.5
+"""Of a node's memory that /dev/shm may take, where its volume has no limit of its own (tmpfs' default)."""
+
+
+def needs_of(settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True) -> Needs:
+    """The numbers of a run; without the type of a Trainium instance `on_host` says whether the device is the CPU."""
+    config, shape = settings.config, settings.shape
+    nxd = config.backend is BackendChoice.NXD or (
+        config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
+    )
+    model = ModelSizes(
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        layers=shape.num_layers,
+        heads=shape.num_attention_heads,
+        key_value_heads=shape.num_key_value_heads,
+        head_width=shape.head_dim,
+        vocabulary=shape.vocab_size,
+        tied=shape.tie_embeddings,
+    )
+    setting = Setting(
+        tensor=config.parallelism.tensor,
+        pipeline=config.parallelism.pipeline,
+        data_parallel=settings.dp_size,
+        processes_per_node=processes_per_node,
+        mode=config.data_parallel,
+        precision=config.precision,
+        recompute=config.recompute,
+        sequence=config.parallelism.sequence,
+        micro_size=config.batch.micro_size,
+        length=config.data.sequence_length,
+        micro_batches=settings.passes,
+        snapshots=config.checkpoint.memory.every_steps > 0,
+        buddies=config.checkpoint.memory.buddies > 0,
+        layouts=Layouts.NXD if nxd else Layouts.NATIVE,
+        on_host=on_host and not instance_type.startswith("trn"),
+        trained=trained_of_rank(settings) if config.tuning.freezes else None,
+    )
+    return needs(model, setting)
+
+
+def trained_of_rank(settings: Settings) -> Trained:
+    """What the rank with most of it trains; stages hold equal runs of layers, the first and the last an end more."""
+    shape, degrees = settings.shape, settings.config.parallelism
+    layers = -(-shape.num_layers // degrees.pipeline)
+    found = [Trained(0, 0)] * degrees.pipeline
+    for name, size in settings.choice.sizes.items():
+        number = math.prod(size) // (degrees.tensor if _is_divided(name, len(size)) else 1)
+        if name.startswith("model.layers."):
+            stages = {int(name.split(".")[2]) // layers}
+        else:
+            first, last = name.startswith(EMBEDDING), not name.startswith(EMBEDDING) or shape.tie_embeddings
+            stages = {stage for stage, held in ((0, first), (degrees.pipeline - 1, last)) if held}
+        for stage in stages:
+            before = found[stage]
+            found[stage] = (
+                Trained(before.weights, before.adapters + number)
+                if is_adapter(name)
+                else Trained(before.weights + number, before.adapters)
+            )
+    return max(found, key=lambda one: one.weights + one.adapters)
+
+
+def _is_divided(name: str, dimensions: int) -> bool:
+    """Whether tensor parallelism divides it; of an adapter the matrix at the divided side of its projection."""
+    if not is_adapter(name):
+        return dimensions > 1
+    by_columns = not any(f".{projection}." in name for projection in _DIVIDED_AT_INPUT)
+    return name.endswith(f".{LORA_B}.weight") == by_columns
+
+
+def told_at_start(settings: Settings, device: torch.device) -> list[str]:
+    """Sentences about this rank's device, where its memory is known. Raises UserError when the state is too large.
+
+    Activations are an estimate, so they are told of; /dev/shm is reserved, or snapshots are switched off, by the memory
+    tier itself.
+    """
+    room = device_memory(device)
+    if not room:
+        return []
+    found = needs_of(settings, settings.launch.local_world_size, on_host=False)
+    if found.state > room:
+        raise UserError(_too_small(found, room, f"the device {device}"))
+    if found.device > room * (1 - ROOM):
+        return [_too_small(found, room, f"the device {device}")]
+    return []
+
+
+def lines(found: Needs, *, of_node: bool) -> list[str]:
+    """The numbers for a reader; those of a node where it is known how many processes it has."""
+    process = (
+        f"memory of a process: {_gib(found.state)} of weights, gradients and optimizer ({found.parameters:,} "
+        f"parameters), about {_gib(found.activations)} of activations"
+    )
+    node = f"memory of a node: {_gib(found.host)}, of it {_gib(found.shared_memory)} of snapshots in /dev/shm"
+    return [process, node] if of_node else [process]
+
+
+def refuse_what_does_not_fit(found: Needs, instance: Instance, instance_type: str) -> list[str]:
+    """Sentences about a node that is too small. Raises UserError for a core that is."""
+    if instance.core_bytes and found.device > instance.core_bytes * (1 - ROOM):
+        raise UserError(_too_small(found, instance.core_bytes, f"a core of {instance_type}"))
+    warnings = []
+    room = int(instance.host_bytes * _SHARED_SHARE)
+    if instance.host_bytes and found.shared_memory > room:
+        warnings.append(
+            f"snapshots need {_gib(found.shared_memory)} of /dev/shm on each node, but {instance_type} has about "
+            f"{_gib(room)} there: workers without room switch them, or the copies of a buddy's, off and say so; set "
+            "checkpoint.memory.buddies or everySteps to 0, or raise the limit of the volume shared-memory"
+        )
+    if instance.host_bytes and found.host > instance.host_bytes:
+        warnings.append(
+            f"a node needs {_gib(found.host)} of memory for snapshots, saves and processes, but {instance_type} has "
+            f"{_gib(instance.host_bytes)}: the kernel may end processes; set checkpoint.memory.buddies or "
+            "everySteps to 0"
+        )
+    return warnings
+
+
+def _too_small(found: Needs, room: int, device: str) -> str:
+    return (
+        f"{device} has {_gib(room)}, but a process needs {_gib(found.state)} of weights, gradients and optimizer and "
+        f"about {_gib(found.activations)} of activations, with {ROOM:.0%} left for the runtime: raise "
+        "parallelism.tensor or recompute, divide more with dataParallel, or take an instance type with more memory "
+        "(docs/parallelism.md, Fit the model)"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.1f} GiB"

@@ -1,0 +1,48 @@
+"""The learning rate of every step: linear warm-up, then down to a floor. Pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from trainium_contract.trainer.optimizer import ScheduleKind
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.optimizer import ScheduleConfig
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Learning rate of the update that completes step `step + 1` (`step` counts completed steps, from 0).
+
+    The last step of the warm-up has the peak, the last step of the decay has `finalRatio` of it.
+    """
+    return config.optimizer.learning_rate * factor(config.schedule, steps=config.steps, step=step)
+
+
+def factor(schedule: ScheduleConfig, *, steps: int, step: int) -> float:
+    """The same as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    done = _decayed(schedule, steps=steps, step=step)
+    match schedule.kind:
+        case ScheduleKind.COSINE:
+            left = 0.5 * (1.0 + math.cos(math.pi * done))
+        case ScheduleKind.LINEAR | ScheduleKind.WARMUP_STABLE_DECAY:
+            left = 1.0 - done
+        case ScheduleKind.CONSTANT:
+            return 1.0
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
+
+
+def _decayed(schedule: ScheduleConfig, *, steps: int, step: int) -> float:
+    """How much of the decay is done after the update that completes step `step + 1`, 0 to 1."""
+    after_warmup = max(1, steps - schedule.warmup_steps)
+    if schedule.kind is ScheduleKind.WARMUP_STABLE_DECAY:
+        length = schedule.decay_steps or max(1, min(steps // 10, after_warmup))
+        begins = steps - length
+    else:
+        length = schedule.decay_steps or after_warmup
+        begins = schedule.warmup_steps
+    return min(1.0, max(0.0, (step + 1 - begins) / length))
