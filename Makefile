@@ -33,6 +33,7 @@ tune: binaries  ## LoRA on a base model through faults, merged, answers before a
 
 test: binaries  ## All tests, on a development cluster of their own
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
+	@$(BIN)/trainium-devcluster binaries --kueue >/dev/null || echo "without Kueue the tests of queues are skipped"
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-fast: setup  ## The tests of pure functions, in a minute or two

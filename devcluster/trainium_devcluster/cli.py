@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainium_devcluster.binaries import CLUSTER_PROGRAMS, FLEET_PROGRAMS, Program, ensure_binaries
+from trainium_devcluster.binaries import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
 from trainium_devcluster.controlplane.client import ApiError
@@ -69,6 +69,7 @@ def up(
     label: NodeLabels = None,
     taint: NodeTaints = None,
     node_monitor_grace: GraceSeconds = None,
+    kueue: Annotated[bool, typer.Option("--kueue", help="Run the real Kueue controller in it.")] = False,
 ) -> None:
     """Start a cluster and leave it running until `down`."""
     begun = time.monotonic()
@@ -82,6 +83,7 @@ def up(
         fleet=fleet,
         fleet_shape=FleetShape(neuron=neuron, efa=efa),
         node_monitor_grace_seconds=node_monitor_grace,
+        kueue=kueue,
         detached=True,
         write=to_stderr,
     )
@@ -159,11 +161,14 @@ def run(
 @app.command()
 def binaries(
     fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which plays fleets of fake nodes.")] = False,
+    kueue: Annotated[bool, typer.Option("--kueue", help="Also Kueue, which admits jobs by quota.")] = False,
     helm: Annotated[bool, typer.Option("--helm", help="Only helm, which renders the chart: no control plane.")] = False,
 ) -> None:
     """Fetch or build all programs into the cache, and print the folder."""
     if fleet:
         ensure_binaries(programs=FLEET_PROGRAMS)
+    if kueue:
+        ensure_binaries(programs=KUEUE_PROGRAMS)
     programs = frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS
     sys.stdout.write(f"{ensure_binaries(programs=programs).folder}\n")
 
@@ -201,6 +206,8 @@ def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> T
         add(component, row, row["state"])
     if state["fleet"] is not None:
         add("kwok", state["fleet"], f"{state['fleet']['state']}, {len(ready) - len(state['nodes'])} fake nodes")
+    if state["kueue"] is not None:
+        add("kueue", state["kueue"], state["kueue"]["state"])
     for node, row in sorted(state["nodes"].items()):
         api_view = {True: "Ready", False: "NotReady", None: "not registered"}[ready.get(node)]
         add(f"node {node}", row, f"{row['state']}, {api_view}")
@@ -209,7 +216,7 @@ def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> T
 
 def _megabytes(state: dict[str, Any]) -> float:
     rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
-    rows += [state["fleet"]] if state["fleet"] else []
+    rows += [state[each] for each in ("fleet", "kueue") if state[each]]
     return float(sum(row["bytes"] for row in rows)) / 1e6
 
 

@@ -22,6 +22,7 @@ from trainium_devcluster.controlplane.components import Component, Ports
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
 from trainium_devcluster.fleet.fake_nodes import Fleet
+from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, name_reserved
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
 from trainium_devcluster.progress import Write, silent
@@ -62,6 +63,7 @@ class Cluster:
         *,
         fleet: int = 0,
         fleet_shape: FleetShape | None = None,
+        kueue: bool = False,
         node_monitor_grace_seconds: float | None = None,
         apiserver_args: Sequence[str] = (),
         controller_manager_args: Sequence[str] = (),
@@ -74,6 +76,7 @@ class Cluster:
         """Start a cluster and wait until its control plane and nodes are ready.
 
         `fleet` fake nodes of `fleet_shape` are registered besides; their pods are Running and nothing runs in them.
+        With `kueue` the real Kueue controller runs in it, with no queues yet.
         `venv_bin` is the folder of programs that pods find on their PATH; by default that of this interpreter. A
         detached cluster goes on until `stop`, any other ends with this process. `keep_files` leaves logs and data.
         """
@@ -101,6 +104,8 @@ class Cluster:
                 cluster.wait_for_nodes([node.name for node in nodes])
             if fleet:
                 cluster.fleet = Fleet.create(cluster, fleet, fleet_shape, write=write)
+            if kueue:
+                install_kueue(cluster, write=write)
         except BaseException:
             if detached:  # a person will want to read the logs
                 paths.keep.touch()

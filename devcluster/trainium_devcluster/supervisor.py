@@ -62,6 +62,7 @@ class Supervisor:
         )
         self._components: dict[Component, Child] = {}
         self._fleet: Child | None = None
+        self._kueue: Child | None = None
         self._stopped: set[Component] = set()
         self._restarts: dict[Component, int] = dict.fromkeys(Component, 0)
         self._started = asyncio.Event()
@@ -169,7 +170,7 @@ class Supervisor:
     async def _end(self) -> None:
         self._stopped.update(Component)
         await self._nodes.end(_POLITE_SECONDS)
-        everything = [*self._components.values(), *([self._fleet] if self._fleet is not None else [])]
+        everything = [*self._components.values(), *(each for each in (self._fleet, self._kueue) if each is not None)]
         for child in everything:
             child.identity.signal(signal.SIGKILL)  # its data goes with the folder
         for child in everything:
@@ -213,6 +214,14 @@ class Supervisor:
         command = [program, f"--config={configuration}", f"--kubeconfig={self._paths.kubeconfig}", "--v=WARN"]
         self._fleet = self._children.start("kwok", command, dict(os.environ))
 
+    async def _start_kueue(self, program: str, configuration: str) -> None:
+        """Start Kueue, in place of one that runs: so it reads its configuration anew."""
+        if self._kueue is not None:
+            self._kueue.identity.signal(signal.SIGKILL)
+            await self._kueue.ended.wait()
+        command = [program, f"--config={configuration}", f"--kubeconfig={self._paths.kubeconfig}"]
+        self._kueue = self._children.start("kueue", command, dict(os.environ))
+
     def _log(self, component: Component) -> Path:
         return self._paths.logs / f"{component}.log"
 
@@ -255,6 +264,8 @@ class Supervisor:
                     self._start_component(component)
             case "start-fleet":
                 self._start_fleet(str(message["program"]), str(message["configuration"]))
+            case "start-kueue":
+                await self._start_kueue(str(message["program"]), str(message["configuration"]))
             case operation:
                 await self._answer_node(operation, message)
         return {}
@@ -295,6 +306,7 @@ class Supervisor:
             "supervisor": own,
             "components": components,
             "fleet": None if self._fleet is None else self._fleet.row("running" if self._fleet.pid else "ended"),
+            "kueue": None if self._kueue is None else self._kueue.row("running" if self._kueue.pid else "ended"),
             "nodes": self._nodes.rows(),
         }
 

@@ -19,6 +19,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.discovery import Discovery
+from trainium_operator.cluster.cache.kueue import Kueue
 from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.cluster.cache.store import Store
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
@@ -88,7 +89,7 @@ class Runtime:
         self.api = Api(transport, on_request=self._on_request)
         self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))
         self.pace = Pace(self.queue)
-        self.caches = make_caches(self.api, settings)
+        self.caches = make_caches(self.api, settings, on_change=self._kueue_changed)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
         self.state = CoordinatorState(clock)
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
@@ -168,6 +169,7 @@ class Runtime:
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)
         await self.discovery.known.wait()
+        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state)
         self._begin_leading()
 
     async def _retried(self, reading: Callable[[], Awaitable[None]]) -> None:
@@ -240,15 +242,23 @@ class Runtime:
     def _discovered(self) -> None:
         """The cluster offers something else than before: every plan may depend on it."""
         found = self.discovery
-        changed = found.gang_apis != self.plan_settings.gang_apis
+        self.caches.kueue.is_served(found.kueue)
+        kueue = self.caches.kueue.state
+        changed = (found.gang_apis, kueue) != (self.plan_settings.gang_apis, self.plan_settings.kueue)
         self.plan_settings = replace(
             self.plan_settings,
             gang_apis=found.gang_apis,
             topology_layers=found.topology_layers,
             cluster=found.cluster,
+            kueue=kueue,
         )
         if changed:
             self.enqueue_all()
+
+    def _kueue_changed(self) -> None:
+        """Kueue's objects are read now, or a flavor has changed."""
+        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state)
+        self.enqueue_all()
 
     def _on_request(self, verb: str, status: int, seconds: float) -> None:
         if 0 < status < 500:
@@ -288,8 +298,8 @@ class Runtime:
         return self.metrics.exposition()
 
 
-def make_caches(api: Api, settings: Settings) -> Caches:
-    """Caches of what the settings let us see, still empty."""
+def make_caches(api: Api, settings: Settings, *, on_change: Callable[[], None] = lambda: None) -> Caches:
+    """Caches of what the settings let us see, still empty; `on_change`: what Kueue gives all jobs is another."""
     watched = settings.watch_namespace
     children = Reflector(api, CONFIG_MAPS, Store(), child_record, namespace=watched, labels=LABEL_JOB, of_jobs=True)
     return Caches(
@@ -302,6 +312,7 @@ def make_caches(api: Api, settings: Settings) -> Caches:
         disruption_budgets=Reflector(
             api, DISRUPTION_BUDGETS, Store(), child_record, namespace=watched, labels=LABEL_JOB, of_jobs=True
         ),
+        kueue=Kueue(api, enabled=settings.kueue, namespace=watched, on_change=on_change),
     )
 
 

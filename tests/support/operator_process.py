@@ -84,9 +84,12 @@ class OperatorProcess:
         die_after_write: int | None = None,
         identity: str = "operator-0",
         clock: Callable[[], float] = wall_clock,
+        kueue: bool = False,
     ) -> None:
         self.connection = Connection(cluster, die_after_write)
-        self.runtime = Runtime(Settings(), self.connection, namespace="system", identity=identity, wall_clock=clock)
+        self.runtime = Runtime(
+            Settings(kueue=kueue), self.connection, namespace="system", identity=identity, wall_clock=clock
+        )
         self.ended = asyncio.Event()
         """It ended by itself: the Lease was lost."""
         self.began_to_lead = 0.0
@@ -103,6 +106,8 @@ class OperatorProcess:
         work = [reflector.run() for reflector in runtime.caches.reflectors()]
         self._lease = asyncio.create_task(self._lead())
         others = [self._watch_jobs(), *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
+        runtime.caches.kueue.is_served(True)
+        others.append(runtime.caches.kueue.run())
         self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
 

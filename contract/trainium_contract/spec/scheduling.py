@@ -14,7 +14,7 @@ class Gang(StrEnum):
     """Who sees to it that all workers start or none."""
 
     AUTO = "Auto"
-    """Kueue where `queueName` is set, else the first of Native and Coscheduling that the cluster serves, else None."""
+    """The first of Native and Coscheduling that the cluster serves, else None."""
     NATIVE = "Native"
     """The scheduling.k8s.io API."""
     COSCHEDULING = "Coscheduling"
@@ -35,7 +35,8 @@ class SchedulingSpec(ContractModel):
     """Scheduling."""
 
     queue_name: Annotated[str, Field(max_length=253)] = ""
-    """Kueue LocalQueue; empty: no Kueue."""
+    """Kueue LocalQueue: workers are made when it admits the job, and leave when it takes the quota back; empty: no
+    Kueue."""
     gang: Gang = Gang.AUTO
     """Who sees to it that all workers start or none."""
     gang_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 600
@@ -44,16 +45,12 @@ class SchedulingSpec(ContractModel):
     topology: Topology = Topology.PREFERRED
     """Placement by network distance."""
     priority_class_name: Annotated[str, Field(max_length=253)] = ""
-    """Priority class of the worker pods; empty: the cluster's default."""
+    """Priority class of the worker pods, and of the job in its queue; empty: the cluster's default."""
 
 
 class GangStatus(MessageModel):
     """How the workers are brought onto nodes together: what must outlive a restart of the operator."""
 
-    group: Annotated[str, Field(max_length=63)] = ""
-    """Name of the Kueue pod group that the workers belong to; empty without a queue."""
-    total: int = 0
-    """Pods in it."""
     holding_since: float | None = None
     """Unix seconds since when some workers hold nodes that do not suffice to begin."""
     given_back: int = 0

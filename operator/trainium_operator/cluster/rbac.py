@@ -22,6 +22,11 @@ class Scope(StrEnum):
     TAINTS = "Taints"
     """Resources without a namespace, only where `--taint-nodes` is on: a ClusterRole of its own."""
 
+    KUEUE = "Kueue"
+    """In every namespace whose jobs are served, only where `--kueue` is on."""
+    KUEUE_CLUSTER = "KueueCluster"
+    """Resources without a namespace, only where `--kueue` is on: a ClusterRole of its own."""
+
 
 class NamedAfter(StrEnum):
     """Which setting gives the only object name that a right is limited to."""
@@ -79,6 +84,28 @@ RIGHTS: tuple[Right, ...] = (
     Right("scheduling.k8s.io", "podgroups", ("create", "patch"), "gangs, where the cluster serves them"),
     Right("scheduling.k8s.io", "workloads", ("create", "patch"), "gangs of Kubernetes 1.35"),
     Right("scheduling.x-k8s.io", "podgroups", ("create", "patch"), "gangs of the coscheduling plugin"),
+    Right(
+        "kueue.x-k8s.io",
+        "workloads",
+        ("get", "list", "watch", "create", "patch", "delete"),
+        "the quota that a job asks for; only our own are changed",
+        Scope.KUEUE,
+    ),
+    Right("kueue.x-k8s.io", "workloads/status", ("patch",), "quota that is returned, and the end", Scope.KUEUE),
+    Right(
+        "kueue.x-k8s.io",
+        "resourceflavors",
+        ("list", "watch"),
+        "node labels and tolerations of what was admitted",
+        Scope.KUEUE_CLUSTER,
+    ),
+    Right(
+        "scheduling.k8s.io",
+        "priorityclasses",
+        ("list", "watch"),
+        "the number of a job's priority, which a Workload must name",
+        Scope.KUEUE_CLUSTER,
+    ),
     Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
     Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes", Scope.CLUSTER),
     Right(

@@ -17,7 +17,7 @@ from trainium_operator.plan.history.in_place_restarts import take_restarts
 from trainium_operator.plan.history.lost_members import note_losses
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
 from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, stop
-from trainium_operator.plan.lifecycle.suspension import stay_active, suspend
+from trainium_operator.plan.lifecycle.suspension import release, stay_active, suspend
 from trainium_operator.plan.lifecycle.ttl_after_finished import expire
 from trainium_operator.plan.membership.decide import decide_generation
 from trainium_operator.plan.membership.generation import adopt_recorded, begin_generation, keep_published
@@ -30,6 +30,7 @@ from trainium_operator.plan.pods.configuration import converge_configuration
 from trainium_operator.plan.pods.disruption_budget import limit_disruptions
 from trainium_operator.plan.pods.gang_policy import withhold_pods
 from trainium_operator.plan.pods.replicas import converge_pods
+from trainium_operator.plan.quota.ask import end_quota, keep_quota
 from trainium_operator.plan.report.compiled_sizes import note_compiled
 from trainium_operator.plan.report.events import announce
 from trainium_operator.plan.report.node_conditions import note_nodes
@@ -39,6 +40,8 @@ from trainium_operator.plan.report.tool_conditions import tell_tools
 from trainium_operator.plan.report.write_throttle import write_due
 from trainium_operator.plan.view.clock_skew import in_the_present
 from trainium_operator.plan.view.facts import sort_facts
+from trainium_operator.plan.view.grant import Stand
+from trainium_operator.plan.view.quota_sizes import size_within
 from trainium_operator.plan.view.size import decide_size
 
 if TYPE_CHECKING:
@@ -60,7 +63,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     job = observed.job
     facts = sort_facts(observed, settings, decide_size(job.spec))
     if is_terminal(job.status):
-        return _sealed(facts, Answer(status=job.status, actions=clean_up(facts, job.status)))
+        ended = (*clean_up(facts, job.status), *end_quota(facts, job.status))
+        return _sealed(facts, Answer(status=job.status, actions=ended))
     diagnosis = diagnose(facts)
     losses = diagnosis.losses
     answer = _begun(facts, diagnosis)
@@ -71,7 +75,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         answer = answer.then(summarise(facts, answer.status))
         return _sealed(facts, answer.then(complete(facts, answer.status)))
     verdict = reach_verdict(facts)
-    if verdict is None and not job.spec.suspend:
+    unadmitted = facts.grant is not None and facts.grant.releases
+    if verdict is None and not (job.spec.suspend or unadmitted):
         answer = answer.then(take_restarts(facts, answer.status, member_lost=bool(losses)))
         answer = answer.having(note_losses(facts, answer.status, losses))
     answer = answer.having(close_recovered(facts, answer.status))
@@ -82,6 +87,9 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     answer = answer.then(converge_configuration(facts, answer.status))
     if job.spec.suspend:
         answer = answer.then(suspend(facts, close_abandoned(facts, answer.status)))
+    elif unadmitted:
+        answer = answer.having(stay_active(facts, close_abandoned(facts, answer.status)))
+        answer = answer.then(release(facts, answer.status))
     else:
         answer = answer.having(stay_active(facts, answer.status))
         answer = answer.then(find_stragglers(facts, answer.status))
@@ -90,6 +98,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         answer = answer.then(given_back)
         if not withheld:
             answer = answer.then(converge_pods(facts, answer.status, losses))
+    answer = answer.then(keep_quota(facts, answer.status))
     answer = answer.then(note_drift(facts, answer.status))
     if not _knows_less(facts):
         answer = answer.then(summarise(facts, answer.status))
@@ -112,11 +121,20 @@ def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
     status = status.replaced(observed_generation=facts.job.generation)
     status = with_condition(status, ConditionType.SIZE_LEGAL, legal, size.reason, size.message, now=facts.now)
     status = note_compiled(facts, adopt_recorded(facts, status))
-    desired = size.desired or status.desired
+    desired = _within_quota(facts) or status.desired
     status = note_nodes(facts, note_request(facts, status, desired))
     avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
     status = status.replaced(desired=desired, avoided_nodes=avoided, leaving_since=diagnosis.leaving_since)
     return Answer(status=status, notes=diagnosis.notes, looks=facts.counts_from + diagnosis.looks)
+
+
+def _within_quota(facts: Facts) -> int:
+    """The size to work towards: the spec's, unless a queue grants less."""
+    if facts.grant is None or facts.grant.releases:
+        return facts.size.desired
+    if facts.grant.stand is Stand.UNKNOWN:
+        return facts.job.status.desired or facts.size.desired
+    return size_within(facts.size, facts.grant.workers)
 
 
 def _decided(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:

@@ -44,6 +44,8 @@ def make_spec(
             del workers["maxReplicas"]
     if spares is not None:
         workers["spares"] = spares
+    # Capacity is what is simulated; a queue would have to be asked.
+    changed.get("scheduling", {}).pop("queueName", None)
     for place, value in changes.items():
         _set(changed, place, value)
     try:

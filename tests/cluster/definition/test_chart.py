@@ -89,6 +89,22 @@ def test_with_one_namespace_the_rights_to_jobs_are_given_there_only(api: Api) ->
     assert only(documents, "RoleBinding", f"{NAME}-jobs")["subjects"][0]["namespace"] == "system"
 
 
+def test_kueue_may_be_asked_only_where_that_is_switched_on(api: Api) -> None:
+    roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
+    assert f"{NAME}-kueue" not in roles
+    documents = rendered(api, "kueue.enabled=true")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-kueue")) == used(Scope.KUEUE, Scope.KUEUE_CLUSTER)
+    assert only(documents, "ClusterRoleBinding", f"{NAME}-kueue")["subjects"][0]["namespace"] == "system"
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert parse_settings(container["args"], {}).kueue
+
+
+def test_with_one_namespace_kueue_is_asked_for_its_jobs_only(api: Api) -> None:
+    documents = rendered(api, "kueue.enabled=true,watchNamespace=training")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-kueue")) == used(Scope.KUEUE_CLUSTER)
+    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.KUEUE)
+
+
 def test_nodes_may_be_written_only_where_that_is_switched_on(api: Api) -> None:
     roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
     assert f"{NAME}-taints" not in roles

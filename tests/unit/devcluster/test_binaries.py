@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.binaries import cache, catalog
+from trainium_devcluster.binaries import build, cache, catalog
 from trainium_devcluster.binaries.build import SOURCES, find_go, module_root
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.binaries.catalog import (
@@ -250,6 +250,23 @@ def test_a_program_without_published_checksum_is_built_in_a_folder_of_its_own(
     assert [entry.name for entry in found.folder.iterdir()] == ["kwok"]
 
 
+def test_files_of_a_module_are_kept_beside_its_program(tmp_path: Path) -> None:
+    module = tmp_path / "module"
+    (module / "config" / "crd").mkdir(parents=True)
+    (module / "config" / "crd" / "a.yaml").write_text("kind: A\n")
+    (module / "config" / "OWNERS").write_text("nobody\n")
+    (tmp_path / "bin").mkdir()
+    old = tmp_path / "bin" / "config" / "crd" / "gone.yaml"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    go = tmp_path / "go"
+    go.write_text(f"#!/bin/sh\necho {module}\n")
+    go.chmod(0o755)
+    build._keep_files(go, tmp_path, ("example.org/m", "config"), tmp_path / "bin", dict(os.environ))
+    kept = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
+    assert kept == ["a.yaml"]
+
+
 def test_helm_alone_is_prepared_without_the_control_plane_and_kept_for_it(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +342,7 @@ def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
     assert {version for _, version in staging} == {f"0.{minor}"}
     assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
     assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
+    assert f"sigs.k8s.io/kueue v{catalog.KUEUE_VERSION}" in (root / "kueue" / "go.mod").read_text()
 
 
 def test_every_program_has_a_source() -> None:

@@ -12,7 +12,7 @@ from virtual_time import run_virtual
 
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS
-from trainium_operator.cluster.cache.discovery import REFRESH_SECONDS, Discovery, discover_gang_apis
+from trainium_operator.cluster.cache.discovery import REFRESH_SECONDS, Discovery, discover_gang_apis, serves_kueue
 from trainium_operator.plan.model.node_labels import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
@@ -40,7 +40,7 @@ def found(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
             {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1beta1"},
         ),
         ({"scheduling.x-k8s.io/v1alpha1": ("PodGroup",)}, {GangApi.COSCHEDULING: "scheduling.x-k8s.io/v1alpha1"}),
-        ({"kueue.x-k8s.io/v1beta1": ("LocalQueue", "Workload")}, {GangApi.KUEUE: "kueue.x-k8s.io/v1beta1"}),
+        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, {}),
         ({"scheduling.k8s.io/v9": ("PodGroup",)}, {}),
     ],
 )
@@ -48,6 +48,21 @@ def test_only_versions_whose_fields_are_known_are_used(
     served: dict[str, tuple[str, ...]], expected: dict[GangApi, str]
 ) -> None:
     assert found(served) == expected
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        ({}, False),
+        ({"kueue.x-k8s.io/v1beta1": ("Workload",)}, False),
+        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue",)}, False),
+        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, True),
+    ],
+)
+def test_kueue_counts_in_the_version_whose_fields_are_known(served: dict[str, tuple[str, ...]], expected: bool) -> None:
+    cluster = FakeCluster()
+    cluster.served = served
+    assert run_virtual(serves_kueue(Api(cluster))) is expected
 
 
 def test_a_group_whose_server_is_away_does_not_hide_the_others() -> None:

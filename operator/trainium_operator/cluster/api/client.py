@@ -110,9 +110,9 @@ class Api:
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH)
 
-    async def merge(self, resource: Resource, namespace: str, name: str, body: Json) -> Json:
+    async def merge(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
         """A merge patch. Raises NotFoundError."""
-        path = resource.path(namespace, name)
+        path = resource.path(namespace, name, subresource)
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PATCH", path, query=query, body=body, content_type=MERGE_PATCH)
 

@@ -49,6 +49,12 @@ def resource_of(manifest: Mapping[str, Any]) -> Resource:
     return Resource(group, version, f"{manifest['kind'].lower()}s", manifest["kind"])
 
 
+WORKLOADS = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload")
+FLAVORS = Resource("kueue.x-k8s.io", "v1beta2", "resourceflavors", "ResourceFlavor", namespaced=False)
+PRIORITIES = Resource("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False)
+QUEUEING = (WORKLOADS, FLAVORS, PRIORITIES)
+"""What is read and written only where the operator works with Kueue."""
+
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 PODS = Resource("", "v1", "pods", "Pod")
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)

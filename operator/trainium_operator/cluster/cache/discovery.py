@@ -13,7 +13,7 @@ import random
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, NotFoundError
-from trainium_operator.cluster.api.resources import NAMESPACES
+from trainium_operator.cluster.api.resources import NAMESPACES, WORKLOADS
 from trainium_operator.plan.model.node_labels import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
@@ -29,13 +29,12 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 300.0
 FIRST_RETRY_SECONDS = 2.0
 
-_NATIVE, _COSCHEDULING, _KUEUE = "scheduling.k8s.io", "scheduling.x-k8s.io", "kueue.x-k8s.io"
+_NATIVE, _COSCHEDULING = "scheduling.k8s.io", "scheduling.x-k8s.io"
 _SOURCES: tuple[tuple[GangApi, str, tuple[str, ...], str], ...] = (
     # API, group, versions whose fields are known (the best first), the kind that must be served
     (GangApi.SCHEDULING_GROUP, _NATIVE, ("v1beta1", "v1alpha3", "v1alpha2"), "PodGroup"),
     (GangApi.WORKLOAD_REF, _NATIVE, ("v1alpha1",), "Workload"),
     (GangApi.COSCHEDULING, _COSCHEDULING, ("v1alpha1",), "PodGroup"),
-    (GangApi.KUEUE, _KUEUE, ("v1beta2", "v1beta1"), "LocalQueue"),
 )
 
 
@@ -50,6 +49,15 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
                 found[gang] = f"{name}/{version}"
                 break
     return found
+
+
+async def serves_kueue(api: Api) -> bool:
+    """Whether the version of Kueue is served whose fields are known here. Raises ApiError."""
+    groups = (await api.read("/apis")).get("groups") or ()
+    served = {each["version"] for group in groups if group["name"] == WORKLOADS.group for each in group["versions"]}
+    if WORKLOADS.version not in served:
+        return False
+    return WORKLOADS.kind in await _kinds(api, f"/apis/{WORKLOADS.api_version}")
 
 
 async def name_of_cluster(api: Api) -> str:
@@ -78,6 +86,8 @@ class Discovery:
 
     def __init__(self, api: Api, nodes: Store[NodeView] | None, *, on_change: Callable[[], None]) -> None:
         self.gang_apis: Mapping[GangApi, str] = {}
+        self.kueue = False
+        """Whether Kueue is there."""
         self.cluster = ""
         """uid of the namespace kube-system, which is the cluster's own among all clusters."""
         self.topology_layers: frozenset[str] = frozenset()
@@ -98,18 +108,20 @@ class Discovery:
         """Look once; what could not be read stays as it was."""
         try:
             cluster = self.cluster or await name_of_cluster(self._api)
-            found = await discover_gang_apis(self._api)
+            found, kueue = await discover_gang_apis(self._api), await serves_kueue(self._api)
         except ForbiddenError as error:
             logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
-            cluster, found = self.cluster, {}
+            cluster, found, kueue = self.cluster, {}, False
         except ApiError as error:
             logger.warning("API discovery: %s", error)
             return
         self.known.set()
-        changed = (found, cluster) != (self.gang_apis, self.cluster)
+        changed = (found, cluster, kueue) != (self.gang_apis, self.cluster, self.kueue)
         if found != self.gang_apis:
             logger.info("gang APIs: %s", ", ".join(sorted(found.values())) or "none")
-        self.gang_apis, self.cluster = found, cluster
+        if kueue != self.kueue:
+            logger.info("Kueue is %s", "served" if kueue else "not served any more")
+        self.gang_apis, self.cluster, self.kueue = found, cluster, kueue
         if changed:
             self._on_change()
 

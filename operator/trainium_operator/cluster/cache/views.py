@@ -19,6 +19,7 @@ from trainium_operator.cluster.cache.lenient import readable_spec, readable_stat
 from trainium_operator.cluster.cache.membership_record import membership_record
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.gang_groups import ANNOTATION_GROUP
+from trainium_operator.plan.manifests.workloads import LABEL_POD_SET
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.plan.model.node_labels import LABELS_READ, RESOURCES_READ
@@ -138,7 +139,7 @@ def pod_view(raw: Json) -> PodView:
         template_hash=annotations.get(ANNOTATION_TEMPLATE_HASH, ""),
         kept_from=frozenset(filter(None, str(annotations.get(ANNOTATION_KEPT_FROM, "")).split(","))),
         gang=annotations.get(ANNOTATION_GROUP, ""),
-        gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
+        pod_set=metadata.get("labels", {}).get(LABEL_POD_SET, ""),
     )
 
 

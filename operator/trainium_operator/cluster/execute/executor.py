@@ -24,22 +24,26 @@ from trainium_operator.cluster.api.errors import (
     NotFoundError,
     NotOursError,
 )
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, resource_of
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, WORKLOADS, resource_of
 from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
 from trainium_operator.cluster.execute.events import Note
+from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
 from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
+    AskQuota,
     CreatePod,
     DeleteJob,
     DeletePod,
+    DropQuota,
     EventKind,
     EventType,
     PublishMembership,
+    TellQuota,
 )
 from trainium_operator.plan.model.reasons import Reason
 
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.store import Store
-    from trainium_operator.cluster.cache.views import ChildRecord
     from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.plan.model.actions import Action, EventIntent, Plan
@@ -155,6 +158,13 @@ class Executor:
         elif isinstance(action, ApplyGroup):
             manifest = action.manifest
             await self._api.apply(resource_of(manifest), job.namespace, manifest["metadata"]["name"], manifest)
+        elif isinstance(action, AskQuota):
+            workloads = self._caches.kueue.workloads
+            workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
+        elif isinstance(action, TellQuota):
+            await tell_quota(self._api, self._caches.kueue, job, action)
+        elif isinstance(action, DropQuota):
+            await drop_quota(self._api, self._caches.kueue, job, action)
         elif isinstance(action, DeleteJob):
             await self._delete_job(job, action)
 
@@ -167,7 +177,7 @@ class Executor:
         }[kind]
         lister.write_through(await self._own(job, resource, manifest, lister.store))
 
-    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[ChildRecord]) -> Json:
+    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[Any]) -> Json:
         """Create an object, or bring the job's own in line, whoever wrote what is in it. Raises NotOursError."""
         name = manifest["metadata"]["name"]
         if store.entry((job.namespace, name)) is None:

@@ -13,6 +13,7 @@ from trainium_operator.plan.report.write_throttle import only_progress_differs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainium_operator.cluster.cache.kueue import Kueue
     from trainium_operator.cluster.cache.reflector import Lister, Reflector
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import AgentView, JobView, PodView
+    from trainium_operator.plan.model.quota import WorkloadView
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Caches:
     config_maps: Reflector[ChildRecord]
     nodes: Reflector[NodeView] | None
     disruption_budgets: Reflector[ChildRecord]
+    kueue: Kueue
+    """Nobody waits for it: jobs without a queue do not need it."""
 
     def reflectors(self) -> tuple[Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView], ...]:
         """All that have a `run`."""
@@ -54,6 +58,8 @@ class Caches:
         """
         listers = (self.jobs, self.config_maps) if records_only else (self.jobs, *self.reflectors())
         await asyncio.gather(*(lister.refresh() for lister in listers if lister.listed < since))
+        if not records_only:
+            await self.kueue.catch_up(since)
 
     def membership_of(self, job: JobView) -> ChildRecord | None:
         """The membership ConfigMap of this incarnation of the job."""
@@ -128,6 +134,7 @@ class Observer:
             creations_from=self._creations_from(job.uid),
             in_the_way=self._in_the_way(job.uid),
             fleet=self._fleet().seen_from(job.namespace),
+            quota=caches.kueue.quota(job),
             status_written=status_written,
         )
 
@@ -150,6 +157,11 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     def child_changed(_key: Key, old: Entry[ChildRecord] | None, new: Entry[ChildRecord] | None) -> None:
         if (job := _concerned(old, new)) is not None:
             pace.put(job)
+
+    def workload_changed(_key: Key, old: Entry[WorkloadView] | None, new: Entry[WorkloadView] | None) -> None:
+        entry = new or old
+        if entry is not None and entry.owner is not None:
+            pace.put((entry.owner.namespace, entry.owner.name))
 
     def pod_changed(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
         if (job := _concerned(old, new)) is None:
@@ -181,6 +193,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     caches.pods.store.listen(pod_changed)
     caches.config_maps.store.listen(child_changed)
     caches.disruption_budgets.store.listen(child_changed)
+    caches.kueue.workloads.store.listen(workload_changed)
     if caches.nodes is not None:
         caches.nodes.store.listen(node_changed)
 

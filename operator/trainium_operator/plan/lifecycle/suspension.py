@@ -1,4 +1,7 @@
-"""Policy: a suspended job saves, gives back all its nodes and waits; its generation is over when the status says so."""
+"""Policy: a job that must rest saves, gives back all its nodes and waits; then its generation is over.
+
+It rests while its user suspends it, and while its queue (Kueue) has not admitted it or takes the quota back.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-def suspend(facts: Facts, status: TrainingJobStatus) -> Answer:
+def release(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Delete all pods; on SIGTERM the ranks save and leave."""
     status = status.replaced(membership=status.membership.replaced(size=0), waiting_since=None)
-    workers, kind = facts.workers.values(), ConditionType.SUSPENDED
+    deletions = tuple(action for worker in facts.workers.values() for action in deletion(worker, force=worker.node_bad))
+    return Answer(status=status, actions=deletions)
+
+
+def suspend(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Release everything, and say so."""
+    released = release(facts, status)
+    status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
     if workers:
         message = f"{len(workers)} workers save and leave"
         status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     else:
         status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
     status = with_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=facts.now)
-    deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
-    return Answer(status=status, actions=deletions)
+    return released.having(status)
 
 
 def stay_active(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:

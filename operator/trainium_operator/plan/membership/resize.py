@@ -124,5 +124,10 @@ def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJ
         rung=Rung.RESIZE if requested else Rung.GROW,
         failed_at=facts.now,
         attempt=status.membership.attempt,
-        message=f"from {present} to {size} nodes",
+        message=f"from {present} to {size} nodes{_by_whom(facts, status)}",
     )
+
+
+def _by_whom(facts: Facts, status: TrainingJobStatus) -> str:
+    queued = facts.grant is not None and status.desired < facts.size.desired
+    return f": the queue grants {status.desired} of {facts.size.desired}" if queued else ""

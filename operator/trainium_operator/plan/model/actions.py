@@ -20,6 +20,7 @@ from trainium_operator.plan.model.sentences import sentence
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import Membership
+    from trainium_operator.plan.model.quota import Said
     from trainium_operator.plan.model.reasons import Reason
 
 
@@ -73,6 +74,35 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
+class AskQuota:
+    """Create a Workload of Kueue, or bring the job's own in line; only while it holds no quota."""
+
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellQuota:
+    """Write conditions of a Workload, and with `returns` give its quota back in the same write.
+
+    Only of this incarnation, and only as it was observed (uid and version are preconditions).
+    """
+
+    name: str
+    uid: str
+    version: str
+    conditions: tuple[Said, ...]
+    returns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DropQuota:
+    """Delete a Workload, with its uid as precondition; so its quota is free."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the TrainingJob itself, in the background; only this incarnation, and only as it was observed."""
 
@@ -80,7 +110,8 @@ class DeleteJob:
     resource_version: str
 
 
-Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DeleteJob
+QuotaAction = AskQuota | TellQuota | DropQuota
+Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DeleteJob | QuotaAction
 
 
 class EventType(StrEnum):

@@ -10,6 +10,8 @@ from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, L
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
 """On the configuration ConfigMap and the PodDisruptionBudget: digest of what the plan wanted when it was applied."""
+ANNOTATION_PART = f"{GROUP}/part"
+"""On a Workload of Kueue: which part of the job's quota it asks for."""
 MEMBERSHIP_PACKED_KEY = "membership.json.gz"
 """In `binaryData` of the membership ConfigMap: the one form that is written."""
 MEMBERSHIP_KEY = "membership.json"
@@ -39,6 +41,11 @@ def config_name(job: str) -> str:
 def membership_name(job: str) -> str:
     """The ConfigMap that records the current membership; only the operator reads and writes it."""
     return f"{job}-membership"
+
+
+def workload_name(job: str, part: int) -> str:
+    """The Workload that asks Kueue for a part of the job's quota."""
+    return f"{job}-quota-{part}"
 
 
 def selector_labels(job: str) -> dict[str, str]:

@@ -15,12 +15,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.quota import KueueState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
+    from trainium_operator.plan.model.quota import QuotaView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,8 @@ class PodView:
     """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_KEPT_FROM`)."""
     gang: str = ""
     """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
-    gated: bool = False
-    """A scheduling gate holds it back."""
+    pod_set: str = ""
+    """Pod set of Kueue that it was made for; empty without a queue."""
 
 
 class NodeReadiness(StrEnum):
@@ -199,8 +201,6 @@ class GangApi(StrEnum):
     """scheduling.k8s.io with `pod.spec.schedulingGroup` (Kubernetes 1.36 and later)."""
     COSCHEDULING = "Coscheduling"
     """scheduling.x-k8s.io PodGroup."""
-    KUEUE = "Kueue"
-    """Pod groups of Kueue; only for jobs that name a queue."""
 
 
 SILENCE_TOLD_SECONDS = 2.0
@@ -238,6 +238,8 @@ class PlanSettings:
     """uid of the namespace kube-system; empty while it is not known, or may not be."""
     topology_layers: frozenset[str] = frozenset()
     """Labels of network layers that nodes of the cluster carry."""
+    kueue: KueueState = KueueState.OFF
+    """Whether the operator works with Kueue."""
 
     def status_interval(self, workers: int) -> float:
         """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
@@ -269,5 +271,7 @@ class Observed:
     in_the_way: Mapping[str, str] = field(default_factory=dict)
     """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
     fleet: FleetView = FleetView()
+    quota: QuotaView | None = None
+    """What Kueue says of the job's quota; None when it cannot be asked."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""

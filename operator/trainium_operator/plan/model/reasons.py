@@ -78,6 +78,7 @@ class Reason(StrEnum):
     ADMITTED = "Admitted"
     WAITING_FOR_GANG = "WaitingForGang"
     WAITING_FOR_QUEUE = "WaitingForQueue"
+    EVICTED = "Evicted"
     GANG_TIMED_OUT = "GangTimedOut"
     GANG_API_MISSING = "GangApiMissing"
     # Slow nodes

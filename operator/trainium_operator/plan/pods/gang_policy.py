@@ -2,7 +2,7 @@
 
 Where the cluster serves a gang API, the pods that a job starts with are one group of it; a running job's newcomers are
 not: those they join hold their nodes already, and a group's least number could hold a single newcomer back for ever.
-With a queue, Kueue admits the group; newcomers fill its places, and what is beyond them is queued pod by pod.
+With a queue nothing of this begins before Kueue has admitted the job (`quota/`).
 
 In any case a time-out is the net below: workers that hold nodes, but too few for any legal size, give them back after
 `gangTimeoutSeconds`, and new ones are made after a pause that grows and differs from job to job, so that two jobs that
@@ -20,17 +20,19 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import ConditionType
 from trainium_contract.spec.scheduling import Gang
 from trainium_operator.plan.manifests.affinity import with_affinity
-from trainium_operator.plan.manifests.gang_groups import group_object, mark, queue
+from trainium_operator.plan.manifests.gang_groups import group_object, mark
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.observed import GangApi, PodPhase
+from trainium_operator.plan.model.quota import KueueState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.view.grant import Stand
+from trainium_operator.plan.view.quota_sizes import needed_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
 
     from trainium_contract.job import TrainingJobStatus
@@ -50,30 +52,25 @@ _BY_SPEC = {
 
 def gang_api(facts: Facts) -> GangApi:
     """Who sees to it that all workers of this job start together."""
-    scheduling, served = facts.job.spec.scheduling, facts.settings.gang_apis
-    if scheduling.queue_name:
-        return GangApi.KUEUE
-    return next((api for api in _BY_SPEC[scheduling.gang] if api in served), GangApi.NONE)
+    served = facts.settings.gang_apis
+    return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
 
 
 def least_pods(facts: Facts) -> int:
     """The smallest size that the job may begin at; spares are not part of it. 0 when there is none."""
-    size = facts.size
-    if size.shape is None or not size.desired:
-        return 0
-    return next(filter(size.shape.is_legal, range(size.floor, size.desired + 1)), 0)
+    return needed_workers(facts.size)
 
 
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Answer]:
     """Whether no pod may be made now; gives back what a partial gang has held for too long."""
     gang = status.gang
+    if facts.grant is not None and facts.grant.stand is not Stand.ADMITTED:
+        return True, Answer(status=status)
     if status.membership.size > 0:
         gang = gang.replaced(holding_since=None, given_back=0, retry_at=None)
         return False, Answer(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _give_back(facts, status, gang.retry_at)
-    if gang_api(facts) is GangApi.KUEUE and GangApi.KUEUE not in facts.settings.gang_apis:
-        return True, Answer(status=status)
     if not _is_partial(facts):
         return False, Answer(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
@@ -96,10 +93,6 @@ def pause_seconds(uid: str, times: int) -> float:
 def create_pods(facts: Facts, status: TrainingJobStatus, manifests: list[dict[str, Any]]) -> Answer:
     """Ask for these pods, near each other and marked for their gang, and for the gang's object before them."""
     api = gang_api(facts)
-    if api is GangApi.KUEUE:
-        alive = _alive(facts, status)
-        status = status if alive else _with_group(status, manifests)
-        return Answer(status=status, actions=tuple(map(CreatePod, _queued(facts, status, manifests, alive))))
     near = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
     group = _group(facts) if status.membership.size == 0 else None
     if group is None:
@@ -113,9 +106,6 @@ def is_misplaced(facts: Facts, status: TrainingJobStatus, worker: Worker) -> boo
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
         return False
-    if gang_api(facts) is GangApi.KUEUE:
-        gang = status.gang
-        return pod.gang != gang.group or (not _has_started(facts) and gang.total != _wanted(facts, status))
     group = _group(facts) if status.membership.size == 0 else None
     return group is None or pod.gang != group["metadata"]["name"]
 
@@ -127,7 +117,11 @@ def note_admission(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus
 
 
 def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
-    gang, scheduling, api = status.gang, facts.job.spec.scheduling, gang_api(facts)
+    gang, grant = status.gang, facts.grant
+    if grant is not None and not facts.job.spec.suspend and grant.releases:
+        reason = Reason.EVICTED if grant.stand is Stand.EVICTED else Reason.WAITING_FOR_QUEUE
+        leaving = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
+        return False, reason, f"{grant.message}{leaving}"
     bound = len(_bound(facts))
     if status.membership.size > 0 or (not facts.job.spec.suspend and 0 < status.desired <= bound):
         return True, Reason.ADMITTED, "the workers have their nodes"
@@ -135,15 +129,10 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return False, Reason.SUSPENDED, ""
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
-    if api is GangApi.KUEUE and api not in facts.settings.gang_apis:
-        message = (
-            f"queueName is {scheduling.queue_name}, but this cluster does not serve Kueue: install it, or clear it"
-        )
-        return False, Reason.GANG_API_MISSING, message
-    if any(worker.pod.gated for worker in facts.workers.values()):
-        message = f"Kueue has not admitted the workers from queue {scheduling.queue_name} yet"
-        return False, Reason.WAITING_FOR_QUEUE, message
-    return False, Reason.WAITING_FOR_GANG, _waiting(facts, api)
+    if grant is not None and grant.stand is Stand.UNKNOWN:
+        reading = facts.settings.kueue is KueueState.READING
+        return False, Reason.WAITING_FOR_QUEUE if reading else Reason.GANG_API_MISSING, grant.message
+    return False, Reason.WAITING_FOR_GANG, _waiting(facts, gang_api(facts))
 
 
 def _waiting(facts: Facts, api: GangApi) -> str:
@@ -185,36 +174,3 @@ def _give_back(facts: Facts, status: TrainingJobStatus, retry_at: float) -> Answ
     workers = (worker for worker in facts.workers.values() if not worker.ended)
     deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
     return Answer(status=status.replaced(waiting_since=None), actions=deletions, looks=(retry_at,))
-
-
-def _wanted(facts: Facts, status: TrainingJobStatus) -> int:
-    return status.desired + facts.size.reserve + facts.job.spec.workers.spares
-
-
-def _has_started(facts: Facts) -> bool:
-    return facts.current is not None or any(worker.agent is not None for worker in facts.workers.values())
-
-
-def _alive(facts: Facts, status: TrainingJobStatus) -> int:
-    return sum(worker.alive and not is_misplaced(facts, status, worker) for worker in facts.workers.values())
-
-
-def _with_group(status: TrainingJobStatus, manifests: list[dict[str, Any]]) -> TrainingJobStatus:
-    """The status with the group that Kueue is to admit.
-
-    A group's size is fixed, so another size needs another group, which can begin only when no worker is left.
-    """
-    if status.gang.total == len(manifests):
-        return status
-    # Named after its first pod: no pod's name is used twice, so neither is a group's.
-    name = manifests[0]["metadata"]["name"]
-    return status.replaced(gang=status.gang.replaced(group=name, total=len(manifests)))
-
-
-def _queued(
-    facts: Facts, status: TrainingJobStatus, manifests: list[dict[str, Any]], alive: int
-) -> Iterator[dict[str, Any]]:
-    """The pods for Kueue: the free places of the group, then pods alone."""
-    gang = status.gang
-    places = max(0, gang.total - alive) if gang.group else 0
-    return (queue(pod, facts.job, gang.group if at < places else "", gang.total) for at, pod in enumerate(manifests))

@@ -24,6 +24,7 @@ from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.pods.admitted_places import in_places, spares_of
 from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
@@ -54,7 +55,7 @@ def converge_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     staying = len(facts.member_uids - lost)
     moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
-    wanted = status.desired + facts.size.reserve + facts.job.spec.workers.spares + moving
+    wanted = status.desired + spares_of(facts) + moving
     missing = wanted - staying - len(outsiders)
     if missing > 0:
         return answer.then(_create(facts, status, missing))
@@ -186,7 +187,8 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int) -> Answer:
     status = status.replaced(next_pod_ordinal=first + missing)
     ordinals = range(first, first + missing)
     avoided = Avoided(required=forbidden_nodes(facts, status), preferred=status.avoided_nodes)
-    return create_pods(facts, status, worker_pods(facts.job, facts.settings, ordinals, avoided))
+    manifests = in_places(facts, worker_pods(facts.job, facts.settings, ordinals, avoided))
+    return create_pods(facts, status, manifests)
 
 
 def _surplus(facts: Facts, status: TrainingJobStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:

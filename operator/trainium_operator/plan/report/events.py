@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import EventIntent
 
 
+_QUEUED = frozenset({Reason.WAITING_FOR_QUEUE, Reason.EVICTED})
+
+
 def announce(old: TrainingJobStatus, new: TrainingJobStatus) -> tuple[EventIntent, ...]:
     """The events that follow from the difference."""
     notes: list[EventIntent] = []
@@ -76,6 +79,9 @@ def _transitions(old: TrainingJobStatus, new: TrainingJobStatus) -> Iterator[Eve
             yield event(reason or Reason(condition.reason), condition.message, warning=warning)
     if is_true(old, ConditionType.SUSPENDED) and not is_true(new, ConditionType.SUSPENDED):
         yield event(Reason.RESUMED, "The job is active again; it resumes from its newest checkpoint.")
+    queue, asked = find_condition(new, ConditionType.ADMITTED), find_condition(old, ConditionType.ADMITTED)
+    if queue is not None and queue.reason in _QUEUED and (asked is None or asked.reason != queue.reason):
+        yield event(Reason(queue.reason), queue.message)
     nodes, seen = find_condition(new, ConditionType.NODES_HEALTHY), find_condition(old, ConditionType.NODES_HEALTHY)
     if nodes is not None and nodes.reason == Reason.CONTACT_LOST and (seen is None or seen.reason != nodes.reason):
         yield event(Reason.CONTACT_LOST, nodes.message, warning=True)

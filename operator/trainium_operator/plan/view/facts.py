@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
+from trainium_operator.plan.view.grant import granted
 from trainium_operator.plan.view.node_problems import troubles_of
 from trainium_operator.plan.view.workers import Worker, contact_of, with_contact, workers_of
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
+    from trainium_operator.plan.view.grant import Grant
     from trainium_operator.plan.view.size import SizeDecision
 
 
@@ -45,6 +47,8 @@ class Facts:
     """When problems of nodes that are too young to count will count (Unix seconds)."""
     lost_contact: str = ""
     """Why silence says nothing now, as a sentence; see `contact`."""
+    grant: Grant | None = None
+    """What Kueue grants the job; None for a job without a queue."""
 
     @property
     def job(self) -> JobView:
@@ -93,6 +97,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         troubles=troubles.by_pod,
         counts_from=troubles.counts_from + _confirmed_at(observed, workers),
         lost_contact=contact.lost,
+        grant=granted(observed, settings),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import ConditionType, MembershipStatus, Phase, TrainingJobStatus
+from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
 from trainium_contract.spec.scheduling import GangStatus
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition
@@ -20,8 +20,7 @@ from trainium_operator.plan.pods.gang_policy import pause_seconds
 NATIVE = {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
 OLD_NATIVE = {GangApi.WORKLOAD_REF: "scheduling.k8s.io/v1alpha1"}
 COSCHEDULING = {GangApi.COSCHEDULING: "scheduling.x-k8s.io/v1alpha1"}
-KUEUE = {GangApi.KUEUE: "kueue.x-k8s.io/v1beta1"}
-ALL = {**COSCHEDULING, **OLD_NATIVE, **NATIVE, **KUEUE}
+ALL = {**COSCHEDULING, **OLD_NATIVE, **NATIVE}
 
 
 def new_job(scheduling: dict[str, Any] | None = None, **workers: Any) -> Observed:
@@ -84,8 +83,7 @@ def test_coscheduling_has_a_pod_group_and_a_label() -> None:
     [
         ({}, {}, None),
         ({}, ALL, "scheduling.k8s.io/v1alpha2"),
-        ({}, {**COSCHEDULING, **KUEUE}, "scheduling.x-k8s.io/v1alpha1"),
-        ({}, KUEUE, None),
+        ({}, COSCHEDULING, "scheduling.x-k8s.io/v1alpha1"),
         ({"gang": "None"}, ALL, None),
         ({"gang": "Native"}, COSCHEDULING, None),
         ({"queueName": "team"}, ALL, None),
@@ -137,72 +135,6 @@ def test_another_smallest_size_before_the_start_makes_another_group() -> None:
     result = planned(changed, NATIVE)
     assert set(deleted(result)) == {each.name for each in pods}
     assert group(result)["metadata"]["name"] != first
-
-
-# Kueue
-
-
-def kueue_status(total: int = 5, name: str = "demo-w-0", **status: Any) -> TrainingJobStatus:
-    return TrainingJobStatus(gang=GangStatus(group=name, total=total), next_pod_ordinal=5, **status)
-
-
-def marks(manifest: Any) -> tuple[Any, Any, Any]:
-    metadata = manifest["metadata"]
-    return (
-        metadata["labels"].get("kueue.x-k8s.io/queue-name"),
-        metadata["labels"].get("kueue.x-k8s.io/pod-group-name"),
-        metadata["annotations"].get("kueue.x-k8s.io/pod-group-total-count"),
-    )
-
-
-def test_pods_with_a_queue_are_one_gated_group_spares_included() -> None:
-    result = planned(new_job({"queueName": "team"}), KUEUE)
-    assert [marks(each) for each in manifests(result)] == [("team", "demo-w-0", "5")] * 5
-    assert manifests(result)[0]["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
-    assert result.status.gang.total == 5
-    assert admitted(planned(replace(new_job({"queueName": "team"}), pods=(pod(0, gated=True),)), KUEUE)) == (
-        "False",
-        "WaitingForQueue",
-    )
-
-
-def test_without_kueue_a_job_with_a_queue_makes_no_pods_and_says_why() -> None:
-    result = planned(new_job({"queueName": "team"}), NATIVE)
-    assert manifests(result) == []
-    assert admitted(result) == ("False", "GangApiMissing")
-
-
-def in_queue(count: int, total: int, replicas: int = 4, **status: Any) -> Observed:
-    """A job of `replicas` that trains on the first pods of a group of `total`."""
-    base = running(count, job_spec=spec(workers={"replicas": replicas, "spares": 0}, scheduling={"queueName": "team"}))
-    status = {"membership": MembershipStatus(generation=1, size=count), "desired": replicas, **status}
-    old = kueue_status(total, **status)
-    return replace(base, job=replace(base.job, status=old), pods=tuple(pod(at, gang="demo-w-0") for at in range(count)))
-
-
-def test_a_pod_that_replaces_a_lost_one_takes_its_place_in_the_group_and_looks_like_it() -> None:
-    seen = in_queue(4, 4, avoided_nodes=("node-2",))
-    failures = seen.job.status.failures
-    assert failures == ()
-    lost = replace(seen, pods=seen.pods[:2] + seen.pods[3:])
-    result = planned(lost, KUEUE)
-    assert [marks(each) for each in manifests(result)] == [("team", "demo-w-0", "4")]
-    assert "nodeAffinity" not in manifests(result)[0]["spec"].get("affinity", {})
-
-
-def test_pods_beyond_the_group_are_queued_alone() -> None:
-    result = planned(in_queue(4, 4, replicas=6), KUEUE)
-    assert [marks(each) for each in manifests(result)] == [("team", None, None)] * 2
-
-
-def test_another_size_before_the_admission_makes_another_group() -> None:
-    pods = tuple(
-        pod(at, phase=PodPhase.PENDING, node="", ip="", gang="demo-w-0", gated=True, scheduled=False) for at in range(5)
-    )
-    changed = job(spec(workers={"replicas": 6, "spares": 1}, scheduling={"queueName": "team"}), kueue_status())
-    result = planned(observed(changed, pods), KUEUE)
-    assert set(deleted(result)) == {each.name for each in pods}
-    assert [marks(each) for each in manifests(result)] == [("team", "demo-w-5", "7")] * 7
 
 
 # The time-out

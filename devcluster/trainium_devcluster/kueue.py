@@ -1,0 +1,143 @@
+"""The real Kueue controller beside a cluster's control plane: its definitions, its webhooks, its own certificates.
+
+Kueue makes and signs its certificates itself and finds them, as in a pod, in a folder that a kubelet has filled from
+its Secret; here `install_kueue` is that kubelet. Its webhooks are reached through a Service of type ExternalName, so
+names and certificates are those of a real installation. Invariant: `install_kueue` returns when a Workload could be
+created: the controller is ready and its webhooks answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_devcluster.binaries import KUEUE_PROGRAMS, Program, ensure_binaries
+from trainium_devcluster.controlplane.client import ApiError
+from trainium_devcluster.controlplane.components import HOST, free_ports
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainium_devcluster.handle import ClusterHandle
+    from trainium_devcluster.progress import Write
+
+NAMESPACE = "kueue-system"
+FRAMEWORK = "TrainingJob.v1alpha1.trainium.dev"
+_SERVICE = "kueue-webhook-service"
+_SECRET = "kueue-webhook-server-cert"  # noqa: S105 - the name of an object
+_GROUP = "kueue.x-k8s.io"
+_CONVERTED = frozenset({"localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters"})
+"""Definitions whose older version the controller converts, as its own kustomization has it."""
+_READY_SECONDS = 120.0
+_PAUSE = 0.1
+_DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_ADMISSION = "/apis/admissionregistration.k8s.io/v1"
+
+
+def install_kueue(cluster: ClusterHandle, *, write: Write, framework: str = FRAMEWORK) -> None:
+    """Install and start Kueue; `framework` is the kind whose own controller makes Workloads. Raises ClusterError."""
+    binaries = ensure_binaries(programs=KUEUE_PROGRAMS, write=write)
+    port, health = free_ports(2)
+    manifests = binaries.folder / "components"
+    write("starting Kueue")
+    api = cluster.api
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    api.create("/api/v1/namespaces", namespace, exists_ok=True)
+    for kind, document in _service_objects(port):
+        api.create(f"/api/v1/namespaces/{NAMESPACE}/{kind}", document, exists_ok=True)
+    for definition in _definitions(manifests, port):
+        api.create(_DEFINITIONS, definition, exists_ok=True)
+    for webhooks in _webhooks(manifests, port):
+        api.create(f"{_ADMISSION}/{webhooks['kind'].lower()}s", webhooks, exists_ok=True)
+    certificates = cluster.paths.root / "kueue-certificates"
+    configuration = cluster.paths.root / "kueue.yaml"
+    configuration.write_text(yaml.safe_dump(_configuration(certificates, port, health, framework)))
+    cluster.supervisor(
+        {"op": "start-kueue", "program": str(binaries.path(Program.KUEUE)), "configuration": str(configuration)}
+    )
+    deadline = time.monotonic() + _READY_SECONDS
+    _until(cluster, deadline, lambda: _mount(cluster, certificates), "its certificates")
+    _until(cluster, deadline, lambda: _admits(cluster), "its webhooks")
+
+
+def _configuration(certificates: Path, port: int, health: int, framework: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "config.kueue.x-k8s.io/v1beta2",
+        "kind": "Configuration",
+        "namespace": NAMESPACE,
+        "health": {"healthProbeBindAddress": f"{HOST}:{health}"},
+        "metrics": {"bindAddress": "0"},
+        "webhook": {"host": HOST, "port": port, "certDir": str(certificates)},
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": True, "webhookServiceName": _SERVICE, "webhookSecretName": _SECRET},
+        "integrations": {"frameworks": ["batch/job"], "externalFrameworks": [framework]},
+        # An API server of its own, with certificates in a folder of root's: nothing here asks it.
+        "featureGates": {"VisibilityOnDemand": False},
+    }
+
+
+def _service_objects(port: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    metadata = {"namespace": NAMESPACE}
+    yield "secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": {**metadata, "name": _SECRET}}
+    spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
+    yield "services", {"apiVersion": "v1", "kind": "Service", "metadata": {**metadata, "name": _SERVICE}, "spec": spec}
+
+
+def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
+    for path in sorted((manifests / "crd" / "bases").glob(f"{_GROUP}_*.yaml")):
+        definition = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - the C loader of safe_load
+        if definition["spec"]["names"]["plural"] in _CONVERTED:
+            client = {"service": {"namespace": NAMESPACE, "name": _SERVICE, "path": "/convert", "port": port}}
+            webhook = {"clientConfig": client, "conversionReviewVersions": ["v1"]}
+            definition["spec"]["conversion"] = {"strategy": "Webhook", "webhook": webhook}
+        yield definition
+
+
+def _webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
+    """The webhooks of Kueue's own objects; those of kinds that it would manage itself are left out."""
+    for document in yaml.safe_load_all((manifests / "webhook" / "manifests.yaml").read_text()):
+        kept = [each for each in document["webhooks"] if all(rule["apiGroups"] == [_GROUP] for rule in each["rules"])]
+        for each in kept:
+            each["clientConfig"]["service"] |= {"namespace": NAMESPACE, "name": _SERVICE, "port": port}
+        yield {**document, "metadata": {"name": f"kueue-{document['metadata']['name']}"}, "webhooks": kept}
+
+
+def _mount(cluster: ClusterHandle, folder: Path) -> bool:
+    """Put the Secret's content where the controller looks for it; False while it is empty."""
+    data = cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/{_SECRET}").get("data") or {}
+    if "tls.crt" not in data:
+        return False
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, value in sorted(data.items(), key=lambda item: item[0] == "tls.crt"):  # waited for, so written last
+        (folder / name).write_bytes(base64.b64decode(value))
+    return True
+
+
+def _admits(cluster: ClusterHandle) -> bool:
+    """Whether a flavor passes its webhooks; none is kept."""
+    flavor = {"apiVersion": f"{_GROUP}/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "probe"}}
+    with contextlib.suppress(ApiError):
+        cluster.api.create(f"/apis/{_GROUP}/v1beta2/resourceflavors?dryRun=All", flavor)
+        return True
+    return False
+
+
+def _until(cluster: ClusterHandle, deadline: float, condition: Any, what: str) -> None:
+    while not condition():
+        row = cluster.supervisor({"op": "status"})["kueue"]
+        log = cluster.paths.logs / "kueue.log"
+        if row is None or row["code"] is not None:
+            raise ClusterError(f"Kueue ended with code {row and row['code']} while it started; its log is {log}.")
+        if time.monotonic() > deadline:
+            raise ClusterError(f"Kueue has not got {what} after {_READY_SECONDS:.0f} s; its log is {log}.")
+        time.sleep(_PAUSE)
+
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The definition of Workload is a megabyte: 0.6 s instead of 6."""

@@ -1,0 +1,78 @@
+"""The Workload that asks Kueue for quota: pure construction.
+
+Its pod sets hold what decides on quota and flavors and nothing else, so that a change of anything else leaves it as it
+is: pod sets cannot be changed while quota is reserved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
+from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.quota import NAME, SPARES, WORKERS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_operator.plan.model.observed import JobView, PlanSettings
+
+Json = dict[str, Any]
+
+KIND = "Workload"
+LABEL_JOB_UID = "kueue.x-k8s.io/job-uid"
+LABEL_POD_SET = "kueue.x-k8s.io/podset"
+ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
+_OF_POD = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resourceClaims")
+_OF_CONTAINER = ("name", "resources", "restartPolicy")
+
+
+def workload(
+    job: JobView,
+    settings: PlanSettings,
+    *,
+    part: int,
+    workers: int,
+    spares: int = 0,
+    priority: int | None = 0,
+    node_selector: Mapping[str, str] | None = None,
+) -> Json:
+    """The Workload of one part; `node_selector` binds a further part to the flavor of the first.
+
+    `priority` is the value of the job's PriorityClass; None when the class does not exist.
+    """
+    template = _template(pod_template(job, settings), node_selector or {})
+    counts = {WORKERS: workers, SPARES: spares}
+    scheduling = job.spec.scheduling
+    spec: Json = {
+        "queueName": scheduling.queue_name,
+        # What a job would like beside what it needs yields to what others need, and the last step first.
+        "priority": (priority or 0) - part,
+        "podSets": [{"name": name, "count": count, "template": template} for name, count in counts.items() if count],
+    }
+    if scheduling.priority_class_name and priority is not None and part == 0:
+        reference = {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": scheduling.priority_class_name}
+        spec["priorityClassRef"] = reference
+    metadata = {
+        "name": names.workload_name(job.name, part),
+        "namespace": job.namespace,
+        "labels": {**names.object_labels(job.name, "quota"), LABEL_JOB_UID: job.uid},
+        "annotations": {names.ANNOTATION_PART: str(part), names.ANNOTATION_CONTENT_HASH: content_hash(spec)},
+        "ownerReferences": [owner_reference(job)],
+    }
+    return {"apiVersion": NAME, "kind": KIND, "metadata": metadata, "spec": spec}
+
+
+def _template(body: Json, node_selector: Mapping[str, str]) -> Json:
+    spec = body["spec"]
+    kept = {key: spec[key] for key in _OF_POD if spec.get(key)}
+    if node_selector:
+        kept["nodeSelector"] = {**kept.get("nodeSelector", {}), **node_selector}
+    node_affinity = (spec.get("affinity") or {}).get("nodeAffinity")
+    if node_affinity:
+        kept["affinity"] = {"nodeAffinity": node_affinity}
+    for group in ("initContainers", "containers"):
+        if spec.get(group):
+            kept[group] = [{key: each[key] for key in _OF_CONTAINER if key in each} for each in spec[group]]
+    return {"spec": {**kept, "restartPolicy": "Never"}}

@@ -1,0 +1,178 @@
+"""Policy: what is asked of Kueue, what is told to it, and what is given back.
+
+Invariants: quota is given back (by returning it after an eviction, or by deleting the Workload) only when no pod is
+left that it was for; a Workload that holds quota is never changed; each write is one step from what is seen to what is
+wanted, so a crash between any two only delays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import ConditionType
+from trainium_operator.plan.manifests.workloads import workload
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import AskQuota, DropQuota, TellQuota
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import is_true
+from trainium_operator.plan.model.quota import WORKERS, Said, WorkloadCondition
+from trainium_operator.plan.view.grant import Stand, needed, steps
+from trainium_operator.plan.view.quota_sizes import MOST_STEPS, needed_workers, steps_from
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.actions import QuotaAction
+    from trainium_operator.plan.model.quota import QuotaView, WorkloadView
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.grant import Grant
+
+_AT_ONCE = frozenset({"Preempted", "NodeFailures"})
+"""Reasons of evictions after which a Workload is queued again at once; after others Kueue says when."""
+
+
+def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Bring the job's Workloads in line with what it wants, and tell Kueue how its pods are."""
+    quota, grant = facts.observed.quota, facts.grant
+    if quota is None:
+        return Answer(status=status)
+    if grant is None:  # its queue was cleared
+        return Answer(status=status, actions=_dropped(quota.workloads))
+    if facts.job.spec.suspend or not facts.size.desired:
+        return Answer(status=status, actions=_dropped(quota.workloads) if not _pods(facts) else ())
+    base = needed(quota)
+    if base is None or base.finished:
+        if _pods(facts):
+            return Answer(status=status)
+        gone = _dropped(quota.workloads)
+        return Answer(status=status, actions=gone or (_ask(facts, quota, 0, needed_workers(facts.size)),))
+    if grant.stand is not Stand.ADMITTED:
+        return Answer(status=status, actions=tuple(_waits(facts, quota, base)))
+    return Answer(status=status, actions=(*_steps(facts, quota, grant), *_ready(quota, status)))
+
+
+def end_quota(facts: Facts, status: TrainingJobStatus) -> tuple[QuotaAction, ...]:
+    """Tell Kueue that the job has ended, once none of its pods runs; what was never admitted is deleted."""
+    quota = facts.observed.quota
+    if quota is None or _pods(facts):
+        return ()
+    succeeded = is_true(status, ConditionType.COMPLETE)
+    said = Said(
+        WorkloadCondition.FINISHED,
+        true=True,
+        reason="Succeeded" if succeeded else "Failed",
+        message=status.verdict or "the job has ended",
+    )
+    open_ = [each for each in quota.workloads if not each.finished and not each.deleting]
+    return tuple(_tell(each, said) if each.part == 0 else DropQuota(each.name, each.uid) for each in open_)
+
+
+def _pods(facts: Facts) -> int:
+    """Pods that use quota, also those that are leaving."""
+    return sum(not worker.ended for worker in facts.workers.values())
+
+
+def _dropped(workloads: tuple[WorkloadView, ...]) -> tuple[DropQuota, ...]:
+    return tuple(DropQuota(each.name, each.uid) for each in workloads if not each.deleting)
+
+
+def _waits(facts: Facts, quota: QuotaView, base: WorkloadView) -> Iterator[QuotaAction]:
+    """The first Workload is not admitted: pods leave, then quota is returned, then what is asked is kept up to date."""
+    if _pods(facts) or base.deleting:
+        return
+    yield from _dropped(steps(quota))
+    if base.holds:
+        if base.is_true(WorkloadCondition.EVICTED) or not base.active:
+            yield _return(base)
+        return
+    if base.active:
+        asked = _ask(facts, quota, 0, needed_workers(facts.size))
+        if _differs(base, asked):
+            yield asked
+
+
+def _steps(facts: Facts, quota: QuotaView, grant: Grant) -> Iterator[QuotaAction]:
+    held = [each for each in steps(quota) if each.holds]
+    loose = [each for each in steps(quota) if not each.holds and not each.deleting]
+    base = needed(quota)
+    assert base is not None
+    covered = base.asked.get(WORKERS, 0) + sum(each.asked.get(WORKERS, 0) for each in held)
+    room = _pods(facts) <= grant.workers + grant.spares
+    for each in held:
+        if room and not each.deleting and (each.is_true(WorkloadCondition.EVICTED) or not each.active):
+            yield _return(each)
+    selector = grant.placement(WORKERS).node_selector
+    wanted = steps_from(facts.size, covered, MOST_STEPS - len(held))
+    used = {each.part for each in quota.workloads}
+    free = iter(part for part in range(1, 2 * MOST_STEPS + 2) if part not in used)
+    for number, workers in enumerate(wanted):
+        asked = _ask(facts, quota, loose[number].part if number < len(loose) else next(free), workers, selector)
+        if number >= len(loose) or (loose[number].active and _differs(loose[number], asked)):
+            yield asked
+    for each in loose[len(wanted) :]:
+        yield DropQuota(each.name, each.uid)
+    yield from _too_many(facts, held, covered, grant)
+
+
+def _too_many(facts: Facts, held: list[WorkloadView], covered: int, grant: Grant) -> Iterator[QuotaAction]:
+    """Give back the last step that a smaller job has no use for, when its pods are gone."""
+    for each in reversed(held):
+        workers = each.asked.get(WORKERS, 0)
+        unused = grant.workers + grant.spares - (workers if each.admitted else 0)
+        if covered - workers >= facts.size.desired and _pods(facts) <= unused and not each.deleting:
+            yield DropQuota(each.name, each.uid)
+            return
+
+
+def _ready(quota: QuotaView, status: TrainingJobStatus) -> Iterator[QuotaAction]:
+    """That pods are ready, which a Kueue may wait for; from then on recovery is this operator's business."""
+    if status.membership.size == 0:
+        return
+    said = Said(WorkloadCondition.PODS_READY, true=True, reason="Started", message="the job trains")
+    for each in quota.workloads:
+        if each.admitted and not each.is_true(WorkloadCondition.PODS_READY):
+            yield _tell(each, said)
+
+
+def _ask(
+    facts: Facts, quota: QuotaView, part: int, workers: int, node_selector: Mapping[str, str] | None = None
+) -> AskQuota:
+    spares = facts.size.reserve + facts.job.spec.workers.spares if part == 0 else 0
+    manifest = workload(
+        facts.job,
+        facts.settings,
+        part=part,
+        workers=workers,
+        spares=spares,
+        priority=quota.priority,
+        node_selector=node_selector,
+    )
+    return AskQuota(manifest)
+
+
+def _differs(found: WorkloadView, asked: AskQuota) -> bool:
+    digest: str = asked.manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
+    return found.content_hash != digest
+
+
+def _return(each: WorkloadView) -> TellQuota:
+    """Give quota back after an eviction, so that Kueue queues the Workload again: as its own controllers do it."""
+    evicted = each.find(WorkloadCondition.EVICTED)
+    reason = evicted.reason if evicted is not None and evicted.true else "Deactivated"
+    message = evicted.message if evicted is not None and evicted.true else "the Workload is not active"
+    return TellQuota(
+        name=each.name,
+        uid=each.uid,
+        version=each.version,
+        conditions=(
+            Said(WorkloadCondition.QUOTA_RESERVED, true=False, reason="Pending", message=message),
+            Said(WorkloadCondition.ADMITTED, true=False, reason="NoReservation", message="the quota was returned"),
+            Said(WorkloadCondition.REQUEUED, true=reason in _AT_ONCE, reason=reason, message=message),
+        ),
+        returns=True,
+    )
+
+
+def _tell(each: WorkloadView, said: Said) -> TellQuota:
+    return TellQuota(name=each.name, uid=each.uid, version=each.version, conditions=(said,))

@@ -1,0 +1,208 @@
+"""Jobs in the queues of a real Kueue: waiting, borrowing, preemption, and the loss curve through all of it.
+
+A control plane of its own, with the real controller and its webhooks beside it. Two teams share four nodes: each owns
+two and may borrow the other's. The nodes are tainted, so a pod without its flavor's toleration would find none.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from jobs import Job
+from sites import ROOT, Site
+
+from trainium_devcluster.binaries import KUEUE_PROGRAMS, is_cached
+from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+TEAMS = ("elastic", "rigid")
+POOL = "blue"
+QUEUES = {
+    "apiVersion": "v1",
+    "kind": "List",
+    "items": [
+        {
+            "apiVersion": "kueue.x-k8s.io/v1beta2",
+            "kind": "ResourceFlavor",
+            "metadata": {"name": POOL},
+            "spec": {
+                "nodeLabels": {"pool": POOL},
+                "tolerations": [{"key": "pool", "operator": "Equal", "value": POOL, "effect": "NoSchedule"}],
+            },
+        },
+        *(
+            {
+                "apiVersion": "kueue.x-k8s.io/v1beta2",
+                "kind": "ClusterQueue",
+                "metadata": {"name": team},
+                "spec": {
+                    "cohortName": "teams",
+                    "namespaceSelector": {},
+                    "preemption": {"reclaimWithinCohort": "Any"},
+                    "resourceGroups": [
+                        {
+                            "coveredResources": ["cpu"],
+                            "flavors": [{"name": POOL, "resources": [{"name": "cpu", "nominalQuota": 2}]}],
+                        }
+                    ],
+                },
+            }
+            for team in TEAMS
+        ),
+        *({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": team}} for team in TEAMS),
+        *(
+            {
+                "apiVersion": "kueue.x-k8s.io/v1beta2",
+                "kind": "LocalQueue",
+                "metadata": {"name": "training", "namespace": team},
+                "spec": {"clusterQueue": team},
+            }
+            for team in TEAMS
+        ),
+    ],
+}
+# Quota of processors: 0.19.2 preempts nobody for the resource `pods` alone.
+WORKER = {"spec": {"containers": [{"name": "worker", "resources": {"requests": {"cpu": "1"}}}]}}
+# More steps than any machine makes before a queue has decided: a test ends such a job, or lets it rest.
+ENDLESS = "trainer: {steps: 100000}"
+QUEUED = "scheduling: {queueName: training}"
+
+
+@pytest.fixture(scope="module")
+def teams(request: pytest.FixtureRequest) -> Iterator[Site]:
+    if request.config.getoption("--cluster") != "local":
+        pytest.skip("needs a Kueue of its own, which the development cluster brings")
+    if not is_cached(KUEUE_PROGRAMS):
+        pytest.skip("Kueue is not built; `trainium-devcluster binaries --kueue` builds it once, in some minutes")
+    pool = node_specs(4, cpu="4", memory="8Gi", labels={"pool": POOL}, taints=(f"pool={POOL}:NoSchedule",))
+    plain = node_specs(2, cpu="4", memory="8Gi", prefix="plain")
+    with (
+        tempfile.TemporaryDirectory(prefix="trainium-kueue-") as folder,
+        Cluster.start(nodes=[*pool, *plain, system_node()], kueue=True) as cluster,
+    ):
+        site = Site("local", cluster.variables(), Path(folder), {"workerTemplate": WORKER}, cluster)
+        site.kubectl("apply", "-f", "-", stdin=json.dumps(QUEUES))
+        values = Path(folder) / "values.json"
+        values.write_text(json.dumps({"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | system_values()))
+        site.helm(
+            "install", "trainium-operator", str(ROOT / "helm" / "trainium-operator"), "-n", "trainium-system",
+            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
+        )  # fmt: skip
+        yield site
+
+
+@dataclass
+class Reference:
+    """The same endless job on two nodes, without a queue; it trains as far as it is asked to."""
+
+    job: Job
+
+    def losses(self, step: int) -> dict[int, float]:
+        self.job.suspend(yes=False)
+        self.job.until_step(step)
+        self.job.suspend()
+        self.job.until_phase("Suspended")
+        return self.job.losses()
+
+
+@pytest.fixture(scope="module")
+def reference(teams: Site) -> Reference:
+    return Reference(Job(teams, "default", "reference", f"{{{ENDLESS}, suspend: true}}").apply())
+
+
+def workloads(site: Site, namespace: str) -> dict[str, dict[str, str]]:
+    """Workload -> its conditions."""
+    return {
+        item["metadata"]["name"]: {
+            each["type"]: each["status"] for each in (item.get("status") or {}).get("conditions") or ()
+        }
+        for item in site.get("workloads", "-n", namespace)["items"]
+    }
+
+
+def admitted(status: dict[str, Any]) -> tuple[str, str]:
+    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == "Admitted")
+
+
+def size(wanted: int) -> Callable[[dict[str, Any]], bool]:
+    """It trains with so many workers."""
+    return lambda status: status.get("phase") == "Running" and status.get("readyReplicas") == wanted
+
+
+def agrees(job: Job, reference: Reference) -> None:
+    """The curve, up to where the job is now, is that of the job that nobody disturbed."""
+    job.log.refresh()
+    losses = job.losses()
+    undisturbed = reference.losses(max(losses))
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+    assert max(abs(losses[step] - undisturbed[step]) for step in losses) < 1e-5
+
+
+def test_an_elastic_job_borrows_gives_way_without_stopping_and_grows_back(teams: Site, reference: Reference) -> None:
+    elastic = Job(teams, "elastic", "elastic", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4, minReplicas: 2}}}}")
+    elastic.apply().until("training on four nodes, two of them borrowed", size(4))
+    assert {pod["spec"]["nodeSelector"]["pool"] for pod in elastic.pods()} == {POOL}
+    assert workloads(teams, "elastic").keys() == {"elastic-quota-0", "elastic-quota-1", "elastic-quota-2"}
+    first = elastic.uids()
+
+    rigid = Job(teams, "rigid", "rigid", f"{{{QUEUED}}}").apply()
+    elastic.until("training on its own two nodes", size(2))
+    assert {member["podUid"] for member in elastic.members()} < first, "those that stay were never stopped"
+    rigid.until_phase("Completed")
+    rigid.until("its end told to Kueue", lambda _: workloads(teams, "rigid")["rigid-quota-0"].get("Finished") == "True")
+
+    status = elastic.until("training on four nodes again", size(4))
+    elastic.until_step(elastic.log.newest + 10)
+    elastic.suspend()
+    elastic.until_phase("Suspended")
+    assert status["restarts"]["total"] == 0, "a preemption is no failure"
+    assert any("the queue grants 2 of 4" in entry["message"] for entry in status["history"])
+    assert elastic.uids() == set()
+    elastic.until("nothing asked for", lambda _: not workloads(teams, "elastic"))
+    agrees(elastic, reference)
+    elastic.delete()
+
+
+def test_a_rigid_job_that_borrowed_saves_leaves_waits_and_comes_back(teams: Site, reference: Reference) -> None:
+    borrower = Job(teams, "elastic", "borrower", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
+    borrower.until("training on four nodes", size(4))
+    borrower.until_step(20)
+
+    owner = Job(teams, "rigid", "owner", f"{{{QUEUED}}}").apply()
+    status = borrower.until("no pod is left", lambda status: admitted(status)[1] == "Evicted" and not borrower.pods())
+    assert status["phase"] == "Pending"
+    owner.until_phase("Completed")
+
+    status = borrower.until("training on four nodes again", size(4))
+    borrower.until_step(borrower.log.newest + 10)
+    borrower.suspend()
+    borrower.until_phase("Suspended")
+    assert status["restarts"]["total"] == 0
+    assert any(event.startswith("Evicted:") for event in borrower.events())
+    agrees(borrower, reference)
+    borrower.delete()
+
+
+def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: Site) -> None:
+    first = Job(teams, "rigid", "first", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
+    first.until("training on four nodes", size(4))
+    second = Job(teams, "rigid", "second", f"{{{QUEUED}}}").apply()
+    status = second.until("word from Kueue", lambda status: "insufficient" in json.dumps(status.get("conditions")))
+    assert admitted(status) == ("False", "WaitingForQueue")
+    assert not second.pods()
+
+    first.suspend()
+    second.until_phase("Completed")
+    assert "first-quota-0" not in workloads(teams, "rigid"), "a suspended job asks for nothing"
+    first.suspend(yes=False)
+    first.until("training again", size(4))
+    first.delete()

@@ -1,0 +1,80 @@
+"""Kueue's objects as a real controller (0.19.2) wrote them: a Workload evicted, returned, and admitted again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, with_conditions, workload_view
+from trainium_operator.plan.model.quota import PodSetGrant, Said, WorkloadCondition
+from trainium_operator.plan.quota.ask import _return
+
+NOW = "2026-11-23T09:20:00Z"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "kueue_recorded" / f"{name}.json").read_text())
+    return found
+
+
+def test_an_eviction_counts_for_more_than_the_admission_beside_it() -> None:
+    view = workload_view(recorded("evicted"))
+    assert view.is_true(WorkloadCondition.ADMITTED)
+    assert view.is_true(WorkloadCondition.EVICTED)
+    assert (view.admitted, view.holds) == (False, True)
+    assert view.grants == (PodSetGrant(name="workers", count=2, flavors=("trn1",)),)
+    assert view.asked == {"workers": 2}
+
+
+def test_quota_that_was_returned_is_not_held_and_an_admission_ends_the_eviction() -> None:
+    cleared, readmitted = workload_view(recorded("cleared")), workload_view(recorded("readmitted"))
+    assert (cleared.admitted, cleared.holds, cleared.is_true(WorkloadCondition.EVICTED)) == (False, False, True)
+    assert (readmitted.admitted, readmitted.is_true(WorkloadCondition.EVICTED)) == (True, False)
+
+
+def test_what_returns_quota_is_what_the_real_controller_took() -> None:
+    raw = recorded("evicted")
+    written = with_conditions(raw["status"]["conditions"], _return(workload_view(raw)).conditions, NOW)
+    taken = recorded("cleared")["status"]["conditions"]
+
+    def told(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
+        return {(each["type"], each["status"], each["reason"], each["lastTransitionTime"]) for each in conditions}
+
+    assert told(written) == told(taken)
+
+
+def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
+    old = [{"type": "PodsReady", "status": "True", "reason": "Started", "message": "", "lastTransitionTime": "then"}]
+    again = Said(WorkloadCondition.PODS_READY, true=True, reason="Recovered", message="x" * 5000)
+    (same,) = with_conditions(old, [again], NOW)
+    assert (same["lastTransitionTime"], same["reason"], len(same["message"])) == ("then", "Recovered", 1024)
+
+
+def test_a_workload_without_a_part_is_none_of_ours() -> None:
+    raw = recorded("evicted")
+    del raw["metadata"]["annotations"]["trainium.dev/part"]
+    with pytest.raises(KeyError):
+        workload_view(raw)
+
+
+def test_checks_that_are_ready_add_to_pods() -> None:
+    raw = recorded("readmitted")
+    update = {"name": "workers", "nodeSelector": {"zone": "a"}, "tolerations": [{"key": "k", "operator": "Exists"}]}
+    raw["status"]["admissionChecks"] = [
+        {"name": "a", "state": "Ready", "podSetUpdates": [update]},
+        {"name": "b", "state": "Pending", "podSetUpdates": [{"name": "workers", "nodeSelector": {"zone": "b"}}]},
+    ]
+    found = workload_view(raw).updates["workers"]
+    assert found.node_selector == {"zone": "a"}
+    assert found.tolerations == ({"key": "k", "operator": "Exists"},)
+
+
+def test_flavors_and_priorities_are_read_without_what_plans_do_not_need() -> None:
+    assert flavor_view({"metadata": {"name": "any"}}).node_selector == {}
+    flavor = flavor_view({"spec": {"nodeLabels": {"pool": "blue"}, "nodeTaints": [], "tolerations": [{"key": "p"}]}})
+    assert (flavor.node_selector, flavor.tolerations) == ({"pool": "blue"}, ({"key": "p"},))
+    assert priority_view({"value": 100}) == (100, False)
+    assert priority_view({"value": 1, "globalDefault": True}) == (1, True)

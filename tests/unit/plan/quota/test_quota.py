@@ -1,0 +1,364 @@
+"""What a job asks of Kueue, what it does with the answer, and when it gives quota back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from plan_builders import SETTINGS, created, deleted, job, observed, pod, running, spec, training
+
+from trainium_contract.job import Condition, ConditionStatus, ConditionType, TrainingJobStatus
+from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
+from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.quota import (
+    KueueState,
+    Placement,
+    PodSetGrant,
+    QuotaView,
+    Said,
+    WorkloadCondition,
+    WorkloadView,
+)
+from trainium_operator.plan.plan import plan
+from trainium_operator.plan.view.quota_sizes import MOST_STEPS, steps_from
+from trainium_operator.plan.view.size import decide_size
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed
+
+READY = replace(SETTINGS, kueue=KueueState.READY)
+BLUE = Placement(
+    node_selector={"pool": "blue"}, tolerations=({"key": "pool", "operator": "Exists", "effect": "NoSchedule"},)
+)
+QUEUE = {"queueName": "team"}
+WORKERS, SPARES = "workers", "spares"
+
+
+def said(kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why") -> Said:
+    return Said(kind, true=true, reason=reason, message=message)
+
+
+ADMITTED = (said(WorkloadCondition.QUOTA_RESERVED), said(WorkloadCondition.ADMITTED))
+EVICTED = (*ADMITTED, said(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else"))
+
+
+def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> WorkloadView:
+    """An admitted one."""
+    counts = {name: count for name, count in ((WORKERS, workers), (SPARES, spares)) if count}
+    view = WorkloadView(
+        name=f"demo-quota-{part}",
+        uid=f"workload-{part}",
+        version="7",
+        part=part,
+        asked=counts,
+        said=ADMITTED,
+        grants=tuple(PodSetGrant(name=name, count=count, flavors=("blue",)) for name, count in counts.items()),
+    )
+    return replace(view, **changes)
+
+
+def pending(view: WorkloadView, *more: Said) -> WorkloadView:
+    return replace(view, grants=(), said=(said(WorkloadCondition.QUOTA_RESERVED, true=False), *more))
+
+
+def in_queue(seen: Observed, *workloads: WorkloadView, **changes: Any) -> Observed:
+    quota = QuotaView(workloads=workloads, flavors={"blue": BLUE}, priority=0)
+    return replace(seen, quota=replace(quota, **changes))
+
+
+def new(**workers: Any) -> Observed:
+    return observed(job(spec(workers={"replicas": 4, "spares": 1, **workers}, scheduling=QUEUE)))
+
+
+def at_work(count: int = 4, *, pods: int | None = None, **workers: Any) -> Observed:
+    """A job that trains on `count` nodes."""
+    asked = spec(workers={"replicas": count, "spares": 0, **workers}, scheduling=QUEUE)
+    seen = running(count, job_spec=asked)
+    placed = tuple(replace(each, pod_set=WORKERS) for each in seen.pods)
+    return replace(seen, pods=placed[:pods])
+
+
+def of(result: Plan, kind: Any) -> list[Any]:
+    return [action for action in result.actions if isinstance(action, kind)]
+
+
+def asked(result: Plan) -> dict[str, dict[str, int]]:
+    """Workload -> pod set -> count."""
+    return {
+        action.manifest["metadata"]["name"]: {
+            each["name"]: each["count"] for each in action.manifest["spec"]["podSets"]
+        }
+        for action in of(result, AskQuota)
+    }
+
+
+def condition(result: Plan) -> Condition:
+    found = find_condition(result.status, ConditionType.ADMITTED)
+    assert found is not None
+    return found
+
+
+def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:
+    result = plan(in_queue(new()), READY)
+    assert asked(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
+    assert created(result) == []
+    assert (condition(result).status, condition(result).reason) == (ConditionStatus.FALSE, "WaitingForQueue")
+    (action,) = of(result, AskQuota)
+    metadata, body = action.manifest["metadata"], action.manifest["spec"]
+    assert metadata["ownerReferences"][0]["uid"] == "job-uid"
+    assert body["queueName"] == "team"
+    (container,) = body["podSets"][0]["template"]["spec"]["containers"]
+    assert set(container) <= {"name", "resources"}, "what has no say in quota may change while quota is held"
+
+
+def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
+    result = plan(in_queue(new(minReplicas=2)), READY)
+    assert asked(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
+
+
+def test_what_kueue_says_is_told_while_the_job_waits() -> None:
+    waiting = pending(workload(0, 4, 1), said(WorkloadCondition.ADMITTED, true=False))
+    result = plan(in_queue(new(), waiting), READY)
+    assert "queue team: why" in condition(result).message
+
+
+def test_an_admission_lets_pods_be_made_with_its_flavor() -> None:
+    result = plan(in_queue(new(), workload(0, 4, 1)), READY)
+    pods = [action.manifest for action in of(result, CreatePod)]
+    sets = [each["metadata"]["labels"]["kueue.x-k8s.io/podset"] for each in pods]
+    assert sets == [WORKERS] * 4 + [SPARES]
+    for each in pods:
+        assert each["spec"]["nodeSelector"]["pool"] == "blue"
+        assert dict(BLUE.tolerations[0]) in each["spec"]["tolerations"]
+        assert each["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "demo-quota-0"
+    assert asked(result) == {}
+
+
+def test_what_checks_add_is_added_and_a_contradiction_begins_nothing() -> None:
+    check = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
+    (first, *_) = of(plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: check})), READY), CreatePod)
+    assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
+    assert first.manifest["metadata"]["labels"]["ours"] == "yes"
+    other = Placement(node_selector={"pool": "red"})
+    result = plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: other})), READY)
+    assert created(result) == []
+    assert "want node selector pool to be blue and red" in condition(result).message
+    own = {"spec": {"nodeSelector": {"zone": "b"}}}
+    result = plan(in_queue(new(template=own), workload(0, 4, 1, updates={WORKERS: check})), READY)
+    assert created(result) == []
+    assert "want node selector zone to be b and a" in condition(result).message
+
+
+def test_a_flavor_that_is_gone_begins_nothing() -> None:
+    result = plan(in_queue(new(), workload(0, 4, 1), flavors={}), READY)
+    assert created(result) == []
+    assert "ResourceFlavor blue does not exist any more" in condition(result).message
+
+
+def test_with_its_smallest_size_admitted_an_elastic_job_asks_for_steps_on_the_same_nodes() -> None:
+    result = plan(in_queue(new(minReplicas=2), workload(0, 2, 1)), READY)
+    assert len(created(result)) == 3
+    assert result.status.desired == 2
+    assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
+    steps = [action.manifest["spec"] for action in of(result, AskQuota)]
+    assert [each["priority"] for each in steps] == [-1, -2], "they go first when somebody needs the quota"
+    assert steps[0]["podSets"][0]["template"]["spec"]["nodeSelector"] == {"pool": "blue"}
+
+
+def test_a_step_that_is_admitted_is_used() -> None:
+    seen = in_queue(new(minReplicas=2), workload(0, 2, 1), workload(1, 1), pending(workload(2, 1)))
+    assert len(created(plan(seen, READY))) == 4
+
+
+def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_gone() -> None:
+    held = (workload(0, 2), workload(1, 1), workload(2, 1, said=EVICTED))
+    result = plan(in_queue(at_work(4, minReplicas=2), *held), READY)
+    assert of(result, TellQuota) == of(result, DropQuota) == [] or all(
+        not each.returns for each in of(result, TellQuota)
+    )
+    assert "the queue grants 3 of 4" in result.status.history[-1].message
+    (published,) = of(result, PublishMembership)
+    assert len(published.membership.members) == 3
+    assert published.membership.transition.value == "Graceful"
+    assert deleted(result) == {}, "it saves with the others first"
+
+    smaller = at_work(3, replicas=4, minReplicas=2)
+    result = plan(in_queue(smaller, *held), READY)
+    (told,) = [each for each in of(result, TellQuota) if each.returns]
+    assert (told.name, told.uid, told.version) == ("demo-quota-2", "workload-2", "7")
+    assert {each.type.value: each.true for each in told.conditions} == {
+        "QuotaReserved": False,
+        "Admitted": False,
+        "Requeued": True,
+    }
+
+
+def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> None:
+    evicted = workload(0, 4, said=EVICTED)
+    result = plan(in_queue(at_work(), evicted), READY)
+    assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
+    assert set(deleted(result).values()) == {None}, "with its grace"
+    assert of(result, TellQuota) == []
+    assert result.status.membership.size == 0
+    assert condition(result).reason == "Evicted"
+    assert "for somebody else" in condition(result).message
+    assert result.status.restarts.total == 0
+
+    leaving = replace(at_work(), job=replace(at_work().job, status=result.status))
+    leaving = replace(leaving, pods=tuple(replace(each, deleting=True) for each in leaving.pods))
+    assert of(plan(in_queue(leaving, evicted), READY), TellQuota) == []
+
+    gone = replace(leaving, pods=(), agents={})
+    (told,) = of(plan(in_queue(gone, evicted), READY), TellQuota)
+    assert told.returns
+
+
+@pytest.mark.parametrize(
+    ("reason", "again"), [("Preempted", True), ("NodeFailures", True), ("PodsReadyTimeout", False), ("Other", False)]
+)
+def test_it_is_queued_again_at_once_only_after_the_evictions_that_kueue_says_so_of(reason: str, again: bool) -> None:
+    evicted = workload(0, 4, 1, said=(*ADMITTED, said(WorkloadCondition.EVICTED, reason=reason)))
+    (told,) = of(plan(in_queue(new(), evicted), READY), TellQuota)
+    assert {each.type: each.true for each in told.conditions}[WorkloadCondition.REQUEUED] is again
+
+
+def test_quota_that_was_returned_is_not_returned_again_and_nothing_else_is_asked() -> None:
+    waiting = pending(workload(0, 4, 1), said(WorkloadCondition.EVICTED, reason="Preempted"))
+    first = plan(in_queue(new(), waiting), READY)
+    (ask,) = of(first, AskQuota)
+    digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
+    result = plan(in_queue(new(), replace(waiting, content_hash=digest)), READY)
+    assert of(result, TellQuota) == of(result, AskQuota) == of(result, DropQuota) == []
+    assert condition(result).reason == "Evicted"
+
+
+def test_a_workload_that_is_made_inactive_releases_the_job_and_says_how_to_go_on() -> None:
+    result = plan(in_queue(at_work(), workload(0, 4, active=False)), READY)
+    assert len(deleted(result)) == 4
+    assert "set its spec.active to true" in condition(result).message
+    (told,) = of(plan(in_queue(new(), workload(0, 4, 1, active=False)), READY), TellQuota)
+    assert told.returns
+    idle = pending(workload(0, 4, 1, active=False))
+    assert of(plan(in_queue(new(), idle), READY), AskQuota) == [], "it is somebody else's decision"
+
+
+def test_steps_hold_nothing_while_the_job_may_not_run() -> None:
+    steps = (workload(1, 1), workload(2, 1))
+    result = plan(in_queue(new(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
+    assert [each.name for each in of(result, DropQuota)] == ["demo-quota-1", "demo-quota-2"]
+    assert created(result) == []
+
+
+def test_a_workload_that_somebody_deleted_stops_the_job_before_it_asks_again() -> None:
+    result = plan(in_queue(at_work()), READY)
+    assert len(deleted(result)) == 4
+    assert asked(result) == {}
+
+
+def test_a_suspended_job_gives_its_quota_back_when_its_pods_are_gone() -> None:
+    seen = at_work()
+    seen = replace(seen, job=replace(seen.job, spec=seen.job.spec.replaced(suspend=True)))
+    held = (workload(0, 4),)
+    assert of(plan(in_queue(seen, *held), READY), DropQuota) == []
+    dropped = of(plan(in_queue(replace(seen, pods=(), agents={}), *held), READY), DropQuota)
+    assert dropped == [DropQuota("demo-quota-0", "workload-0")]
+
+
+@pytest.mark.parametrize("kind", [ConditionType.COMPLETE, ConditionType.FAILED])
+def test_the_end_of_a_job_is_told_when_no_pod_runs(kind: ConditionType) -> None:
+    done = Condition(type=kind, status=ConditionStatus.TRUE, reason="R", last_transition_time="2026-01-01T00:00:00Z")
+    asked_for = spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
+    ended = observed(job(asked_for, TrainingJobStatus(conditions=(done,))), (pod(0),))
+    held = (workload(0, 1), workload(1, 1))
+    assert of(plan(in_queue(ended, *held), READY), TellQuota) == []
+    result = plan(in_queue(replace(ended, pods=()), *held), READY)
+    (told,) = of(result, TellQuota)
+    (finished,) = told.conditions
+    assert (told.name, finished.type.value, finished.true) == ("demo-quota-0", "Finished", True)
+    assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
+    assert not told.returns
+    assert of(result, DropQuota) == [DropQuota("demo-quota-1", "workload-1")]
+    over = (replace(held[0], said=(*ADMITTED, said(WorkloadCondition.FINISHED))),)
+    assert of(plan(in_queue(replace(ended, pods=()), *over), READY), TellQuota) == []
+
+
+def test_a_job_that_trains_says_that_its_pods_are_ready_once() -> None:
+    (told,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), TellQuota)
+    assert [(each.type.value, each.true) for each in told.conditions] == [("PodsReady", True)]
+    ready = workload(0, 4, said=(*ADMITTED, said(WorkloadCondition.PODS_READY)))
+    assert of(plan(in_queue(at_work(), ready), READY), TellQuota) == []
+
+
+def test_a_lost_worker_of_a_job_with_quota_is_replaced_in_its_place() -> None:
+    seen = at_work(4, spares=1)
+    spare = replace(pod(4), pod_set=SPARES)
+    seen = replace(seen, pods=(*seen.pods[:2], seen.pods[3], spare), agents={**seen.agents, "uid-4": training(4)})
+    result = plan(in_queue(seen, workload(0, 4, 1)), READY)
+    (made,) = of(result, CreatePod)
+    assert made.manifest["metadata"]["labels"]["kueue.x-k8s.io/podset"] == WORKERS
+
+
+def test_a_larger_size_is_a_step_and_the_job_trains_on_while_it_waits() -> None:
+    seen = at_work(4, replicas=6)
+    result = plan(in_queue(seen, workload(0, 4)), READY)
+    assert asked(result) == {"demo-quota-1": {WORKERS: 2}}
+    assert result.status.desired == 4
+    assert deleted(result) == {}
+    assert created(result) == []
+
+
+def test_a_smaller_size_gives_back_the_steps_that_it_has_no_use_for() -> None:
+    seen = at_work(2, replicas=2, minReplicas=2)
+    result = plan(in_queue(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
+    assert [each.name for each in of(result, DropQuota)] == ["demo-quota-2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (KueueState.OFF, "set the chart's kueue.enabled"),
+        (KueueState.ABSENT, "does not serve kueue.x-k8s.io/v1beta2"),
+        (KueueState.READING, "not read yet"),
+    ],
+)
+def test_without_kueue_a_job_with_a_queue_does_not_begin_and_one_that_runs_goes_on(
+    state: KueueState, words: str
+) -> None:
+    settings = replace(SETTINGS, kueue=state)
+    result = plan(new(), settings)
+    assert result.actions == ()
+    assert words in condition(result).message
+    result = plan(at_work(), settings)
+    assert deleted(result) == {}
+    assert result.status.membership.size == 4
+
+
+def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
+    seen = in_queue(running(4), workload(0, 4))
+    result = plan(seen, READY)
+    assert of(result, DropQuota) == [DropQuota("demo-quota-0", "workload-0")]
+    assert deleted(result) == {}
+
+
+def test_a_workload_on_its_way_out_is_waited_for() -> None:
+    result = plan(in_queue(new(), workload(0, 4, 1, deleting=True)), READY)
+    assert of(result, AskQuota) == of(result, DropQuota) == of(result, TellQuota) == []
+    assert "is being deleted" in condition(result).message
+
+
+def test_a_job_without_a_queue_asks_for_nothing() -> None:
+    result = plan(observed(job()), READY)
+    assert of(result, AskQuota) == []
+    assert len(created(result)) == 4
+
+
+@pytest.mark.parametrize(("floor", "replicas"), [(1, 1), (1, 24), (7, 24), (1, 400)])
+def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -> None:
+    size = decide_size(
+        spec(workers={"replicas": replicas, "minReplicas": floor}, trainer={"batch": {"globalSize": 400}})
+    )
+    steps = steps_from(size, floor)
+    assert floor + sum(steps) == size.desired
+    assert all(each > 0 for each in steps)
+    assert len(steps) <= MOST_STEPS
