@@ -3,8 +3,9 @@
 
 Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|build|dev
 `operator` is the project's extra of that name, `trainer` stands for its extras trainer and s3, `build` is what makes
-its wheel, `dev` is all that the tests need. A torch that is already installed (a vendor's image brings its own) is left
-alone, and so is everything that only the pinned torch would need.
+its wheel, `dev` is all that the tests need (the extra docs has pins of its own, docs_requirements.txt). A torch that is
+already installed (a vendor's image brings its own) is left alone, and so is everything that only the pinned torch would
+need.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def wanted(part: str) -> list[str]:
     if part == "build":
         return list(project["build-system"]["requires"])
     extras = project["project"]["optional-dependencies"]
-    parts = {"trainer": ("trainer", "s3"), "dev": tuple(extras)}.get(part, (part,))
+    parts = {"trainer": ("trainer", "s3"), "dev": tuple(extra for extra in extras if extra != "docs")}.get(
+        part, (part,)
+    )
     found = [need for each in parts for need in extras[each] if not need.startswith(f"{project['project']['name']}[")]
     return [*project["project"]["dependencies"], *found]
 
