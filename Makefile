@@ -2,6 +2,7 @@
 SHELL := /bin/sh
 VENV ?= .venv
 NXD_VENV ?= .venv-nxd
+DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process.
@@ -11,10 +12,10 @@ ARGS ?=
 # The pinned helm renders the plain install, whatever helm is on PATH.
 TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 # What starts no training process and no cluster.
-FAST = tests/unit/contract tests/unit/operator tests/unit/plan tests/unit/tuning
+FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check format generate bench bench-check faults explore parity learn proof bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -58,13 +59,18 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/mypy benchmarks/faults/trainium_saboteur.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
+	@$(BIN)/python scripts/commands_reference.py --check
+
+docs:  ## The documentation site, strict, into out/site: opens without a server or a network
+	@scripts/docs_site.sh $(DOCS_VENV) out/site
 
 format: setup  ## Format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-generate: setup  ## Write the CRD and the manifests that are derived from the code
+generate: setup  ## Write the CRD, manifests and reference pages that are derived from the code
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate
+	@$(BIN)/python scripts/commands_reference.py
 
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
 	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)
@@ -94,4 +100,4 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

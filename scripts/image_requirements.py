@@ -1,10 +1,11 @@
 # ruff: noqa: INP001 - a script
 """Prints what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
 
-Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|build|dev
-`operator` is the project's extra of that name, `trainer` stands for its extras trainer and s3, `build` is what makes
-its wheel, `dev` is all that the tests need. A torch that is already installed (a vendor's image brings its own) is left
-alone, and so is everything that only the pinned torch would need.
+Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|client|build|dev
+`operator` and `client` are the project's extras of that name, `trainer` stands for its extras trainer and s3, `build`
+is what makes its wheel, `dev` is all that the tests need (not the extra docs, whose pins are docs_requirements.txt). A
+torch that is already installed (a vendor's image brings its own) is left alone, and so is everything that only the
+pinned torch would need.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def wanted(part: str) -> list[str]:
     if part == "build":
         return list(project["build-system"]["requires"])
     extras = project["project"]["optional-dependencies"]
-    parts = {"trainer": ("trainer", "s3"), "dev": tuple(extras)}.get(part, (part,))
+    parts = {"trainer": ("trainer", "s3"), "dev": tuple(extra for extra in extras if extra != "docs")}.get(
+        part, (part,)
+    )
     found = [need for each in parts for need in extras[each] if not need.startswith(f"{project['project']['name']}[")]
     return [*project["project"]["dependencies"], *found]
 
@@ -91,6 +94,6 @@ def main(part: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in {"operator", "trainer", "build", "dev"}:
-        sys.exit("usage: python scripts/image_requirements.py operator|trainer|build|dev")
+    if len(sys.argv) != 2 or sys.argv[1] not in {"operator", "trainer", "client", "build", "dev"}:
+        sys.exit("usage: python scripts/image_requirements.py operator|trainer|client|build|dev")
     main(sys.argv[1])

@@ -13,11 +13,13 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from trainium_client.connection import proxy_of
 from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
+from trainium_client.views.curve import read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_client.api import Api
+    from trainium_client.views.curve import CurvePoint
 
 _PROTOCOL = "v4.channel.k8s.io"
 _OUT, _ERROR, _STATUS = 1, 2, 3
@@ -77,6 +79,11 @@ def run_inside(
         return _read(socket, client, pod, most, accepted)
     finally:
         socket.shutdown()  # not `close`: that leaves a socket open whose server has left already
+
+
+def curve_inside(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
+    """The loss curve from a worker's `metrics.jsonl`. Raises ClientError as `run_inside` does."""
+    return read_curve(run_inside(api, pod, ("cat", path)).out.decode(errors="replace").splitlines())
 
 
 def ask_all(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, Any]:

@@ -17,26 +17,53 @@ import yaml
 from trainium_client.api import Api, Missing
 from trainium_client.connection import Connection
 from trainium_client.errors import ClientError, NotFoundError
+from trainium_client.inside import curve_inside
 from trainium_client.kubeconfig import find_access
 from trainium_client.reading import read_members, read_screen, read_story
+from trainium_client.views.checkpoints import metrics_path
 from trainium_client.views.events import EventView, event_views
+from trainium_client.views.job import job_view
 from trainium_client.views.raw import mapping, text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_client.views.job import JobView
+    from trainium_client.views.curve import CurvePoint
+    from trainium_client.views.job import ArtifactView, JobView
     from trainium_client.views.story import Story
     from trainium_contract.job import TrainingJobSpec
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"
-_POLL_SECONDS = 2.0
+POLL_SECONDS = 2.0
 
 
 class JobFailedError(ClientError):
     """The job that was waited for has failed; the sentence is its verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What a wait is for; times are of one monotonic clock."""
+
+    name: str
+    phase: str
+    seconds: float
+    since: float
+
+    def is_met(self, view: JobView, now: float) -> bool:
+        """Whether the job is there. Raises JobFailedError or ClientError when it will not be, or not in time."""
+        if view.phase == self.phase:
+            return True
+        if view.phase == "Failed":
+            raise JobFailedError(view.verdict or f"{self.name} failed")
+        if view.ended:
+            raise ClientError(f"{self.name} has {view.phase.lower()}, and was waited for to be {self.phase}")
+        if now - self.since >= self.seconds:
+            phase = view.phase or "not answered"
+            raise ClientError(f"{self.name} is {phase} after {self.seconds:.0f} s, not {self.phase}")
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +144,19 @@ class TrainingJob:
 
         return self._with(read)
 
+    def metrics(self) -> tuple[CurvePoint, ...]:
+        """The loss curve, thinned; read in the worker of rank 0, so while the job runs."""
+
+        def read(api: Api) -> tuple[CurvePoint, ...]:
+            first = read_members(api, self.name).rows[0]
+            return curve_inside(api, first.pod, metrics_path(api.job(self.name)))
+
+        return self._with(read)
+
+    def artifacts(self) -> tuple[ArtifactView, ...]:
+        """What the run has left for others so far: models and adapters with their paths."""
+        return self._with(lambda api: job_view(api.job(self.name), now=time.time()).artifacts)
+
     def wait(
         self,
         until: str = "Completed",
@@ -129,20 +169,14 @@ class TrainingJob:
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
         """
-        deadline = time.monotonic() + seconds
+        awaited = Awaited(self.name, until, seconds, time.monotonic())
         while True:
             view = self.status()
             if told is not None:
                 told(view)
-            if view.phase == until:
+            if awaited.is_met(view, time.monotonic()):
                 return view
-            if view.phase == "Failed":
-                raise JobFailedError(view.verdict or f"{self.name} failed")
-            if view.ended:
-                raise ClientError(f"{self.name} has {view.phase.lower()}, and was waited for to be {until}")
-            if time.monotonic() >= deadline:
-                raise ClientError(f"{self.name} is {view.phase or 'not answered'} after {seconds:.0f} s, not {until}")
-            pause(_POLL_SECONDS)
+            pause(POLL_SECONDS)
 
     def scale(self, size: int) -> None:
         """Another number of nodes."""

@@ -11,7 +11,7 @@ import typer
 from trainium_client.commands.inspect import on_storage
 from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
 from trainium_client.errors import ClientError
-from trainium_client.inside import run_inside
+from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
 from trainium_client.render.report import Report, report_html
 from trainium_client.render.words import size
@@ -65,8 +65,7 @@ def _curve(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> 
         )
         return ()
     try:
-        printed = run_inside(api, screen.members.rows[0].pod, ("cat", metrics_path(screen.job)))
+        return curve_inside(api, screen.members.rows[0].pod, metrics_path(screen.job))
     except ClientError as error:
         notes.append(f"loss curve: {error}; give --metrics FILE")
         return ()
-    return read_curve(printed.out.decode(errors="replace").splitlines())

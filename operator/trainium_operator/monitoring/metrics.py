@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.fleet.memory import Machine
     from trainium_operator.plan.model.observed import JobView, NodeView
 
-_PREFIX = "trainingjob_operator_"
+PREFIX = "trainingjob_operator_"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -48,10 +48,10 @@ class Metrics:
         self._told: set[tuple[str, Severity]] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + name, text, labels, registry=self.registry)
+            return Counter(PREFIX + name, text, labels, registry=self.registry)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(_PREFIX + name, text, labels, registry=self.registry)
+            return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
         self.leader = gauge("leader", "1 while this replica acts")
         self.queue_depth = gauge("queue_depth", "Jobs that wait for a worker")
@@ -60,17 +60,17 @@ class Metrics:
         self._machines = gauge("machines", "Machines that faults were put down to", "state")
         self._frozen = gauge("node_actions_frozen", "1 while too many nodes look bad at once to act on any")
         self._reconcile = Histogram(
-            _PREFIX + "reconcile_seconds", "Duration of a reconcile", buckets=_SECONDS, registry=self.registry
+            PREFIX + "reconcile_seconds", "Duration of a reconcile", buckets=_SECONDS, registry=self.registry
         )
         self._reconcile_errors = counter("reconcile_errors_total", "Reconciles that failed", "error")
         self._requests = counter("api_requests_total", "Requests to the API server", "verb", "code")
         self._request_seconds = Histogram(
-            _PREFIX + "api_request_seconds", "Until the answer", ("verb",), buckets=_SECONDS, registry=self.registry
+            PREFIX + "api_request_seconds", "Until the answer", ("verb",), buckets=_SECONDS, registry=self.registry
         )
         self._problems = gauge("node_problems", "What nodes report of themselves", "source", "severity")
         self._messages = counter("agent_messages_total", "Messages from agents", "kind", "code")
-        self._of_jobs = JobMetrics(self.registry, _PREFIX, wall_clock, most_named=named_jobs)
-        self._of_agents = AgentMetrics(self.registry, _PREFIX)
+        self._of_jobs = JobMetrics(self.registry, PREFIX, wall_clock, most_named=named_jobs)
+        self._of_agents = AgentMetrics(self.registry, PREFIX)
 
     def request(self, verb: str, status: int, seconds: float) -> None:
         """One request to the API server was answered after `seconds` (status 0: it was not)."""

@@ -55,14 +55,14 @@ class NamedJobMetrics(Collector):
         left_out = GaugeMetricFamily(self._prefix + "jobs_left_out", "Jobs without figures of their own")
         left_out.add_metric([], max(0, len(jobs) - self._most))
         yield left_out
-        families = _Families(self._prefix)
+        families = Families(self._prefix)
         for job, status in jobs[: self._most]:
             families.add(job, status, self._wall_clock())
         yield from families.all
 
 
-class _Families:
-    """The metrics, filled job by job."""
+class Families:
+    """The metrics of single jobs, filled job by job."""
 
     def __init__(self, prefix: str) -> None:
         def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

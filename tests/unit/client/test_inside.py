@@ -16,7 +16,7 @@ import pytest
 from trainium_client.api import Api
 from trainium_client.connection import Connection
 from trainium_client.errors import ClientError, ForbiddenError
-from trainium_client.inside import json_lines, run_inside
+from trainium_client.inside import curve_inside, json_lines, run_inside
 from trainium_client.kubeconfig import Access
 
 if TYPE_CHECKING:
@@ -99,3 +99,10 @@ def test_too_much_output_and_a_missing_right_are_sentences() -> None:
         run_inside(api, "w-0", ("cat", "/etc/hosts"), most=100)
     with worker(code=403) as api, pytest.raises(ForbiddenError, match="create pods/exec in namespace team"):
         run_inside(api, "w-0", ("cat", "/etc/hosts"))
+
+
+def test_a_curve_is_read_in_a_worker_and_lines_that_are_no_step_are_left_out() -> None:
+    with worker((1, b'{"step": 1, "loss": 5.5}\nnoise\n{"step": 2, "loss": 5.25, "tokensPerSecond": 10}\n')) as api:
+        points = curve_inside(api, "w-0", "/etc/hosts")
+
+    assert [(point.step, point.loss, point.tokens_per_second) for point in points] == [(1, 5.5, None), (2, 5.25, 10)]

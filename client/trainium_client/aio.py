@@ -1,0 +1,115 @@
+"""`TrainingJob` with verbs to be awaited, for programs and notebooks that do other things meanwhile.
+
+`from trainium_client.aio import TrainingJob`. Each verb is the other TrainingJob's, run in a thread, so the two cannot
+differ in what they do; only waiting is written anew, because a thread that sleeps for a day is none that is free.
+Invariants: many jobs may be asked at once; a verb that is cancelled returns at once, and its one request, which has a
+time limit, ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from trainium_client import job as sync
+from trainium_client.errors import ClientError
+from trainium_client.job import JobFailedError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+
+    from trainium_client.views.job import JobView
+    from trainium_contract.job import TrainingJobSpec
+
+__all__ = ["ClientError", "JobFailedError", "TrainingJob"]
+
+_Asked = ParamSpec("_Asked")
+_Result = TypeVar("_Result")
+
+
+def _in_thread(
+    verb: Callable[Concatenate[sync.TrainingJob, _Asked], _Result],
+) -> Callable[Concatenate[TrainingJob, _Asked], Coroutine[Any, Any, _Result]]:
+    """The verb with the same arguments and the same result, to be awaited."""
+
+    async def asked(self: TrainingJob, /, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Result:
+        return await asyncio.to_thread(verb, self.blocking, *args, **kwargs)
+
+    functools.update_wrapper(asked, verb)
+    return asked
+
+
+class TrainingJob:
+    """One TrainingJob of a cluster, by its name; arguments and verbs are those of `trainium_client.TrainingJob`."""
+
+    __slots__ = ("blocking",)
+
+    def __init__(self, name: str, spec: Mapping[str, Any] | None = None, **where: Any) -> None:
+        """`where`: namespace, context, kubeconfig, metadata."""
+        self.blocking = sync.TrainingJob(name, spec, **where)
+
+    @classmethod
+    def from_spec(cls, name: str, spec: TrainingJobSpec, **where: Any) -> TrainingJob:
+        """A job from the contract's typed model."""
+        return cls._of(sync.TrainingJob.from_spec(name, spec, **where))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
+        """A job from a manifest. Raises ClientError when the file holds none."""
+        return cls._of(sync.TrainingJob.from_file(path, **where))
+
+    @classmethod
+    def _of(cls, blocking: sync.TrainingJob) -> TrainingJob:
+        made = cls(blocking.name)
+        made.blocking = blocking
+        return made
+
+    status = _in_thread(sync.TrainingJob.status)
+    why = _in_thread(sync.TrainingJob.why)
+    events = _in_thread(sync.TrainingJob.events)
+    logs = _in_thread(sync.TrainingJob.logs)
+    metrics = _in_thread(sync.TrainingJob.metrics)
+    artifacts = _in_thread(sync.TrainingJob.artifacts)
+    scale = _in_thread(sync.TrainingJob.scale)
+    suspend = _in_thread(sync.TrainingJob.suspend)
+    resume = _in_thread(sync.TrainingJob.resume)
+    delete = _in_thread(sync.TrainingJob.delete)
+
+    async def apply(self) -> TrainingJob:
+        """Create the job, or change it to this spec (server-side apply)."""
+        await asyncio.to_thread(self.blocking.apply)
+        return self
+
+    async def wait(
+        self,
+        until: str = "Completed",
+        *,
+        seconds: float = 24 * 3600.0,
+        told: Callable[[JobView], Awaitable[None] | None] | None = None,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> JobView:
+        """The job once it is in that phase; `told` hears of each look at it, and may be a coroutine function.
+
+        Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
+        """
+        awaited = sync.Awaited(self.blocking.name, until, seconds, time.monotonic())
+        while True:
+            view = await self.status()
+            heard = None if told is None else told(view)
+            if inspect.isawaitable(heard):
+                await heard
+            if awaited.is_met(view, time.monotonic()):
+                return view
+            await pause(sync.POLL_SECONDS)
+
+    def __repr__(self) -> str:
+        """As the other's."""
+        return f"aio.{self.blocking!r}"
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it, which cannot await."""
+        return self.blocking._repr_html_()

@@ -1,0 +1,101 @@
+"""`docs/metrics.md`: every metric with its labels, written from the metrics themselves.
+
+Invariant: all of the registry is in the text, so that the text cannot go stale unnoticed (`generate --check`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from trainium_contract.health import PreflightCheck
+from trainium_contract.job import Phase, Rung
+from trainium_contract.messages import TrainerPhase
+from trainium_contract.results import RunStage
+from trainium_operator.monitoring.metrics import PREFIX, Metrics
+from trainium_operator.monitoring.named_job_metrics import MEASURES, Families
+from trainium_operator.plan.fleet.memory import MachineState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def _values(words: Iterable[str]) -> str:
+    return " ".join(f"`{word}`" for word in words)
+
+
+_RECOVERY_STAGES = (
+    f"parts of a recovery: {_values(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))}, "
+    "of lost time others besides ([definitions](goodput.md#lost-time))"
+)
+_LABELS = {
+    "cause": "what an interruption was put down to ([causes](causes.md))",
+    "check": f"{_values(PreflightCheck)} ([what they look at](node-health.md#before-a-worker-joins))",
+    "code": "HTTP status of the answer; 0: there was none",
+    "direction": _values(("grow", "shrink")),
+    "error": "class of the error",
+    "job_namespace": "namespace of the job",
+    "job_name": "name of the job",
+    "kind": _values(("register", "heartbeat")),
+    "measure": f"{_values(MEASURES)} ([definitions](goodput.md#definitions))",
+    "phase": f"of a job: {_values(Phase)}; of `hangs_total`, what the rank was at: {_values(TrainerPhase)}",
+    "result": _values(("Complete", "Failed")),
+    "rung": f"how far the answer went: {_values(Rung)}",
+    "severity": f"of what a node reports: {_values(('Suspect', 'Drain', 'Fatal'))}",
+    "source": f"where a node reports it: {_values(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
+    "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_values(RunStage)}",
+    "state": (
+        f"of workers: {_values(('desired', 'member', 'training', 'spare_wanted', 'spare_ready'))}; "
+        f"of machines: {_values(MachineState)}"
+    ),
+    "verb": "of Kubernetes",
+}
+
+_BEGINNING = """# Metrics
+
+What the operator exposes at `http://POD:8080/metrics`. How to scrape it, alerts and dashboards:
+[watch](watch.md#metrics). Only the leader's counters move. No label is a pod, a node or a rank, so the number of time
+series does not grow with them. Times are in seconds; sums of them are those of the ledgers of the jobs that exist, and
+outlive the operator."""
+
+
+_OF_JOBS = """With `metrics.namedJobs` ([how](watch.md#of-single-jobs)); names begin with the same prefix.
+`jobs_left_out` counts the jobs that have none."""
+
+_Row = tuple[str, str, tuple[str, ...], str]
+"""Name, type, labels, meaning."""
+
+
+def reference_text(header: str) -> str:
+    """The whole file; `header` says how it is made."""
+    own, named = _own(), _named()
+    labels = sorted({label for _, _, found, _ in own + named for label in found})
+    words = "\n".join(f"| `{label}` | {_LABELS[label]} |" for label in labels)
+    parts = [
+        f"<!-- {header} -->\n{_BEGINNING}",
+        f"## Of the operator\n\nAll names begin with `{PREFIX}`.\n\n{_table(own)}",
+        f"## Of single jobs\n\n{_OF_JOBS}\n\n{_table(named)}",
+        f"## Labels\n\n| label | values |\n| --- | --- |\n{words}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _own() -> list[_Row]:
+    # What the library collects has no label names before there are samples; the metrics themselves have.
+    found = [each for each in Metrics().registry._collector_to_names if isinstance(each, MetricWrapperBase)]  # noqa: SLF001
+    return [_row(each._name, each._type or "", each._labelnames, each._documentation) for each in found]  # noqa: SLF001
+
+
+def _named() -> list[_Row]:
+    families = Families(PREFIX).all
+    return [_row(each.name, each.type, each._labelnames, each.documentation) for each in families]  # noqa: SLF001
+
+
+def _row(name: str, kind: str, labels: Iterable[str], text: str) -> _Row:
+    return name.removeprefix(PREFIX) + ("_total" if kind == "counter" else ""), kind, tuple(labels), text
+
+
+def _table(rows: list[_Row]) -> str:
+    lines = [f"| `{name}` | {kind} | {', '.join(labels)} | {text} |" for name, kind, labels, text in rows]
+    return "| name | type | labels | |\n| --- | --- | --- | --- |\n" + "\n".join(lines)

@@ -1,0 +1,171 @@
+# ruff: noqa: INP001 - a script
+"""Gathers what the documentation site is built from: docs/, the pages at the root, and files that they link to.
+
+Usage, from the repository's root: python scripts/docs_source.py FOLDER
+Pages are written for the repository, where a link may leave docs/. On the site README.md is the first page, the other
+pages of the root stand beside docs/, and a file that a page links to becomes a page that shows it, so that no link
+leaves the site. Invariant: the text of a page is not changed, only the targets of its links.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+
+DOCS = "docs"
+DECISIONS = f"{DOCS}/decisions"
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Page of the root -> its name on the site."""
+SHOWN = "files"
+"""Folder of the site for files that are no pages."""
+_LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
+_LINK = re.compile(r"(`+).+?\1|(?<!\\)\]\((?P<target>[^()\s]+)\)")
+"""A piece of code, which is passed over, or the second half of a link."""
+_FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
+
+
+def is_elsewhere(target: str) -> bool:
+    """Whether a link leads out of the repository."""
+    return re.match(r"[a-z][a-z0-9+.-]*:", target) is not None
+
+
+def lines_with_prose(text: str) -> list[tuple[str, bool]]:
+    """Each line with its end, and whether it is prose: not within a fenced block of code."""
+    found, fence = [], ""
+    for line in text.splitlines(keepends=True):
+        mark = _FENCE.match(line)
+        if mark and not fence:
+            fence = mark[1]
+            found.append((line, False))
+        elif mark and mark[1].startswith(fence) and line.strip() == mark[1]:
+            fence = ""
+            found.append((line, False))
+        else:
+            found.append((line, not fence))
+    return found
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links and pictures of a page, in order."""
+    prose = [line for line, counts in lines_with_prose(text) if counts]
+    return [match["target"] for line in prose for match in _LINK.finditer(line) if match["target"]]
+
+
+def headings(text: str) -> list[str]:
+    """Anchors of a page, as GitHub and the site name them."""
+    titles = [match[1] for line, counts in lines_with_prose(text) if counts and (match := re.match(r"#+ +(.+)", line))]
+    return [_anchor(title) for title in titles]
+
+
+def _anchor(title: str) -> str:
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title.strip().rstrip("#").strip())
+    return re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
+
+
+def place(root: Path, path: str) -> str:
+    """Where a file or folder of the repository is on the site. Raises ValueError when it is not there."""
+    if path in ROOT_PAGES:
+        return ROOT_PAGES[path]
+    if path == DECISIONS:
+        return "decisions/index.md"
+    if path == DOCS or path.startswith(f"{DOCS}/"):
+        return path.removeprefix(DOCS).lstrip("/") or "index.md"
+    if (root / path).is_dir():
+        return f"{SHOWN}/{path}/index.md"
+    return f"{SHOWN}/{path}.md"
+
+
+def resolved(root: Path, page: str, target: str) -> tuple[str, str]:
+    """The file or folder that a link of a page leads to, below the root, and its anchor. Raises ValueError."""
+    path, _, anchor = target.partition("#")
+    found = normpath(str(PurePosixPath(page).parent / path)) if path else page
+    if found.startswith("..") or not (root / found).exists():
+        raise ValueError(f"{page} links to {target}, and there is no {found}")
+    return found, anchor
+
+
+def on_the_site(root: Path, page: str, text: str) -> tuple[str, set[str]]:
+    """A page with its links as they are on the site, and what it links to outside of docs/."""
+    here = PurePosixPath(place(root, page)).parent
+    outside = set()
+
+    def moved(match: re.Match[str]) -> str:
+        target = match["target"]
+        if not target or is_elsewhere(target) or target.startswith("#"):
+            return match[0]
+        found, anchor = resolved(root, page, target)
+        if not found.startswith(f"{DOCS}/") and found not in ROOT_PAGES:
+            outside.add(found)
+        return f"]({relpath(place(root, found), str(here))}{'#' + anchor if anchor else ''})"
+
+    return "".join(_LINK.sub(moved, line) if counts else line for line, counts in lines_with_prose(text)), outside
+
+
+def shown(root: Path, path: str) -> str:
+    """The page that shows a file, or lists a folder."""
+    file = root / path
+    if file.is_dir():
+        names = sorted(child.name for child in file.iterdir() if child.is_file())
+        return f"# {path}\n\n" + "".join(f"- [{name}]({name}.md)\n" for name in names)
+    language = _LANGUAGES.get(file.suffix, "text")
+    return f"# {file.name}\n\n`{path}`\n\n````{language}\n{file.read_text(encoding='utf-8')}````\n"
+
+
+def decisions(root: Path) -> str:
+    """The page that lists the decisions, newest first."""
+    rows = []
+    for file in sorted((root / DECISIONS).glob("[0-9]*.md"), reverse=True):
+        title = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        rows.append(f"- [{title}]({file.name})\n")
+    return (
+        "# Decisions\n\nWhy it is built as it is: what was decided, what else there was, what was measured.\n\n"
+        + "".join(rows)
+    )
+
+
+def gather(root: Path, folder: Path) -> None:
+    """Write the source of the site; what was in the folder before is removed."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    pages = [*ROOT_PAGES, *(str(file.relative_to(root)) for file in (root / DOCS).rglob("*.md"))]
+    outside: set[str] = set()
+    for page in pages:
+        text, more = on_the_site(root, page, (root / page).read_text(encoding="utf-8"))
+        outside |= more
+        _write(folder / place(root, page), text)
+    _write(folder / "decisions/index.md", decisions(root))
+    for path in sorted(outside):
+        inside = (
+            [f"{path}/{file.name}" for file in (root / path).iterdir() if file.is_file()]
+            if (root / path).is_dir()
+            else []
+        )
+        for each in (path, *inside):
+            _write(folder / place(root, each), shown(root, each))
+    for file in (root / DOCS).rglob("*"):
+        if file.is_file() and file.suffix != ".md":
+            target = folder / file.relative_to(root / DOCS)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python scripts/docs_source.py FOLDER")
+    try:
+        gather(Path(), Path(sys.argv[1]))
+    except ValueError as error:
+        sys.exit(f"docs: {error}")

@@ -1,0 +1,201 @@
+# ruff: noqa: INP001 - a script
+"""Makes what krew installs: for each platform an archive with `kubectl trn` and its packages, and the manifest.
+
+Usage, from the repository's root, with a Python that has the packages of the extra `client`:
+python scripts/krew_plugin.py --uri BASE --homepage URL [--out FOLDER] [--all-platforms]
+
+krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive holds a starter
+and, beside it, every package. One of them is compiled, pydantic-core; its files bear system and Python in their names,
+so those for all Pythons lie side by side. Without --all-platforms: this machine and this Python alone, no network.
+Invariant: the same sources and packages give the same bytes, so that a digest of the manifest can be made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import importlib.metadata
+import io
+import platform
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import yaml
+
+OWN = (Path("client/trainium_client"), Path("contract/trainium_contract"))
+NEEDED = ("pydantic", "pyyaml", "rich", "typer", "websocket-client")
+"""What the commands import; the rest of the closure is read from their metadata."""
+COMPILED = "pydantic-core"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PLATFORMS = {
+    "linux-amd64": "manylinux_2_17_x86_64",
+    "linux-arm64": "manylinux_2_17_aarch64",
+    "darwin-amd64": "macosx_10_12_x86_64",
+    "darwin-arm64": "macosx_11_0_arm64",
+}
+"""krew's words for a platform -> pip's."""
+STARTERS = {
+    "kubectl-trn": "trainium_client.commands.main",
+    "kubectl_complete-trn": "trainium_client.commands.complete",
+}
+_STARTER = '''#!/usr/bin/env python3
+"""Starts {name} with the packages beside this file."""
+
+import os
+import sys
+
+if not ({oldest}) <= sys.version_info[:2] <= ({newest}):
+    sys.exit("error: kubectl trn needs Python {first} to {last}, and python3 on PATH is %d.%d" % sys.version_info[:2])
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), "lib"))
+
+from {module} import main
+
+main()
+'''
+_CAVEATS = """\
+Needs python3 {first} to {last} on PATH; krew installs no Python. For completion by kubectl link the second program:
+  ln -s "${{KREW_ROOT:-$HOME/.krew}}/store/trn/v{release}/kubectl_complete-trn" ~/.local/bin/
+"""
+_DESCRIPTION = """\
+A training job on one screen: how it is, why it stopped, what to do; logs of a rank across pods, checkpoints,
+goodput, bad machines, a page to share, a bundle for a bug report.
+"""
+
+
+def closure(names: tuple[str, ...]) -> list[str]:
+    """The installed distributions that these need, themselves included."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in found:
+            continue
+        found.add(name)
+        for need in importlib.metadata.requires(name) or []:
+            wanted, _, marker = need.partition(";")
+            # Markers here are of extras, other systems and older Pythons: none of them is ours.
+            if not marker:
+                waiting.append(re.split(r"[ <>=!~\[(]", wanted.strip(), maxsplit=1)[0])
+    return sorted(found)
+
+
+def library() -> dict[str, bytes]:
+    """What every platform has of `lib/`: path -> content. Raises ValueError when one more package is compiled."""
+    files = {}
+    for root in OWN:
+        for file in root.rglob("*.py"):
+            files[str(file.relative_to(root.parent))] = file.read_bytes()
+    for name in closure(NEEDED):
+        for entry in importlib.metadata.files(name) or ():
+            path = str(entry)
+            if path.endswith((".so", ".pyd")) and name not in {COMPILED, "pyyaml"}:
+                raise ValueError(f"{name} has {path}, which is compiled: it needs a wheel for each platform")
+            text = path.endswith((".py", "/METADATA")) or "/licenses/" in path or ".dist-info/LICENSE" in path
+            if text and not path.startswith(("..", "/")):
+                files[path] = Path(str(entry.locate())).read_bytes()
+    return files
+
+
+def compiled_here() -> dict[str, bytes]:
+    """The compiled files of this machine and Python."""
+    found = (entry for entry in importlib.metadata.files(COMPILED) or () if str(entry).endswith(".so"))
+    return {str(entry): Path(str(entry.locate())).read_bytes() for entry in found}
+
+
+def compiled_for(tag: str) -> dict[str, bytes]:
+    """The compiled files of a platform for every Python, from wheels with the digests of constraints.txt."""
+    pins = re.split(r"\n(?=[A-Za-z0-9])", Path("constraints.txt").read_text(encoding="utf-8"))
+    (pin,) = [each for each in pins if each.startswith(f"{COMPILED}==")]
+    files = {}
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder) / "wanted.txt"
+        wanted.write_text(pin + "\n", encoding="utf-8")
+        for python in PYTHONS:
+            options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--platform", tag]
+            options += ["--python-version", python, "--dest", folder, "--quiet", "--disable-pip-version-check"]
+            subprocess.run([sys.executable, "-m", "pip", "download", *options, "-r", str(wanted)], check=True)
+        for wheel in Path(folder).glob("*.whl"):
+            with zipfile.ZipFile(wheel) as packed:
+                files.update({name: packed.read(name) for name in packed.namelist() if name.endswith(".so")})
+    if len(files) != len(PYTHONS):
+        raise ValueError(f"{COMPILED} for {tag}: {len(files)} compiled files for {len(PYTHONS)} Pythons")
+    return files
+
+
+def starters() -> dict[str, bytes]:
+    """The programs of the archive."""
+    oldest, newest = (each.replace(".", ", ") for each in (PYTHONS[0], PYTHONS[-1]))
+    words = {"oldest": oldest, "newest": newest, "first": PYTHONS[0], "last": PYTHONS[-1]}
+    return {name: _STARTER.format(name=name, module=module, **words).encode() for name, module in STARTERS.items()}
+
+
+def archive(files: dict[str, bytes]) -> bytes:
+    """A tar.gz without times, owners and modes of this machine."""
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        for path, content in sorted(files.items()):
+            info = tarfile.TarInfo(path)
+            info.size = len(content)
+            info.mode = 0o755 if path in STARTERS else 0o644
+            tar.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) -> str:
+    """What krew reads; `archives`: platform -> address, digest."""
+    platforms = []
+    for name, (uri, digest) in archives.items():
+        system, _, processor = name.partition("-")
+        labels = {"os": system, "arch": processor}
+        platforms.append({"selector": {"matchLabels": labels}, "uri": uri, "sha256": digest, "bin": "kubectl-trn"})
+    spec = {
+        "version": f"v{release}",
+        "homepage": homepage,
+        "shortDescription": "Look at TrainingJobs and act on them",
+        "description": _DESCRIPTION,
+        "caveats": _CAVEATS.format(first=PYTHONS[0], last=PYTHONS[-1], release=release),
+        "platforms": platforms,
+    }
+    head = {"apiVersion": "krew.googlecontainertools.github.com/v1alpha2", "kind": "Plugin"}
+    return yaml.safe_dump({**head, "metadata": {"name": "trn"}, "spec": spec}, sort_keys=False, width=110)
+
+
+def this_platform() -> str:
+    """What krew calls this machine."""
+    processor = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    return f"{platform.system().lower()}-{processor}"
+
+
+def make(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
+    """Writes the archives and returns the manifest's path."""
+    release = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    common = {f"lib/{path}": content for path, content in library().items()}
+    common |= starters() | {"LICENSE": Path("LICENSE").read_bytes()}
+    out.mkdir(parents=True, exist_ok=True)
+    archives = {}
+    for name in PLATFORMS if everywhere else (this_platform(),):
+        compiled = compiled_for(PLATFORMS[name]) if everywhere else compiled_here()
+        content = archive(common | {f"lib/{path}": data for path, data in compiled.items()})
+        file = out / f"kubectl-trn-{release}-{name}.tar.gz"
+        file.write_bytes(content)
+        archives[name] = f"{base.rstrip('/')}/{file.name}", hashlib.sha256(content).hexdigest()
+    path = out / "trn.yaml"
+    path.write_text(manifest(release, homepage, archives), encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Makes the archives and the manifest of the krew plugin trn.")
+    parser.add_argument("--uri", required=True, help="where the archives will be, without their names")
+    parser.add_argument("--homepage", required=True, help="where the project is")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for all files")
+    parser.add_argument("--all-platforms", action="store_true", help="not this machine alone; needs pip and a network")
+    given = parser.parse_args()
+    make(given.uri, given.homepage, given.out, everywhere=given.all_platforms)

@@ -1,0 +1,64 @@
+"""The manifests of docs/eks.md: what a real API server and our definition say of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from conftest import Api
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "manifests/eks"
+OF_EKSCTL = "cluster.yaml"
+"""Read by eksctl alone, whose schema is not at hand here; docs/eks.md says when it was held against it."""
+PAGE = (ROOT / "docs/eks.md").read_text(encoding="utf-8")
+FENCES = [text for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if "kind:" in text]
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in FOLDER.glob("*.yaml") if file.name != OF_EKSCTL))
+def test_a_manifest_is_taken_without_unknown_fields(defined: Api, name: str) -> None:
+    said = defined.run(
+        *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict"),
+        *("-f", str(FOLDER / name)),
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+def test_a_misspelt_field_would_be_found(defined: Api) -> None:
+    wrong = (FOLDER / "storage.yaml").read_text(encoding="utf-8").replace("accessModes:", "accessMode:")
+    said = defined.run(
+        *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-"),
+        stdin=wrong,
+    )
+    assert 'unknown field "spec.accessMode"' in said.stderr
+
+
+def test_every_manifest_of_the_folder_is_on_the_page_and_none_stands_there_unchecked() -> None:
+    for file in FOLDER.glob("*.yaml"):
+        assert f"(../manifests/eks/{file.name})" in PAGE
+    assert not FENCES, "manifests belong into manifests/eks, where they are checked"
+
+
+def test_the_claim_of_the_first_job_is_the_one_that_is_made() -> None:
+    made = list(yaml.safe_load_all((FOLDER / "storage.yaml").read_text(encoding="utf-8")))
+    job = yaml.safe_load((FOLDER / "first-job.yaml").read_text(encoding="utf-8"))
+    claims = [each["metadata"]["name"] for each in made if each["kind"] == "PersistentVolumeClaim"]
+    assert claims == [job["spec"]["checkpoint"]["storage"]["persistentVolumeClaim"]["claimName"]]
+
+
+def test_the_nodes_of_the_cluster_are_those_that_the_first_job_asks_for() -> None:
+    cluster = yaml.safe_load((FOLDER / OF_EKSCTL).read_text(encoding="utf-8"))
+    workers = yaml.safe_load((FOLDER / "first-job.yaml").read_text(encoding="utf-8"))["spec"]["workers"]
+    (group,) = [
+        each for each in cluster["managedNodeGroups"] if each["instanceType"] == workers["accelerator"]["instanceType"]
+    ]
+    assert group["efaEnabled"]
+    assert group["desiredCapacity"] == workers["replicas"]
+    assert [taint["key"] for taint in group["taints"]] == ["aws.amazon.com/neuron"]

@@ -1,0 +1,100 @@
+"""The archive for krew, unpacked and linked as krew does it, runs without any package of this environment."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from recorded_jobs import ApiServer, recorded_answers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[3]
+BASE = "https://example.com/releases/v1"
+Run = subprocess.CompletedProcess[str]
+
+
+def make(out: Path) -> tuple[Path, dict[str, Any]]:
+    """The archive for this machine, and the manifest."""
+    command = [sys.executable, "scripts/krew_plugin.py", "--uri", BASE, "--homepage", BASE, "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    (file,) = out.glob("kubectl-trn-*.tar.gz")
+    return file, yaml.safe_load((out / "trn.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return make(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def plugin(made: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Runs the linked program with nothing but Python's own library beside what the archive brings."""
+    home = tmp_path_factory.mktemp("krew")
+    with tarfile.open(made[0]) as packed:
+        packed.extractall(home / "store", filter="data")
+    (home / "bin").mkdir()
+
+    def run(program: str, *arguments: str, **variables: str) -> Run:
+        link = home / "bin" / program
+        if not link.is_symlink():
+            link.symlink_to(home / "store" / program)
+        command = [sys.executable, "-I", "-S", str(link), *arguments]
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+    return run
+
+
+def test_the_linked_program_runs(plugin: Callable[..., Run]) -> None:
+    said = plugin("kubectl-trn", "--help")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "support-bundle" in said.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "why", "sizes", "goodput"])
+def test_commands_answer_from_an_api_server(plugin: Callable[..., Run], tmp_path: Path, command: str) -> None:
+    with ApiServer(recorded_answers(), tmp_path).running() as server:
+        said = plugin("kubectl-trn", command, "llama", "-o", "json", KUBECONFIG=str(server.kubeconfig))
+    assert (said.returncode, said.stderr) == (0, "")
+    assert json.loads(said.stdout)
+
+
+def test_the_second_program_completes(plugin: Callable[..., Run]) -> None:
+    assert plugin("kubectl_complete-trn", "stat", KUBECONFIG="/nowhere").stdout.splitlines()[0] == "status"
+
+
+def test_the_manifest_names_the_archive_with_its_digest(made: tuple[Path, dict[str, Any]]) -> None:
+    file, manifest = made
+    (platform,) = manifest["spec"]["platforms"]
+    assert platform["uri"] == f"{BASE}/{file.name}"
+    assert platform["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    with tarfile.open(file) as packed:
+        assert packed.getmember(platform["bin"]).mode & 0o111
+        assert packed.getmember("LICENSE")
+        assert not [name for name in packed.getnames() if name.startswith(("/", ".."))]
+    assert len(manifest["spec"]["shortDescription"]) < 50
+    assert manifest["metadata"]["name"] == "trn"
+
+
+def test_the_same_sources_give_the_same_bytes(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    assert make(tmp_path)[0].read_bytes() == made[0].read_bytes()
+
+
+def test_an_old_python_can_read_the_starter_and_is_told(made: tuple[Path, dict[str, Any]]) -> None:
+    with tarfile.open(made[0]) as packed:
+        starter = packed.extractfile("kubectl-trn")
+        assert starter is not None
+        text = starter.read().decode()
+    ast.parse(text, feature_version=(3, 4))
+    assert text.index("needs Python 3.11 to 3.14") < text.index("from trainium_client")
