@@ -22,7 +22,7 @@ from trainium_client.kubeconfig import find_access
 from trainium_client.reading import read_members, read_screen, read_story
 from trainium_client.views.checkpoints import metrics_path
 from trainium_client.views.events import EventView, event_views
-from trainium_client.views.job import job_view
+from trainium_client.views.job_from_status import job_view
 from trainium_client.views.raw import mapping, text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 

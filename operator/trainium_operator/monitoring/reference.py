@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from trainium_contract.health import PreflightCheck
 from trainium_contract.job import Phase, Rung
-from trainium_contract.messages import TrainerPhase
-from trainium_contract.results import RunStage
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import TrainerPhase
 from trainium_operator.monitoring.metrics import PREFIX, Metrics
 from trainium_operator.monitoring.named_job_metrics import MEASURES, Families
 from trainium_operator.plan.fleet.memory import MachineState
