@@ -15,10 +15,10 @@ from pydantic import Field
 
 from trainium_contract.base import ContractModel, StatusModel, Text
 from trainium_contract.faults.causes import Cause
-from trainium_contract.sizes import BatchShape
+from trainium_contract.sizes import BatchShape, likely_first
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
-from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.spec.precompile import MAX_COMPILED, CompiledStatus, PrecompileSizes, PrecompileSpec
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.spec.scheduling import GangStatus, SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
@@ -92,25 +92,31 @@ class TrainingJobSpec(ContractModel):
         return self.training_config().batch_shape(self.workers.accelerator.cores(), self.elasticity.sizes)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
-        """Numbers of nodes that graphs are compiled for ahead, the one that the job starts at first, then its nearest.
+        """Numbers of nodes that graphs are compiled for ahead, the one that it starts at first, then the likely ones.
 
         Empty when no size is legal.
         """
-        sizes = self._sizes_by_nearness()
-        return sizes if self.precompile.sizes is PrecompileSizes.ALL else sizes[:1]
+        if self.precompile.sizes is PrecompileSizes.ALL:
+            return self._sizes_to_want()
+        start = self._start(self.batch_shape())
+        return (start,) if start else ()
 
     def sizes_for_spares(self) -> tuple[int, ...]:
-        """Numbers of nodes that idle spares compile graphs for, the nearest to the start first."""
+        """Numbers of nodes that idle spares compile graphs for, those first that a job at its start may soon need."""
         enabled = self.precompile.enabled and self.precompile.sizes is PrecompileSizes.BACKGROUND
-        return self._sizes_by_nearness()[1:] if enabled and self.workers.spares else ()
+        return self._sizes_to_want()[1 : MAX_COMPILED + 1] if enabled and self.workers.spares else ()
 
-    def _sizes_by_nearness(self) -> tuple[int, ...]:
+    def _sizes_to_want(self) -> tuple[int, ...]:
         workers, shape = self.workers, self.batch_shape()
-        start = shape.best(workers.replicas, workers.min_replicas or 1)
+        start = self._start(shape)
         if not start:
             return ()
         sizes = shape.useful_sizes(workers.min_replicas or start, max(start, workers.max_replicas or start))
-        return tuple(sorted({start, *sizes}, key=lambda nodes: (abs(nodes - start), nodes)))
+        return (start, *likely_first({*sizes} - {start}, start))
+
+    def _start(self, shape: BatchShape) -> int:
+        """The size that the job starts at; 0 for none."""
+        return shape.best(self.workers.replicas, self.workers.min_replicas or 1)
 
 
 class Phase(StrEnum):
@@ -244,8 +250,10 @@ class MembershipStatus(StatusModel):
     """Data-parallel degree at this size."""
     passes: int = 0
     """Micro-batches of a step on each data-parallel rank."""
+    batch: int = 0
+    """Samples of a step over all ranks; the global batch, or near it (trainer.batch.tolerance)."""
     speed: float = 0.0
-    """Speed at this size as a share of that at the desired one, by the passes."""
+    """Speed at this size as a share of that at the desired one, by the samples of a pass."""
     reserve: int = 0
     """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
 
@@ -367,6 +375,8 @@ class TrainingJobStatus(StatusModel):
     """Newest steps that a resume could use."""
     restarts: RestartsStatus = RestartsStatus()
     """Interruptions since the job began; never reset."""
+    compiled: CompiledStatus = CompiledStatus()
+    """Sizes whose graphs are there; with `spec.precompile`."""
     goodput: GoodputStatus = GoodputStatus()
     """Where the time went since the workers first began together."""
     gang: GangStatus = GangStatus()

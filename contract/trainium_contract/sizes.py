@@ -2,15 +2,23 @@
 
 A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / (tensor x pipeline).
 The global batch is the same at every size; what changes is how many micro-batches a rank computes in a step (`passes`).
-Where they do not come out even, some rows of some ranks' last micro-batches are empty. A size is legal when the world
-is divisible by tensor x pipeline and, under the rule `Even`, no row is empty.
+Where they do not come out even, some rows of some ranks' last micro-batches are empty, or, within a tolerance that is
+given by choice, a step takes a few samples more or fewer. A size is legal when the world is divisible by tensor x
+pipeline and, under the rule `Even`, the global batch itself leaves no row empty.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_MILLION = 1_000_000
 
 
 class SizeRule(StrEnum):
@@ -27,9 +35,32 @@ def passes(global_size: int, micro_size: int, data_parallel: int) -> int:
     return -(-global_size // (micro_size * data_parallel))
 
 
+def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
+    """Samples of one step: the number nearest to the global batch that leaves no row empty, if within the tolerance.
+
+    Else the global batch. The tolerance is a share; of two numbers that are as near it is the smaller.
+    """
+    rows = micro_size * data_parallel
+    nearest = max(1, -((rows - 2 * global_size) // (2 * rows))) * rows
+    # In whole millionths: a share such as 0.29 is no exact number.
+    within = abs(nearest - global_size) * _MILLION <= round(tolerance * _MILLION) * global_size
+    return nearest if within else global_size
+
+
+def likely_first(sizes: Collection[int], present: int) -> tuple[int, ...]:
+    """Sizes in the order in which a job on `present` nodes may come to need them.
+
+    First those for the loss of one node, two, four, eight and so on, a rack among them; then the nearest.
+    """
+    losses = (1 << doubled for doubled in range(present.bit_length()))
+    after = (max((size for size in sizes if size <= present - lost), default=None) for lost in losses)
+    nearest = sorted(sizes, key=lambda nodes: (abs(nodes - present), nodes))
+    return tuple(dict.fromkeys([*(size for size in after if size is not None), *nearest]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What decides which sizes are legal and what they are worth; all counts are >= 1."""
+    """What decides which sizes are legal and what they are worth; all counts are >= 1, the tolerance is 0 to 0.5."""
 
     cores_per_node: int
     tensor: int
@@ -37,6 +68,8 @@ class BatchShape:
     global_batch_size: int
     micro_batch_size: int
     rule: SizeRule = SizeRule.ANY
+    tolerance: float = 0.0
+    """Share of the global batch by which that of a step may differ."""
 
     def data_parallel(self, nodes: int) -> int:
         """Data-parallel degree at `nodes` nodes; 0 when the world is not divisible by tensor x pipeline."""
@@ -47,7 +80,13 @@ class BatchShape:
         """Micro-batches per optimizer step and data-parallel rank; 0 when the size is not legal."""
         if not self.is_legal(nodes):
             return 0
-        return passes(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes))
+        return passes(self.batch(nodes), self.micro_batch_size, self.data_parallel(nodes))
+
+    def batch(self, nodes: int) -> int:
+        """Samples of a step over all ranks; 0 when the size is not legal."""
+        if not self.is_legal(nodes):
+            return 0
+        return step_batch(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
 
     def is_legal(self, nodes: int) -> bool:
         """Whether a job of this shape can train on `nodes` nodes."""
@@ -65,10 +104,13 @@ class BatchShape:
         return next((size for size in range(nodes, max(1, smallest) - 1, -1) if self.is_legal(size)), 0)
 
     def best(self, nodes: int, smallest: int = 1) -> int:
-        """The legal size <= nodes and >= smallest with the fewest passes, and of several the smallest.
+        """The legal size <= nodes and >= smallest with the most samples a pass, and of several the smallest.
 
-        What is beyond it would save no pass. 0 when there is none.
+        With one batch at every size that is the one with the fewest passes. What is beyond it would save no time. 0
+        when there is none.
         """
+        if self.tolerance:
+            return _fastest(self, nodes, smallest)
         largest = self.floor(nodes, smallest)
         # Fewer nodes of an even size always need a pass more.
         return self._least(self.passes(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
@@ -77,6 +119,8 @@ class BatchShape:
         """The legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
         if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
             return self.legal_sizes(smallest, largest)
+        if self.tolerance:
+            return _ever_faster(self, smallest, largest)
         found: list[int] = []
         size = self._whole(smallest)
         while size <= largest:
@@ -87,13 +131,16 @@ class BatchShape:
         return tuple(found)
 
     def speed(self, nodes: int, full: int) -> float:
-        """Speed at `nodes` nodes as a share of that at `full` nodes; both are legal. A step lasts by its passes."""
-        return self.passes(full) / self.passes(nodes)
+        """Samples in a time at `nodes` nodes as a share of those at `full` nodes; both are legal.
+
+        A step lasts by its passes.
+        """
+        return self.batch(nodes) * self.passes(full) / (self.batch(full) * self.passes(nodes))
 
     def filled(self, nodes: int) -> float:
         """Share of the rows of a step that hold a sample, at a legal size."""
         rows = self.passes(nodes) * self.data_parallel(nodes) * self.micro_batch_size
-        return self.global_batch_size / rows
+        return self.batch(nodes) / rows
 
     def _least(self, most_passes: int, smallest: int) -> int:
         """The smallest size >= smallest that needs no more passes than these."""
@@ -105,6 +152,30 @@ class BatchShape:
         group = self.tensor * self.pipeline
         step = group // math.gcd(group, self.cores_per_node)
         return -(-max(1, smallest) // step) * step
+
+
+@functools.lru_cache(maxsize=1024)  # a plan asks for the same few at each round
+def _fastest(shape: BatchShape, nodes: int, smallest: int) -> int:
+    """`BatchShape.best` of a shape with a tolerance, under which more nodes are not always as fast as fewer."""
+    found = 0
+    for size in reversed(shape.legal_sizes(smallest, nodes)):
+        # No rank computes more in a pass than a micro-batch, so what is smaller than this cannot be faster.
+        rows = shape.data_parallel(size) * shape.micro_batch_size
+        if found and rows * shape.passes(found) < shape.batch(found):
+            break
+        if not found or shape.speed(size, found) >= 1:
+            found = size
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _ever_faster(shape: BatchShape, smallest: int, largest: int) -> tuple[int, ...]:
+    """`BatchShape.useful_sizes` of a shape with a tolerance."""
+    found: list[int] = []
+    for size in shape.legal_sizes(smallest, largest):
+        if not found or shape.speed(size, found[-1]) > 1:
+            found.append(size)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

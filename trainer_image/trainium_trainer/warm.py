@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_contract.trainer.data import DataConfig
 
 _ALWAYS = (
     "trainium_trainer.cli",
@@ -62,7 +61,7 @@ def warm(config_path: str | None = None) -> None:
     if config is not None:
         if config.model.weights is not None:
             _import(_BEGINNING)
-        _prepare_data(config.data, config.batch.global_size, config.epochs)
+        _prepare_data(config)
 
 
 def _configuration(path: str | None) -> TrainingConfig | None:
@@ -74,21 +73,22 @@ def _configuration(path: str | None) -> TrainingConfig | None:
         return None
 
 
-def _prepare_data(config: DataConfig, global_size: int, epochs: float) -> None:
+def _prepare_data(config: TrainingConfig) -> None:
     """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
     from trainium_trainer.data.prepared.cache import sources_of  # noqa: PLC0415 - as above
     from trainium_trainer.data.sources.files import S3  # noqa: PLC0415
     from trainium_trainer.data.sources.resolve import is_data_set  # noqa: PLC0415
 
-    held = config.validation.source if config.validation is not None else None
-    names = [name for name, _, _ in sources_of(config)] + ([held] if held else [])
+    data = config.data
+    held = data.validation.source if data.validation is not None else None
+    names = [name for name, _, _ in sources_of(data)] + ([held] if held else [])
     if any(name.startswith(S3) or is_data_set(name) for name in names):
         return
 
     def prepare() -> None:
         with contextlib.suppress(TrainerError):  # the rank will say so
-            open_data(config, global_size, epochs=epochs)
+            open_data(data, config.batch.global_size, epochs=config.epochs, steps_differ=config.batch.tolerance > 0)
 
     _import(_in_a_child(prepare))
 

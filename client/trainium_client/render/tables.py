@@ -79,13 +79,13 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
         return Text("no number of nodes between workers.minReplicas and maxReplicas is whole model-parallel groups")
     columns = (
         Column("NODES", 9, right=True), Column("TRAIN", 8, right=True), Column("PASSES", 6, right=True),
-        Column("SPEED", 7, right=True), Column("ROWS FILLED", 3, right=True), Column("STEP TIME", 4, right=True),
-        Column("", 5),
+        Column("SAMPLES", 2, right=True), Column("SPEED", 7, right=True), Column("ROWS FILLED", 3, right=True),
+        Column("STEP TIME", 4, right=True), Column("GRAPHS", 1), Column("", 5),
     )  # fmt: skip
     cells = [
         (str(each.fewest) if each.fewest == each.most else f"{each.fewest}-{each.most}", str(each.trains),
-         str(each.passes), share(each.speed), share(each.filled), duration(each.step_seconds),
-         "now" if each.current else "")
+         str(each.passes), f"{each.batch:,}", share(each.speed), share(each.filled), duration(each.step_seconds),
+         {True: "ready", False: "none", None: "-"}[each.compiled], "now" if each.current else "")
         for each in rows
     ]  # fmt: skip
     return table(columns, cells, width)

@@ -27,13 +27,17 @@ class SizeRow:
     """How many of them train; the others wait in reserve."""
     passes: int
     """Micro-batches of a step on each data-parallel rank."""
+    batch: int
+    """Samples of a step over all ranks."""
     speed: float
-    """Share of the speed at the size asked for, by the passes."""
+    """Share of the speed at the size asked for, by the samples of a pass."""
     filled: float
     """Share of a step's rows that hold a sample."""
     step_seconds: float | None
     """As it was measured at this size; None where the job has not been."""
     current: bool
+    compiled: bool | None
+    """Whether its graphs are there; None where nobody knows, without `precompile`."""
 
 
 def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
@@ -58,16 +62,21 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     measured = {
         whole(each, "size"): number(each, "stepSeconds") for each in objects(mapping(status, "goodput"), "sizes")
     }
+    told = mapping(status, "compiled").get("sizes")
+    known = [each for each in told if isinstance(each, int)] if isinstance(told, list) else []
+    compiled = {*known, *spec.sizes_to_compile()}
     rows = [
         SizeRow(
             fewest=size,
             most=max(size, following - 1),
             trains=size,
             passes=shape.passes(size),
+            batch=shape.batch(size),
             speed=shape.speed(size, full) if full else 0.0,
             filled=shape.filled(size),
             step_seconds=measured.get(size),
             current=size == now,
+            compiled=size in compiled if spec.precompile.enabled else None,
         )
         for size, following in pairwise((*useful, most + 1))
     ]

@@ -196,6 +196,18 @@ SPEC_RULES: tuple[Rule, ...] = (
             "self.trainer.batch.globalSize",
         ),
     ),
+    Rule(
+        "self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
+        "trainer.batch.tolerance must be 0 with elasticity.sizes Even, which allows no size at which the global batch "
+        "does not come out even: leave tolerance out, or set elasticity.sizes to Any",
+        ".trainer.batch.tolerance",
+    ),
+    Rule(
+        "self.trainer.batch.tolerance == 0.0 || self.trainer.data.tokenization != 'Online'",
+        "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
+        "is a stream of its own: set tokenization to Ahead, or leave tolerance out",
+        ".trainer.batch.tolerance",
+    ),
     # Only where the rules of sizes above leave the size alone; there the operator must find some size to floor it to.
     Rule(
         f"{_OUT_OF_BOUNDS} || !{_JUDGED_BEFORE} || {_SAME_RANGE} || {_with_cores(_SOME_SIZE_IS_LEGAL)}",

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from trainium_contract.base import ContractModel
+from pydantic import Field
+
+from trainium_contract.base import ContractModel, MessageModel
+
+MAX_COMPILED = 64
+"""Sizes that are compiled in the background, and remembered, at most."""
 
 
 class PrecompileSizes(StrEnum):
@@ -13,8 +19,8 @@ class PrecompileSizes(StrEnum):
     START = "Start"
     """The one that the job starts at."""
     BACKGROUND = "Background"
-    """The same, and every other useful one on spares while they are idle, at the lowest priority; without spares
-    (workers.spares) as Start."""
+    """The same, and every other useful one on spares while they are idle, at the lowest priority, those first that
+    the loss of 1, 2, 4, 8 and so on nodes would need; without spares (workers.spares) as Start."""
     ALL = "All"
     """Every useful one between workers.minReplicas and workers.maxReplicas, the one that it starts at first."""
 
@@ -27,4 +33,22 @@ class PrecompileSpec(ContractModel):
     `trainer.neuron.sharedCacheDirectory`; omitted: the folder `compiled` on the checkpoints' volume, for all jobs that
     use it."""
     sizes: PrecompileSizes = PrecompileSizes.START
-    """For which numbers of nodes; other sizes compile in their first step."""
+    """For which numbers of nodes; other sizes compile in their first step, and are avoided until that pays."""
+
+
+class CompiledSize(MessageModel):
+    """The graphs of one size are there."""
+
+    nodes: Annotated[int, Field(ge=1, le=10_000)]
+    """Nodes of the size."""
+    seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+    """How long it took to make or fetch them."""
+
+
+class CompiledStatus(MessageModel):
+    """What is known of compiled graphs, since the job last began with all its pods new."""
+
+    sizes: Annotated[tuple[int, ...], Field(max_length=MAX_COMPILED)] = ()
+    """Numbers of nodes whose graphs are there, the newest last; further ones are not taken down."""
+    seconds: float | None = None
+    """The longest that one of them took to compile; absent until one was compiled in the background."""

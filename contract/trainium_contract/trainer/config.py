@@ -15,7 +15,7 @@ from trainium_contract.base import ContractModel
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.artifacts import ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
-from trainium_contract.trainer.data import DataConfig
+from trainium_contract.trainer.data import DataConfig, Tokenization
 from trainium_contract.trainer.evaluate import EvaluateConfig
 from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.model import ModelConfig
@@ -38,12 +38,16 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class BatchConfig(ContractModel):
-    """Batch sizes in samples; the global batch is the same at every job size."""
+    """Batch sizes in samples; the global batch is the same at every job size, but for what `tolerance` allows."""
 
     global_size: PositiveInt = 8
     """Samples of one optimizer step over all data-parallel ranks."""
     micro_size: PositiveInt = 1
     """Samples of one forward and backward pass of one data-parallel rank."""
+    tolerance: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of globalSize by which the batch of a step may differ, so that every rank's passes are full: a step then
+    takes the nearest number of samples that comes out even at the present size. `steps`, epochs and the schedule
+    still count globalSize samples each, and a run ends with the same sample. 0: always globalSize."""
 
 
 class TrainerSpec(ContractModel):
@@ -125,6 +129,11 @@ class TrainingConfig(TrainerSpec):
             )
         if self.evaluate.enabled and self.data.validation is None:
             raise ValueError("evaluate.enabled is true but no examples are held back: give data.validation")
+        if self.batch.tolerance and self.data.tokenization is Tokenization.ONLINE:
+            raise ValueError(
+                f"batch.tolerance is {self.batch.tolerance:g} but data.tokenization is Online, where each row of the "
+                "global batch is a stream of its own: set data.tokenization to Ahead, or leave batch.tolerance out"
+            )
         if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
             raise ValueError("data.format is Function but data.examples.function is not given: name module:function")
         return self
@@ -138,4 +147,5 @@ class TrainingConfig(TrainerSpec):
             global_batch_size=self.batch.global_size,
             micro_batch_size=self.batch.micro_size,
             rule=rule,
+            tolerance=self.batch.tolerance,
         )

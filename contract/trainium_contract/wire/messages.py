@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from trainium_contract.base import MessageModel, Name, Text
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.precompile import MAX_COMPILED, CompiledSize
 from trainium_contract.status.results import (
     MAX_ARTIFACTS,
     MAX_FIGURES,
@@ -354,6 +355,8 @@ class HeartbeatRequest(MessageModel):
     """Step times; absent until enough steps were made."""
     checks: tuple[CheckResult, ...] = Field(max_length=16, default=())
     """Outcome of the preflight, of the pairwise test too once it ran."""
+    compiled: tuple[CompiledSize, ...] = Field(max_length=MAX_COMPILED, default=())
+    """Sizes for which this pod has compiled, or fetched, the graphs while it was an idle spare."""
 
 
 class HeartbeatResponse(MessageModel):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -74,6 +75,13 @@ def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
     every = [sample for samples in seen.values() for sample in samples]
     whole = sorted(seen) == list(range(1, steps + 1)) and all(len(samples) == batch for samples in seen.values())
     return whole and len(set(every)) == len(every)
+
+
+def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
+    """Whether every step saw as many samples as `batches` says, and none was seen twice; within the first epoch."""
+    seen = _samples(folder)
+    every = [sample for samples in seen.values() for sample in samples]
+    return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)
 
 
 def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int) -> bool:

@@ -31,6 +31,7 @@ from trainium_operator.plan.pods.disruption_budget import limit_disruptions
 from trainium_operator.plan.pods.gang_policy import withhold_pods
 from trainium_operator.plan.pods.replicas import converge_pods
 from trainium_operator.plan.quota.ask import end_quota, keep_quota
+from trainium_operator.plan.report.compiled_sizes import note_compiled
 from trainium_operator.plan.report.events import announce
 from trainium_operator.plan.report.node_conditions import note_nodes
 from trainium_operator.plan.report.status import summarise
@@ -119,7 +120,7 @@ def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
     legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
     status = status.replaced(observed_generation=facts.job.generation)
     status = with_condition(status, ConditionType.SIZE_LEGAL, legal, size.reason, size.message, now=facts.now)
-    status = adopt_recorded(facts, status)
+    status = note_compiled(facts, adopt_recorded(facts, status))
     desired = _within_quota(facts) or status.desired
     status = note_nodes(facts, note_request(facts, status, desired))
     avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)

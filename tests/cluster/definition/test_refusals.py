@@ -54,6 +54,14 @@ BAD_AT_CREATION = {
     "parallelism: {tensor: 0}": "spec.parallelism.tensor in body should be greater than or equal to 1",
     "parallelism: {pipeline: 257}": "spec.parallelism.pipeline in body should be less than or equal to 256",
     "trainer: {batch: {globalSize: 0}}": "spec.trainer.batch.globalSize in body should be greater than or equal to 1",
+    "trainer: {batch: {tolerance: -0.1}}": "spec.trainer.batch.tolerance in body should be greater than or equal to 0",
+    "trainer: {batch: {tolerance: 0.6}}": "spec.trainer.batch.tolerance in body should be less than or equal to 0.5",
+    "{trainer: {batch: {tolerance: 0.1}}, elasticity: {sizes: Even}}": (
+        "trainer.batch.tolerance must be 0 with elasticity.sizes Even, which allows no size at which the global batch "
+    ),
+    "trainer: {batch: {tolerance: 0.1}, data: {tokenization: Online}}": (
+        "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
+    ),
     "trainer: {batch: {microSize: -1}}": "spec.trainer.batch.microSize in body should be greater than or equal to 1",
     "workers: {accelerator: {coresPerNode: 0}}": "coresPerNode in body should be greater than or equal to 1",
     "trainer: {optimizer: {learningRate: 0}}": "learningRate in body should be greater than 0",
@@ -195,6 +203,7 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "workers: {replicas: 5}",
         "workers: {replicas: 40}",
         "trainer: {batch: {globalSize: 12, microSize: 5}}",
+        "{workers: {replicas: 5}, trainer: {batch: {globalSize: 12, tolerance: 0.2}}}",
     ],
 )
 def test_a_good_job_is_taken(defined: Api, change: str) -> None:

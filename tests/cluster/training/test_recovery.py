@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.story.metrics import every_sample_once
+from trainium_devcluster.story.metrics import every_sample_once, every_sample_once_in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,11 +170,48 @@ def test_a_job_without_a_spare_uses_every_node_that_is_left_though_the_batch_doe
     assert within(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)
 
 
+def test_with_a_tolerance_a_lost_node_changes_the_batch_a_little_and_no_sample_is_left_out(
+    new_job: Callable[..., Job],
+) -> None:
+    """4 -> 3 -> 4 nodes at 8, 9 and 8 samples a step."""
+    batch = "trainer: {steps: 100000, batch: {globalSize: 8, tolerance: 0.13}}"
+    job = new_job(change=f"workers: {{replicas: 4, minReplicas: 2}}\nrecovery: {{rescaleAfterSeconds: 5}}\n{batch}")
+    nodes = job.site.worker_nodes()
+    if len(nodes) < 4:
+        pytest.skip("needs a cluster of 4 nodes")
+    seen = [_at_size(job, 4)]
+    idle = set(nodes) - {member["nodeName"] for member in job.members()}
+    for node in idle:
+        job.site.kubectl("cordon", node)
+    lost = job.members()[-1]["nodeName"]
+    try:
+        job.site.power_off(lost)
+        seen.append(_at_size(job, 3))
+        assert job.status()["membership"]["batch"] == 9
+    finally:
+        job.site.power_on(lost)
+        for node in idle:
+            job.site.kubectl("uncordon", node)
+    seen.append(_at_size(job, 4))
+    job.suspend()
+    job.until_phase("Suspended")
+
+    assert seen == [(2, 1.0), (3, 0.75), (2, 1.0)], "passes of a step and share of the full speed"
+    losses = job.losses()
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+    records = job.log.steps
+    batches = {step: records[step]["batch"] for step in losses}
+    assert set(batches.values()) == {8, 9}
+    assert records[max(losses)]["samples"] == sum(batches.values())
+    assert every_sample_once_in_batches(job.folder, batches)
+    assert all(entry["stepsLost"] <= 1 for entry in job.history())
+
+
 def _at_size(job: Job, size: int) -> tuple[int, float]:
     """What the size is worth by the status, once a few steps were made at it."""
     status = job.until(
         f"training on {size} nodes",
-        lambda status: status["membership"]["size"] == size and status["phase"] == "Running",
+        lambda status: status.get("membership", {}).get("size") == size and status.get("phase") == "Running",
         120,
     )
     job.until_step(status["progress"]["step"] + 5)

@@ -90,7 +90,7 @@ def test_a_pod_that_ends_while_its_compiler_is_stopped_ends_in_order() -> None:
             """As it is."""
 
     cancelled: list[bool] = []
-    compiler = Stopped(SimpleNamespace(background_sizes=(1,)), SimpleNamespace())
+    compiler = Stopped(SimpleNamespace(background_sizes=(1,)), SimpleNamespace(), lambda _: None)
     compiler.run.cancel = lambda: cancelled.append(True)
     compiler.cancel()
     assert cancelled == [True]

@@ -190,7 +190,7 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
 
 
 def test_nodes_that_save_no_pass_are_one_row() -> None:
-    job = {
+    job: dict[str, Any] = {
         "spec": {
             "workers": {"replicas": 128, "minReplicas": 64, "accelerator": {"instanceType": "trn1.32xlarge"}},
             "trainer": {"batch": {"globalSize": 1024}},
@@ -205,6 +205,17 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
     ]
     assert rows[1].speed == pytest.approx(2 / 3)
     assert rows[1].filled == pytest.approx(1024 / (3 * 344))
+    assert {row.compiled for row in rows} == {None}
+    job["spec"]["trainer"]["batch"]["tolerance"] = 0.01
+    job["spec"]["precompile"] = {"enabled": True, "sizes": "Background"}
+    job["status"] = {"compiled": {"sizes": [86, "many", [3]]}}
+    assert [(row.fewest, row.trains, row.batch, row.compiled) for row in size_rows(job)] == [
+        (128, 128, 1024, True),
+        (127, 127, 1016, False),
+        (86, 86, 1032, True),
+        (85, 85, 1020, False),
+        (64, 64, 1024, False),
+    ]
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])

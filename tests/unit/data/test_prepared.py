@@ -16,6 +16,7 @@ import pytest
 from data_files import END, TEXTS, config, decoded, json_lines, opened, prepared_in, write_text
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.data.prepared.build import Progress, Recipe, build
 from trainium_trainer.data.prepared.cache import vocabulary_of_data
@@ -98,10 +99,10 @@ def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it
 
     write_text(tmp_path / "d.txt")
     threads = thread_names()  # some libraries end theirs around a fork
-    _prepare_data(config(tmp_path, tmp_path / "d.txt"), 8, 0.0)
+    _prepare_data(TrainingConfig(data=config(tmp_path, tmp_path / "d.txt")))
     assert len(thread_names()) <= len(threads), "a process with threads must not be forked"
     assert prepared_in(tmp_path / "cache").tokens
-    _prepare_data(config(tmp_path, tmp_path / "none.txt"), 8, 0.0)
+    _prepare_data(TrainingConfig(data=config(tmp_path, tmp_path / "none.txt")))
 
 
 def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -> None:

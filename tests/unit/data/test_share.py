@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import trials
 
-from trainium_contract.sizes import BatchShape, SizeRule, passes
+from trainium_contract.sizes import BatchShape, SizeRule, likely_first, passes, step_batch
 from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import Part, Rules, Samples
@@ -75,7 +76,6 @@ def test_all_ranks_make_as_many_passes_and_no_fewer_would_hold_the_batch(
     (count,) = {share.passes for share in ranks}
     assert count * micro_size * dp_size >= global_size > (count - 1) * micro_size * dp_size
     assert all(share.size <= count * micro_size for share in ranks)
-    assert all(0 <= share.empty_passes <= count for share in ranks)
 
 
 @given(st.integers(1, 8), st.integers(1, 8), DEGREES)
@@ -85,7 +85,7 @@ def test_where_the_batch_comes_out_even_each_rank_has_its_equal_slice_as_ever(
     global_size = rounds * micro_size * dp_size
     for rank, share in enumerate(shares(global_size, micro_size, dp_size)):
         assert (share.size, share.offset) == (global_size // dp_size, rank * (global_size // dp_size))
-        assert (share.passes, share.empty_passes) == (rounds, 0)
+        assert share.passes == rounds
 
 
 @given(
@@ -162,15 +162,16 @@ SHAPES = st.builds(
     global_batch_size=st.integers(1, 300),
     micro_batch_size=st.integers(1, 4),
     rule=st.sampled_from(SizeRule),
+    tolerance=st.sampled_from([0.0, 0.0, 0.01, 0.05, 0.29, 0.5]),
 )
 
 
 @given(SHAPES, st.integers(1, 60), st.integers(1, 60))
-def test_the_best_size_has_the_fewest_passes_and_of_those_the_fewest_nodes(
+def test_the_best_size_has_the_most_samples_a_pass_and_of_those_the_fewest_nodes(
     shape: BatchShape, nodes: int, smallest: int
 ) -> None:
     legal = shape.legal_sizes(smallest, nodes)
-    best = min(legal, key=lambda size: (shape.passes(size), size), default=0)
+    best = min(legal, key=lambda size: (-Fraction(shape.batch(size), shape.passes(size)), size), default=0)
     assert shape.best(nodes, smallest) == best
     assert shape.floor(nodes, smallest) == max(legal, default=0)
 
@@ -183,9 +184,33 @@ def test_the_useful_sizes_are_those_that_are_best_for_some_number_of_nodes(
     assert shape.useful_sizes(smallest, largest) == tuple(sorted(best))
 
 
+@given(BATCHES, st.integers(1, 8), DEGREES, st.floats(0, 0.5))
+def test_a_steps_batch_is_the_nearest_that_comes_out_even_within_the_tolerance_else_the_global_one(
+    global_size: int, micro_size: int, dp_size: int, tolerance: float
+) -> None:
+    rows = micro_size * dp_size
+    batch = step_batch(global_size, micro_size, dp_size, tolerance)
+    even = range(rows, 2 * global_size + rows + 1, rows)
+    nearest = min(even, key=lambda count: abs(count - global_size))
+    off = Fraction(abs(nearest - global_size), global_size)
+    assert batch in (nearest, global_size)
+    if batch != global_size:
+        assert off <= Fraction(round(tolerance * 10**6), 10**6)
+    elif nearest != global_size:
+        assert off > Fraction(round(tolerance * 10**6), 10**6)
+    assert step_batch(global_size, micro_size, dp_size) == global_size
+
+
+@given(SHAPES)
+def test_a_size_at_which_the_global_batch_comes_out_even_has_it_whatever_the_tolerance(given: BatchShape) -> None:
+    for nodes in replace(given, rule=SizeRule.EVEN).legal_sizes(1, 60):
+        assert given.batch(nodes) == given.global_batch_size
+        assert given.filled(nodes) == 1.0
+
+
 @given(SHAPES)
 def test_an_even_size_is_its_own_best(given: BatchShape) -> None:
-    free = replace(given, rule=SizeRule.ANY)
+    free = replace(given, rule=SizeRule.ANY, tolerance=0.0)
     for nodes in replace(given, rule=SizeRule.EVEN).legal_sizes(1, 60):
         assert free.best(nodes) == nodes
         assert free.filled(nodes) == 1.0
@@ -199,6 +224,34 @@ def test_hlat_without_a_spare_keeps_two_thirds_of_its_speed(nodes: int, count: i
     assert hlat.passes(nodes) == count
     assert hlat.speed(nodes, 128) == pytest.approx(speed)
     assert hlat.useful_sizes(64, 128) == (64, 86, 128)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "batch", "count", "speed"), [(128, 1024, 2, 1.0), (127, 1016, 2, 0.992), (126, 1024, 3, 2 / 3)]
+)
+def test_hlat_with_a_hundredth_of_tolerance_keeps_nearly_all_of_it(
+    nodes: int, batch: int, count: int, speed: float
+) -> None:
+    hlat = replace(shape(1024, cores=32, tensor=8), tolerance=0.01)
+    assert (hlat.batch(nodes), hlat.passes(nodes)) == (batch, count)
+    assert hlat.speed(nodes, 128) == pytest.approx(speed, rel=1e-3)
+    assert hlat.best(nodes) == (nodes if count == 2 else 86)
+    assert hlat.useful_sizes(64, 128) == (64, 85, 86, 127, 128)
+
+
+def test_the_sizes_that_losses_of_one_two_four_nodes_would_need_are_compiled_first() -> None:
+    assert likely_first(range(90, 130), 128)[:8] == (127, 126, 124, 120, 112, 96, 128, 129)
+    assert likely_first((64, 86, 128), 128) == (86, 64, 128), "the loss of up to 42 nodes wants 86"
+    assert likely_first((64, 128, 160), 86) == (64, 128, 160)
+    assert likely_first((), 4) == ()
+
+
+@given(st.sets(st.integers(1, 60), max_size=20), st.integers(1, 60))
+def test_every_size_is_compiled_once_and_first_the_one_for_the_loss_of_a_node(sizes: set[int], present: int) -> None:
+    order = likely_first(sizes, present)
+    assert sorted(order) == sorted(sizes)
+    if smaller := [size for size in sizes if size < present]:
+        assert order[0] == max(smaller)
 
 
 def test_a_llama_3_8b_job_keeps_eight_ninths_on_fifteen_of_sixteen_nodes() -> None:

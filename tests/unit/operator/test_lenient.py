@@ -37,6 +37,8 @@ GOOD = {
         ({"restarts": {"total": 1, "byCause": {"Crash": "often"}}}, ""),
         ({"history": [*GOOD["history"], {"cause": "Weather"}]}, ""),
         ({"history": [{"cause": "Weather"}, *GOOD["history"], 7]}, ""),
+        ({"history": [{**GOOD["history"][0], "recoveredSeconds": float("inf")}, *GOOD["history"]]}, ""),
+        ({"goodput": {"wallSeconds": float("nan")}}, "goodput"),
         ({"conditions": [{"type": "Sunny", "status": "True"}, COMPLETE, "x"]}, ""),
         ({"conditions": [{**COMPLETE, "reason": ""}, COMPLETE]}, ""),
         ({"failures": {"not": "a list"}}, "failures"),

@@ -8,7 +8,7 @@ all members are there; steps are held in memory and committed now and then.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plan_builders import NOW
 
@@ -25,6 +25,9 @@ from trainium_contract.wire.messages import (
     WorkerPhase,
 )
 from trainium_operator.plan.model.observed import AgentView, NodeReadiness, NodeView, PodPhase, PodView
+
+if TYPE_CHECKING:
+    from trainium_contract.spec.precompile import CompiledSize
 
 START_SECONDS = 1.0
 STOP_SECONDS = 2.0
@@ -96,6 +99,8 @@ class FakeWorld:
         self.stages: tuple[tuple[str, float], ...] = ()
         """What follows the last step, each with its length in seconds; a fault begins the present one anew."""
         self.stages_over = 0
+        self.compiled: tuple[CompiledSize, ...] = ()
+        """What every agent tells of graphs."""
         self.trained_at = 0.0
         """When the last step ended."""
 
@@ -310,6 +315,7 @@ class FakeWorld:
                 waiting_for=agent.waiting_for,
                 ready=agent.ready,
                 timing=self._timing(each) if agent.phase is WorkerPhase.TRAINING else None,
+                compiled=self.compiled,
             )
             stepped = bool(
                 old and old.heartbeat and old.heartbeat.progress and agent.step > old.heartbeat.progress.step

@@ -67,6 +67,19 @@ def test_without_a_spare_an_elastic_job_trains_on_fewer_nodes_and_grows_back() -
     assert outcome.strict == pytest.approx(1 - 60 / DAY, abs=0.001)
 
 
+def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
+    near = spec(
+        spares=0,
+        workers={"minReplicas": 1},
+        recovery={"rescaleAfterSeconds": 60},
+        trainer={"batch": {"globalSize": 16, "tolerance": 0.1}},
+    )
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=near)
+    # 15 samples in 5 passes of 3 where 4 nodes make 16 in 4: three quarters; with 16 in 6 it would be two thirds.
+    assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
+    assert outcome.work == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
+
+
 def test_a_broken_device_moves_the_rank_and_its_machine_is_kept_away_from() -> None:
     played = world()
     outcome = played.live([fault(HOUR, FaultClass.DEVICE_ERROR, lasts=20 * HOUR)])
@@ -170,3 +183,20 @@ def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
     shrinks = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
     assert shrinks[0] == pytest.approx(900 + 70, rel=0.05)
     assert shrinks[1] < 100
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [("Start", 1200 + 70), ("Background", 70)])
+def test_a_job_that_compiles_ahead_pays_for_the_sizes_that_its_spares_have_not_compiled(
+    sizes: str, seconds: float
+) -> None:
+    """Two nodes of five go, of which one was a spare; none of the smaller sizes is there but in the background."""
+    job = spec(
+        spares=1,
+        workers={"minReplicas": 1},
+        recovery={"rescaleAfterSeconds": 60},
+        precompile={"enabled": True, "sizes": sizes},
+    )
+    losses = [fault(HOUR, FaultClass.NODE_LOST, slot=0), fault(HOUR + 60, FaultClass.NODE_LOST, slot=1)]
+    outcome = live(*losses, job=job, compile_seconds=1200.0)
+    (shrink,) = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    assert shrink == pytest.approx(seconds, rel=0.1)

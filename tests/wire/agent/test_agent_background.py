@@ -50,7 +50,10 @@ async def test_a_spare_compiles_for_the_other_sizes_while_the_others_train(world
     await world.jobs.publish(["a"])
     await world.training("a")
     log = world.agents["spare"].log_path
-    await world.until(lambda: "the graphs for 2, 3 nodes are ready" in log.read_text(), "both sizes compiled", 120)
+    await world.until(lambda: "the graphs for 3 nodes are ready" in log.read_text(), "both sizes compiled", 120)
+    await world.until(lambda: len(world.jobs.last("spare").compiled) == 2, "both told")
+    assert [each.nodes for each in world.jobs.last("spare").compiled] == [2, 3]
+    assert all(each.seconds > 0 for each in world.jobs.last("spare").compiled)
     assert "[precompile] 2 nodes: data parallel 2, 1 place(s) in the model: compiled" in log.read_text()
     assert len(list((shared / "keys").iterdir())) == 2
     beat = world.jobs.last("spare")

@@ -1,8 +1,8 @@
 """Compiling for other sizes of the job while this pod is an idle spare.
 
 Invariants: it never runs beside ranks: `stop` returns when its processes have ended; it runs at the lowest priority;
-that it fails harms nothing, the size then compiles in its first step. What was stopped is begun again when the pod is
-idle again, what ended is not.
+that it fails harms nothing, the size then compiles in its first step. One size after the other, each time the one
+that the job may need the soonest. What was stopped is begun again when the pod is idle again, what ended is not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import logging
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
+from trainium_contract.sizes import likely_first
+from trainium_contract.spec.precompile import CompiledSize
 from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
@@ -32,16 +35,20 @@ _ENTRY = "trainium_trainer.agent.background_compile:main"
 class BackgroundCompiler:
     """`start` whenever the pod has become an idle spare, `stop` before it gets ranks; both from one thread."""
 
-    def __init__(self, settings: AgentSettings, keeper: StandbyKeeper) -> None:
+    def __init__(self, settings: AgentSettings, keeper: StandbyKeeper, tell: Callable[[CompiledSize], None]) -> None:
+        """`tell` hears of each size whose graphs are there."""
         self._settings = settings
         self._keeper = keeper
-        self._over = not settings.background_sizes
+        self._tell = tell
+        self._left = list(settings.background_sizes)
+        self._present = 0
         self._run: _Run | None = None
 
-    def start(self) -> None:
-        """Begin, unless it has been done or is under way."""
-        if not self._over and self._run is None:
-            self._run = _Run(self._compile)
+    def start(self, present: int) -> None:
+        """Begin, unless it has been done or is under way; the others train on `present` nodes."""
+        self._present = present
+        if self._left and self._run is None:
+            self._run = _Run(self._compile_all)
 
     def stop(self) -> None:
         """End it at once; what it compiled and shared stays."""
@@ -56,37 +63,42 @@ class BackgroundCompiler:
         if run is not None:
             run.cancel()
 
-    def _compile(self, run: _Run) -> None:
+    def _compile_all(self, run: _Run) -> None:
         while not self._keeper.warm:  # a fork of the standby is small, and its imports must not be hurried for this
             if run.cancelled.wait(_POLL_SECONDS):
                 return
-        sizes, cores = self._settings.background_sizes, self._settings.processes_per_node
-        arguments = ("--sizes", ",".join(map(str, sizes)), "--cores-per-node", str(cores))
+        while self._left:
+            nodes = likely_first(self._left, self._present)[0]
+            began = time.monotonic()
+            try:
+                code = self._compile(run, nodes)
+            except StandbyLostError as loss:
+                _log.warning("the graphs of other sizes could not be compiled: %s", loss)
+                return
+            if run.cancelled.is_set():
+                return
+            self._left.remove(nodes)
+            if code == 0:
+                _log.info("the graphs for %d nodes are ready", nodes)
+                self._tell(CompiledSize(nodes=nodes, seconds=time.monotonic() - began))
+            else:
+                _log.warning("the graphs for %d nodes were not all compiled (code %s)", nodes, code)
+
+    def _compile(self, run: _Run, nodes: int) -> int | None:
+        """Compile for one size; the exit code. Raises StandbyLostError."""
+        arguments = ("--sizes", str(nodes), "--cores-per-node", str(self._settings.processes_per_node))
         ended = threading.Event()
-        try:
-            process = self._keeper.start(
-                StartRequest(arguments, {}, "trainium-precompile", _ENTRY),
-                local_rank=0,
-                rank=0,
-                attempt=-1,
-                on_exit=lambda _: ended.set(),
-                label="precompile",
-            )
-        except StandbyLostError as loss:
-            _log.warning("the graphs of other sizes could not be compiled: %s", loss)
-            return
+        process = self._keeper.start(
+            StartRequest(arguments, {}, "trainium-precompile", _ENTRY),
+            local_rank=0,
+            rank=0,
+            attempt=-1,
+            on_exit=lambda _: ended.set(),
+            label="precompile",
+        )
         run.kills(process)
         ended.wait()
-        if not run.cancelled.is_set():
-            self._over = True
-            self._tell(process)
-
-    def _tell(self, process: RankProcess) -> None:
-        nodes = ", ".join(map(str, self._settings.background_sizes))
-        if process.exit_code == 0:
-            _log.info("the graphs for %s nodes are ready", nodes)
-        else:
-            _log.warning("the graphs for %s nodes were not all compiled (code %s)", nodes, process.exit_code)
+        return process.exit_code
 
 
 class _Run:

@@ -62,7 +62,7 @@ class Supervisor:
         self._reaper = Reaper()
         self._report = Report(settings, read_progress, self._wake)
         self._keeper = StandbyKeeper(settings, standby, self._reaper, OutputPump(), self._loop.call_soon_threadsafe)
-        self._background = BackgroundCompiler(settings, self._keeper)
+        self._background = BackgroundCompiler(settings, self._keeper, self._report.compiled)
         self._checks = NodeChecks(settings, self._keeper, report=self._report.checked)
         self._report.standby_warm = self._is_warm
         self._kernel_log = KernelLog(settings.kernel_log, self._report.signs.kernel)
@@ -238,7 +238,7 @@ class Supervisor:
             if node_rank is None:
                 self._report.follow(())
                 self._report.enter_generation(membership.generation, WorkerPhase.STANDBY)
-                self._background.start()
+                self._background.start(len(membership.members))
                 continue
             self._background.stop()
             agent = self._begin(membership, node_rank)

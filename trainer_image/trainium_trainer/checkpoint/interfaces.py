@@ -30,6 +30,8 @@ class Position:
     positions of durable checkpoints, which are committed after all lines were written."""
     grad_norm: float | None = field(default=None, compare=False)
     """Of the last step, before clipping; None like `loss`. Ranks compare neither of them."""
+    batch: int | None = field(default=None, compare=False)
+    """Samples of the last step; None like `loss`, and in snapshots of versions at which all steps were alike."""
 
 
 class ResumeSource(StrEnum):

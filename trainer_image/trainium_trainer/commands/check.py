@@ -111,9 +111,10 @@ def meaning(settings: Settings, nodes: int = 1) -> list[str]:
     """The arithmetic of a run on so many nodes, one line each."""
     config, shape = settings.config, settings.shape
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
-    per_step = batch.global_size * length
+    per_step = settings.batch * length
     rows = settings.passes * batch.micro_size * settings.dp_size
-    empty = f", {batch.global_size} of {rows} rows filled" if rows > batch.global_size else ""
+    empty = f", {settings.batch} of {rows} rows filled" if rows > settings.batch else ""
+    near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
     return [
         f"model: {shape.num_parameters:,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
         *_tuned(settings),
@@ -122,8 +123,8 @@ def meaning(settings: Settings, nodes: int = 1) -> list[str]:
             f"{degrees.pipeline}"
         ),
         (
-            f"step: {batch.global_size} samples of {length} tokens = {per_step:,} tokens; {settings.passes} passes of "
-            f"{batch.micro_size} samples on each data-parallel rank{empty}"
+            f"step: {settings.batch} samples{near} of {length} tokens = {per_step:,} tokens; {settings.passes} passes "
+            f"of {batch.micro_size} samples on each data-parallel rank{empty}"
         ),
         _length(config),
         _rate(config),
@@ -149,7 +150,8 @@ def _length(config: TrainingConfig) -> str:
     if config.epochs:
         return f"run: {config.epochs:g} epochs; how many steps they are follows from the data"
     tokens = config.steps * config.batch.global_size * config.data.sequence_length
-    return f"run: {config.steps:,} steps = {tokens:,} tokens"
+    unit = "batches of batch.globalSize samples" if config.batch.tolerance else "steps"
+    return f"run: {config.steps:,} {unit} = {tokens:,} tokens"
 
 
 def _rate(config: TrainingConfig) -> str:
@@ -164,7 +166,7 @@ def _rate(config: TrainingConfig) -> str:
 
 def without_work(settings: Settings) -> list[str]:
     """A sentence where there are more data-parallel ranks than samples in a step."""
-    samples, ranks = settings.config.batch.global_size, settings.dp_size
+    samples, ranks = settings.batch, settings.dp_size
     if samples >= ranks:
         return []
     sentence = (

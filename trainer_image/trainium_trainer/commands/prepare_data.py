@@ -94,7 +94,13 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     config = load(file, overrides)
     bar = _Bar("documents" if config.data.format is DataFormat.TEXT else "examples")
     with bar:
-        data = open_data(config.data, config.batch.global_size, epochs=config.epochs, progress=bar.update)
+        data = open_data(
+            config.data,
+            config.batch.global_size,
+            epochs=config.epochs,
+            steps_differ=config.batch.tolerance > 0,
+            progress=bar.update,
+        )
     if not isinstance(data.training, Samples):
         raise UserError(
             "data.tokenization: these data are tokenised while training, so nothing is prepared: set it to Ahead, or "

@@ -52,7 +52,7 @@ def show_data(
     from trainium_trainer.data.tokens.tokenizer import load_tokenizer  # noqa: PLC0415
 
     given = load(config, overrides or ())
-    data = open_data(given.data, given.batch.global_size, epochs=given.epochs)
+    data = open_data(given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0)
     console = Console(highlight=False)
     tokenizer = load_tokenizer(data.tokenizer)
     for number, shown in enumerate(_samples(given, data, first, samples), start=first):
@@ -151,7 +151,7 @@ def _print_summary(console: Console, config: TrainingConfig, data: Data) -> None
     if data.validation is not None:
         lines.append(("validation", f"{data.validation.num_samples:,} samples"))
     if data.epoch_samples is not None:
-        lines.append(("one epoch", f"{data.epoch_samples // config.batch.global_size:,} steps"))
+        lines.append(("one epoch", f"{-(-data.epoch_samples // config.batch.global_size):,} steps"))
     for name, value in lines:
         console.print(Text.assemble((f"{name:<12}", "bold"), value), soft_wrap=True)
     if data.report is not None:

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from trainium_contract.sizes import passes
+from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
@@ -76,9 +76,15 @@ class Settings:
         return self.launch.world_size // (parallelism.tensor * parallelism.pipeline)
 
     @property
+    def batch(self) -> int:
+        """Samples of one step over all ranks."""
+        given = self.config.batch
+        return step_batch(given.global_size, given.micro_size, self.dp_size, given.tolerance)
+
+    @property
     def passes(self) -> int:
         """Micro-batches of one step on each data-parallel rank."""
-        return passes(self.config.batch.global_size, self.config.batch.micro_size, self.dp_size)
+        return passes(self.batch, self.config.batch.micro_size, self.dp_size)
 
     def fixed(self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "") -> dict[str, Any]:
         """The settings that must not change between runs of one history, by name.

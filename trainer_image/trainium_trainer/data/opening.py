@@ -71,19 +71,23 @@ def open_data(
     global_size: int,
     *,
     epochs: float = 0.0,
+    steps_differ: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Data:
     """Open the data for batches of `global_size` samples; what is needed and not in the cache is tokenised first.
 
     With `epochs` each epoch has every sample of all sources once, and ends with a full batch; their number does not
-    matter, only whether they are counted. `progress` is told of a long build in place of the log.
+    matter, only whether they are counted. Where `steps_differ` in their samples an epoch is filled up with nothing,
+    and nothing is tokenised while training, where a step is one sample of each stream. `progress` is told of a long
+    build in place of the log.
 
     Raises UserError for unusable data or a cache folder that can never be written, StorageError for a store that is
     full or fails.
     """
+    filled = 1 if steps_differ else global_size
     if config.format is not DataFormat.TEXT:
         with usable(cache_directory(config)) as cache:
-            made = open_examples(config, cache, global_size, epochs=epochs, progress=progress)
+            made = open_examples(config, cache, filled, epochs=epochs, progress=progress)
         return Data(made.training, made.validation, made.identity, made.tokenizer, made.report)
     with usable(cache_directory(config)) as cache:
         origins = origins_of(config, cache)
@@ -95,12 +99,12 @@ def open_data(
             end_of_document=end_of_document_of(tokenizer) if config.mask_documents else None,
         )
         training: Samples | Streams
-        if wants_streams(config, origins, epochs=epochs > 0):
+        if wants_streams(config, origins, epochs=epochs > 0, steps_differ=steps_differ):
             training, held, facts = open_streams(config, origins, texts, cache, rules, global_size)
         else:
             whole = [tokens_of(config, origin, texts, cache, progress) for origin in origins]
             kept, held = _divided(config, origins, whole, cache)
-            batch = global_size if epochs else None
+            batch = filled if epochs else None
             training = _samples(config, kept, rules, [origin.weight for origin in origins], batch)
             facts = {"tokens": [prepared.manifest.identity for prepared in whole]}
             if batch is not None:

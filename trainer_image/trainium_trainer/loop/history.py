@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.opening import Data
+    from trainium_trainer.loop.course import Course
     from trainium_trainer.monitor.progress import ProgressWriter
 
 _log = logging.getLogger("trainium.train")
@@ -42,7 +43,7 @@ class History:
         _log.warning("%s", sentence)
         self._progress.notice(sentence)
 
-    def open(self, settings: Settings, position: Position, data: Data, mesh: Mesh) -> Watch:
+    def open(self, settings: Settings, course: Course, position: Position, data: Data, mesh: Mesh) -> Watch:
         """Make the files the history up to `position`, on rank 0; the monitors after it."""
         config, past = settings.config, Past()
         if mesh.rank == 0:
@@ -53,7 +54,7 @@ class History:
         watch = _watch(settings, past, mesh)
         if mesh.rank == 0:
             with self._tolerant():
-                self._mend(config, position, data, watch)
+                self._mend(config, course, position, data, watch)
         return watch
 
     @contextlib.contextmanager
@@ -63,22 +64,23 @@ class History:
         except StorageError as error:
             self.tell(f"{error}; training goes on without the earlier history")
 
-    def _mend(self, config: TrainingConfig, position: Position, data: Data, watch: Watch) -> None:
+    def _mend(self, config: TrainingConfig, course: Course, position: Position, data: Data, watch: Watch) -> None:
         """Write what a rank that was lost right after the resumed step did not get to write of it."""
         if position.loss is None or position.grad_norm is None:
             return
+        batch = position.batch or config.batch.global_size
         if Recorder.lacks(self._root, position.step, self.aside):
             figures, _ = watch.step(
                 step=position.step,
                 loss=position.loss,
                 grad_norm=position.grad_norm,
-                learning_rate=learning_rate(config, position.step - 1),
+                learning_rate=learning_rate(config, course.done(position) - 1),
                 tokens=position.tokens,
                 samples=position.samples,
+                batch=batch,
             )
             Recorder.mend(self._root, figures, self.aside)
         if config.monitor.record_samples:
-            batch = config.batch.global_size
             numbers = data.training.numbers(position.samples - batch, batch)
             Recorder.mend_samples(self._root, position.step, numbers, self.aside)
 

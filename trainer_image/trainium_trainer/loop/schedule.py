@@ -1,4 +1,4 @@
-"""The learning rate of every step: linear warm-up, then down to a floor. Pure functions of the step."""
+"""The learning rate of every step: linear warm-up, then down to a floor. Pure functions of how far a run has come."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.optimizer import ScheduleConfig
 
 
-def learning_rate(config: TrainingConfig, step: int) -> float:
+def learning_rate(config: TrainingConfig, step: float) -> float:
     """Learning rate of the update that completes step `step + 1` (`step` counts completed steps, from 0).
 
-    The last step of the warm-up has the peak, the last step of the decay has `finalRatio` of it.
+    The last step of the warm-up has the peak, the last step of the decay has `finalRatio` of it. Where steps differ in
+    their samples the count is of global batches, and need not be whole.
     """
     return config.optimizer.learning_rate * factor(config.schedule, steps=config.steps, step=step)
 
 
-def factor(schedule: ScheduleConfig, *, steps: int, step: int) -> float:
+def factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
     """The same as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
     warmup = schedule.warmup_steps
-    if step < warmup:
+    if step + 1 <= warmup:
         return (step + 1) / warmup
     done = _decayed(schedule, steps=steps, step=step)
     match schedule.kind:
@@ -36,7 +37,7 @@ def factor(schedule: ScheduleConfig, *, steps: int, step: int) -> float:
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
 
 
-def _decayed(schedule: ScheduleConfig, *, steps: int, step: int) -> float:
+def _decayed(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
     """How much of the decay is done after the update that completes step `step + 1`, 0 to 1."""
     after_warmup = max(1, steps - schedule.warmup_steps)
     if schedule.kind is ScheduleKind.WARMUP_STABLE_DECAY:

@@ -32,6 +32,7 @@ from trainium_trainer.data.prepared.prepared import watching
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import NumericalError, UserError
+from trainium_trainer.loop.course import Course
 from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import told_at_start
 from trainium_trainer.loop.schedule import learning_rate
@@ -76,6 +77,7 @@ class Run:
     """The parts of one rank, put together by `start`."""
 
     config: TrainingConfig
+    course: Course
     backend: Backend
     data: Data
     loader: Loader
@@ -138,9 +140,13 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     # What is wrong with packages, devices or data is found before a device or a process group is touched.
     choice = find_backend(settings)
     with watching(launch.local_rank, launch.local_world_size):
-        data = open_data(settings.config.data, settings.config.batch.global_size, epochs=settings.config.epochs)
+        given = settings.config
+        data = open_data(
+            given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0
+        )
     config = with_steps(settings.config, data.epoch_samples)
     settings = replace(settings, config=config)
+    course = Course.of(settings, data.epoch_samples)
     begin = Beginning.open(config, settings.shape)
     stopwatch.lap("data")
     backend = make_backend(choice, settings, progress.pulse)
@@ -187,7 +193,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     mesh = backend.mesh
     root = Path(config.checkpoint.records)
     history = History(root, launch.memory_directory, progress)
-    watch = history.open(settings, position, data, mesh)
+    watch = history.open(settings, course, position, data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:
         backend.barrier()  # nobody appends to a file that rank 0 still shortens
     recorder = Recorder(
@@ -203,10 +209,11 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     loader = open_loader(
         data,
         Share(
-            global_size=config.batch.global_size,
+            global_size=course.batch,
             micro_size=config.batch.micro_size,
             dp_rank=mesh.dp_rank,
             dp_size=mesh.dp_size,
+            end=course.end,
         ),
         ahead=config.data.prefetch_steps,
         notes=root / "data",
@@ -216,7 +223,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     stopwatch.lap("files")
     if mesh.rank == 0 and data.report is not None:
         _log.info("data: %s", data.report.line())
-    progress.total_steps(config.steps)
+    progress.total_steps(course.total_steps(position))
     progress.resumed(position.step, tokens=position.tokens, samples=position.samples)
     progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     _log.info(
@@ -230,18 +237,22 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         position.step,
         manager.resumed_from,
     )
-    return Run(config, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop, begin)
+    return Run(
+        config, course, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop, begin
+    )
 
 
 def loop(run: Run) -> ExitCode:
     """Steps until the last one or until any rank is asked to leave. Collective."""
-    config, manager, pulse = run.config, run.manager, run.progress.pulse
+    config, course, manager, pulse = run.config, run.course, run.manager, run.progress.pulse
+    steps = course.total_steps(run.position)
     skipped = 0
     warned = len(manager.warnings)
     began = last_line = time.perf_counter()
     gc.freeze()  # what start-up made lives as long as the process
-    while run.position.step < config.steps:
+    while not course.is_over(run.position):
         step = run.position.step + 1
+        taken = course.next_batch(run.position.samples)
         batch = run.loader.batch_at(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
@@ -249,19 +260,19 @@ def loop(run: Run) -> ExitCode:
             manager.before_update()
         needed = time.monotonic()  # not after: stopped inside, it may find its peers' parts in its sockets much later
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-        rate = learning_rate(config, step - 1)
+        after = replace(run.position, step=step, samples=run.position.samples + taken, batch=taken)
+        rate = learning_rate(config, course.done(after) - 1)
         done = run.backend.step(tokens=totals.tokens, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
         skipped = 0 if done.applied else skipped + 1
         if not done.applied:
             _skip(run, step, done, skipped)
-        run.position = Position(
-            step=step,
-            samples=run.position.samples + config.batch.global_size,
-            tokens=run.position.tokens + totals.tokens * done.applied,
+        run.position = replace(
+            after,
+            tokens=after.tokens + totals.tokens * done.applied,
             loss=done.loss,
             grad_norm=done.gradient_norm,
         )
-        last = step == config.steps
+        last = course.is_over(run.position)
         now = time.perf_counter()
         seconds, began = now - began, now
         figures, alerts = run.watch.step(
@@ -271,10 +282,11 @@ def loop(run: Run) -> ExitCode:
             learning_rate=rate,
             tokens=run.position.tokens,
             samples=run.position.samples,
+            batch=taken,
             new_tokens=totals.tokens,
             seconds=seconds,
             parameter_norm=_parameter_norm(run, step),
-            validation_loss=None if totals.stop and not last else _validation_loss(run, step),
+            validation_loss=None if totals.stop and not last else _validation_loss(run, step, last=last),
         )
         began += time.perf_counter() - now  # measurements are no part of the next step
         with pulse.saving:  # these write to storage or copy the state
@@ -290,7 +302,7 @@ def loop(run: Run) -> ExitCode:
         warned = _report_warnings(manager, run.progress, warned)
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
-            _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, config.steps, done.loss, figures.tokens_per_second)
+            _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, steps, done.loss, figures.tokens_per_second)
         if totals.stop and not last:
             return _leave(run, memory_ends=totals.memory_ends)
     run.stop.agreed()
@@ -306,12 +318,12 @@ def _parameter_norm(run: Run, step: int) -> float | None:
     return run.backend.parameter_norm() if every and step % every == 0 else None
 
 
-def _validation_loss(run: Run, step: int) -> float | None:
+def _validation_loss(run: Run, step: int, *, last: bool) -> float | None:
     """The loss on what is held back, where it is due. Collective."""
     data, config, mesh = run.data.validation, run.config, run.backend.mesh
     if data is None or config.data.validation is None:
         return None
-    if step % config.data.validation.every_steps and step != config.steps:
+    if step % config.data.validation.every_steps and not last:
         return None
     with run.progress.pulse.measuring:
         batches = validation_batches(

@@ -29,6 +29,8 @@ class StepFigures:
     """Valid tokens since the beginning of the run."""
     samples: int
     """Samples since the beginning of the run."""
+    batch: int
+    """Samples of this step."""
     seconds: float | None = None
     """Length of the step; None for one whose end nobody lived to measure."""
     tokens_per_second: float | None = None
@@ -61,6 +63,7 @@ class StepFigures:
             "learningRate": self.learning_rate,
             "tokens": self.tokens,
             "samples": self.samples,
+            "batch": self.batch,
             "seconds": None if self.seconds is None else round(self.seconds, 6),
             "time": round(time.time(), 6),
             "productiveSeconds": round(self.productive_seconds, 3),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Transition
+from trainium_operator.plan.membership.compiled_size import size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import first_order, member_of, surroundings_of
 
@@ -27,7 +28,7 @@ def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
         deadline = (status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
         if facts.now < deadline:
             return Decision(status=status, looks=(deadline,))
-        size = facts.size.legal_at_most(len(ready))
+        size = size_at_hand(facts, status, len(ready))
     if size == 0:
         return Decision(status=status)
     ordered = first_order(ready, size, surroundings_of(facts))

@@ -1,6 +1,6 @@
 """Policy: growth that nobody asked for is worth its restart.
 
-A step lasts by its passes, so the steps that are left say what the fewer passes of a larger size save. The price is
+A step lasts by its passes, so the steps that are left say what the higher speed of a larger size saves. The price is
 what the newest change of the membership took, from the decision to the first new step. While either is not known,
 growth is taken to be worth it.
 """
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 _NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
 
 
-def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size: int) -> bool:
-    """Whether growing from `present` to `size` nodes saves more time than it costs."""
-    before, after = facts.size.passes(present), facts.size.passes(size)
+def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size: int, *, beside: float = 0.0) -> bool:
+    """Whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
+    speed = facts.size.speed(present, size)
     step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
-    price, total = _price(status), status.progress.total_steps
-    if step is None or price is None or not total or not before:
+    price, total = price_of_a_change(status), status.progress.total_steps
+    if step is None or price is None or not total or not speed:
         return True
     left = max(0, total - status.progress.step)
-    return left * step * (1 - after / before) > price
+    return left * step * (1 - speed) > price + beside
 
 
-def _price(status: TrainingJobStatus) -> float | None:
+def price_of_a_change(status: TrainingJobStatus) -> float | None:
     """Seconds from the newest decision on a membership to its first new step; None where none was measured."""
     for entry in reversed(status.history):
         if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:

@@ -13,6 +13,7 @@ from trainium_contract.job import Rung
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import cause_of_standstill
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
+from trainium_operator.plan.membership.compiled_size import size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
 from trainium_operator.plan.view.facts import newcomers_of
@@ -87,7 +88,7 @@ def _size(facts: Facts, status: TrainingJobStatus, available: int) -> int:
     assert facts.current is not None
     if available >= status.desired:
         return status.desired
-    return facts.size.legal_at_most(min(available, len(facts.current.members)))
+    return size_at_hand(facts, status, min(available, len(facts.current.members)))
 
 
 def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:

@@ -13,6 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Rung
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry
+from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
@@ -61,15 +62,27 @@ def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
     resting = 0.0 if is_true(status, ConditionType.RESIZING) else grows_again_at(facts, status)
     if facts.now < resting:
         return present, (resting,)
-    size = min(status.desired, present + newcomers)
-    size = size if size == status.desired else facts.size.legal_at_most(size)
     asked = is_true(status, ConditionType.RESIZING)
-    if size <= present or not (asked or is_worth_growing(facts, status, present, size)):
+    size = _target(facts, status, present, min(status.desired, present + newcomers), asked=asked)
+    price = compile_seconds(facts, status, size)
+    if size <= present or not (asked or is_worth_growing(facts, status, present, size, beside=price)):
         return present, ()
+    paying = facts.now if asked else pays_at(facts, status, size, _last_change(status))
+    if facts.now < paying:
+        return present, (paying,)
     if size == status.desired:
         return size, ()
     deadline = (status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
     return (present, (deadline,)) if facts.now < deadline else (size, ())
+
+
+def _target(facts: Facts, status: TrainingJobStatus, present: int, nodes: int, *, asked: bool) -> int:
+    """The size to grow to with so many nodes: what was asked for, else one that has its graphs if that is growth."""
+    size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
+    if asked or not compile_seconds(facts, status, size):
+        return size
+    at_hand = size_at_hand(facts, status, nodes)
+    return at_hand if at_hand > present else size
 
 
 def grows_again_at(facts: Facts, status: TrainingJobStatus) -> float:
@@ -86,6 +99,13 @@ def grows_again_at(facts: Facts, status: TrainingJobStatus) -> float:
     )
     factor = min(_LONGEST_REST, 2.0 ** max(0, shrinks - 1))
     return max(ends, default=0.0) + facts.job.spec.recovery.rescale_after_seconds * factor
+
+
+def _last_change(status: TrainingJobStatus) -> float:
+    """When the size in force was taken (Unix seconds), as far as the history goes back."""
+    changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
+    taken = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
+    return max(taken, default=0.0)
 
 
 def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJobStatus:

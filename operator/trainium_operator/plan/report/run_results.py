@@ -37,11 +37,15 @@ def note_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress
 
 
 def total_steps(facts: Facts, newest: Progress) -> int:
-    """Steps of the whole run: those of the spec, or where epochs decide those that the trainer tells; 0: not yet."""
+    """Steps of the whole run: those of the spec, or where it does not say them those that the trainer tells.
+
+    The latter follow from the data where epochs decide (0: not yet), and from the size where steps differ in samples.
+    """
     trainer = facts.job.spec.trainer
-    if not trainer.epochs:
+    if not trainer.epochs and not trainer.batch.tolerance:
         return trainer.steps
-    return newest.total_steps or facts.job.status.progress.total_steps
+    given = 0 if trainer.epochs else trainer.steps
+    return newest.total_steps or facts.job.status.progress.total_steps or given
 
 
 def doing(status: TrainingJobStatus) -> str:

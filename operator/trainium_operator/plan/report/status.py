@@ -75,8 +75,8 @@ def _worth(facts: Facts, status: TrainingJobStatus) -> MembershipStatus:
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
         reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
-    passes, speed = facts.size.passes(size), round(facts.size.speed(size), 3)
-    return status.membership.replaced(passes=passes, speed=speed, reserve=reserve)
+    passes, batch, speed = facts.size.passes(size), facts.size.batch(size), round(facts.size.speed(size), 3)
+    return status.membership.replaced(passes=passes, batch=batch, speed=speed, reserve=reserve)
 
 
 def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:

@@ -1,7 +1,8 @@
 """Policy: the size to work towards is the best one for the nodes that were requested, within the job's bounds.
 
-The best size for a number of nodes is the one with the fewest passes, and of several the smallest: a step lasts by its
-passes, so what is beyond it would compute nothing. Such nodes are in reserve: they are warm, and replace lost ones.
+The best size for a number of nodes is the one with the most samples a pass (with one batch at every size: with the
+fewest passes), and of several the smallest: a step lasts by its passes, so what is beyond it would save no time. Such
+nodes are in reserve: they are warm, and replace lost ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class SizeDecision:
     message: str
     shape: BatchShape | None
     """None when the spec is invalid."""
+    compiled_first: tuple[int, ...] = ()
+    """Sizes whose graphs every worker has before it joins."""
 
     def legal_at_most(self, nodes: int) -> int:
         """The best size for so many nodes that the job may run at; 0 when there is none."""
@@ -45,10 +48,15 @@ class SizeDecision:
         """Micro-batches of a step on each data-parallel rank at this size; 0 when it is not legal."""
         return self.shape.passes(nodes) if self.shape else 0
 
-    def speed(self, nodes: int) -> float:
-        """Speed at this size as a share of that at the desired one; 0 when either is not legal."""
-        legal = self.shape is not None and self.passes(nodes) and self.passes(self.desired)
-        return self.shape.speed(nodes, self.desired) if self.shape and legal else 0.0
+    def batch(self, nodes: int) -> int:
+        """Samples of a step at this size over all ranks; 0 when it is not legal."""
+        return self.shape.batch(nodes) if self.shape else 0
+
+    def speed(self, nodes: int, full: int | None = None) -> float:
+        """Speed at this size as a share of that at `full` nodes, or the desired ones; 0 when either is not legal."""
+        full = self.desired if full is None else full
+        legal = self.shape is not None and self.passes(nodes) and self.passes(full)
+        return self.shape.speed(nodes, full) if self.shape and legal else 0.0
 
 
 def decide_size(spec: TrainingJobSpec) -> SizeDecision:
@@ -79,6 +87,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
         reason=reason,
         message=sentence(message),
         shape=shape,
+        compiled_first=spec.sizes_to_compile() if spec.precompile.enabled else (),
     )
 
 
@@ -86,8 +95,9 @@ def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchSh
     """Why the desired size is the one for what was asked."""
     cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
     worth = _worth(desired, shape)
+    short = shape.filled(desired) < 1 or shape.batch(desired) != shape.global_batch_size
     if desired == asked:
-        return Reason.AS_REQUESTED, f"{desired} nodes{f': {worth}' if shape.filled(desired) < 1 else ''}"
+        return Reason.AS_REQUESTED, f"{desired} nodes{f': {worth}' if short else ''}"
     reserve = f" {largest - desired} in reserve: more would save no pass." if largest > desired else ""
     if largest == asked:
         return Reason.NODES_IN_RESERVE, f"{asked} nodes were requested; {desired} of them train: {worth}.{reserve}"
@@ -98,7 +108,9 @@ def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchSh
 def _worth(nodes: int, shape: BatchShape) -> str:
     passes = shape.passes(nodes)
     plural = "es" if passes > 1 else ""
-    return f"{passes} pass{plural} a step, {shape.filled(nodes):.0%} of their rows filled"
+    batch = shape.batch(nodes)
+    near = f" of {batch:,} samples" if batch != shape.global_batch_size else ""
+    return f"{passes} pass{plural} a step{near}, {shape.filled(nodes):.0%} of their rows filled"
 
 
 def _rule(shape: BatchShape) -> str:

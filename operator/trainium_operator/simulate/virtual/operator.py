@@ -51,10 +51,7 @@ EntryKey = tuple[int, int, int, str]
 def _quiet(spec: TrainingJobSpec) -> TrainingJobSpec:
     """The job without what only tells people, or drains, how old checkpoints are: each look at it would cost a plan."""
     durable = spec.checkpoint.durable.replaced(every_seconds=None, every_steps=None)
-    return spec.replaced(
-        checkpoint=spec.checkpoint.replaced(storage=StorageSpec(), durable=durable),
-        precompile=spec.precompile.replaced(enabled=False),
-    )
+    return spec.replaced(checkpoint=spec.checkpoint.replaced(storage=StorageSpec(), durable=durable))
 
 
 class SimulatedOperator:

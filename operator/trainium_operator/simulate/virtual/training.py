@@ -63,6 +63,16 @@ class Training:
         """A clean step at this size: as many micro-batches as it takes."""
         return self._stages.step_seconds * self._passes(size) / self._full
 
+    def work(self) -> float:
+        """Seconds that the full size would have taken for all that was made."""
+        full = self._spec.workers.replicas
+        samples = sum(count * self._batch(size) for size, count in self.fresh.items())
+        return samples / self._batch(full) * self.step_seconds(full)
+
+    def _batch(self, size: int) -> int:
+        """Samples of a step at this size."""
+        return self._shape.batch(size) or self._shape.global_batch_size
+
     def _passes(self, size: int) -> int:
         """Micro-batches of a step on each rank at this size."""
         return max(1, self._shape.passes(size))

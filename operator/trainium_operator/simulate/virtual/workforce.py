@@ -19,6 +19,7 @@ from trainium_operator.plan.model.observed import AgentView, PodPhase, PodView
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from trainium_contract.spec.precompile import CompiledSize
     from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.nodes import Nodes, Slot
@@ -88,13 +89,22 @@ class Ranks:
 class Workforce:
     """All pods of the job."""
 
-    def __init__(self, timeline: Timeline, nodes: Nodes, stages: StageTimes, *, changed: Callable[[], None]) -> None:
-        """`changed()`: something happened that the operator's watches would show."""
+    def __init__(
+        self,
+        timeline: Timeline,
+        nodes: Nodes,
+        stages: StageTimes,
+        *,
+        changed: Callable[[], None],
+        compiled: tuple[CompiledSize, ...] = (),
+    ) -> None:
+        """`changed()`: something happened that the operator's watches would show; `compiled`: what agents tell."""
         self.pods: dict[str, Pod] = {}
         self._timeline = timeline
         self._nodes = nodes
         self._stages = stages
         self._changed = changed
+        self._compiled = compiled
         self._taken: set[int] = set()
         self._uids = 0
 
@@ -191,6 +201,7 @@ class Workforce:
             generation=0,
             phase=WorkerPhase.STANDBY,
             ready=True,
+            compiled=self._compiled,
         )
         pod.agent = Agent(registration, self._timeline.now, base)
         self._changed()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trainium_contract.spec.precompile import CompiledSize
 from trainium_operator.simulate.virtual.failures import OF_MACHINES, FaultClass
 from trainium_operator.simulate.virtual.nodes import Nodes
 from trainium_operator.simulate.virtual.operator import SimulatedOperator
@@ -51,7 +52,10 @@ class World:
     """One job on one cluster, that has a place for each worker and each spare."""
 
     def __init__(self, setting: Setting, *, lemons: frozenset[int] = frozenset()) -> None:
-        spec = setting.spec
+        spec, compiling = setting.spec, setting.stages.compile_seconds
+        if not compiling:  # then no size is dearer than another
+            spec = spec.replaced(precompile=spec.precompile.replaced(enabled=False))
+        compiled = tuple(CompiledSize(nodes=size, seconds=compiling) for size in spec.sizes_for_spares())
         self.timeline = Timeline()
         self.operator_away = 0
         self._setting = setting
@@ -63,7 +67,7 @@ class World:
             lemons=lemons,
         )
         self.operator = SimulatedOperator(self.timeline, self.nodes, spec)
-        self.workforce = Workforce(self.timeline, self.nodes, setting.stages, changed=self._changed)
+        self.workforce = Workforce(self.timeline, self.nodes, setting.stages, changed=self._changed, compiled=compiled)
         self.run = Run(
             self.timeline,
             self.workforce,
@@ -115,7 +119,7 @@ class World:
         """Seconds that an undisturbed run of the full size would have taken for the steps that are kept."""
         training = self.run.training
         training.account(self.timeline.now)
-        return sum(training.fresh.values()) * training.step_seconds(self._setting.spec.workers.replicas)
+        return training.work()
 
     def _stop(self) -> None:
         """The job has ended with a verdict; a person looks at it, and creates it again."""

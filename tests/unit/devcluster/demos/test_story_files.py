@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_devcluster.story.curves import Curves, Fault
-from trainium_devcluster.story.metrics import every_sample_once, every_sample_once_an_epoch
+from trainium_devcluster.story.metrics import (
+    every_sample_once,
+    every_sample_once_an_epoch,
+    every_sample_once_in_batches,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +60,15 @@ def test_within_an_epoch_no_sample_is_seen_twice(tmp_path: Path) -> None:
     assert every_sample_once(tmp_path, steps=2, batch=2)
     record(tmp_path, [[0, 1], [1, 3]])
     assert not every_sample_once(tmp_path, steps=2, batch=2)
+
+
+def test_steps_of_different_batches_have_as_many_samples_as_they_say_and_none_twice(tmp_path: Path) -> None:
+    record(tmp_path, [[0, 1], [2, 3, 4]])
+    assert every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
+    assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 2})
+    assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3, 3: 2})
+    record(tmp_path, [[0, 1], [2, 3, 1]])
+    assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
 
 
 def test_curves_are_one_when_equal_at_equal_size_and_close_after_a_resize() -> None:

@@ -55,6 +55,7 @@ class _Relative:
             (workers.replicas, cluster.spec.suspend, cluster.generation - cluster.status.observed_generation),
             (cluster.operator_up, self.age(cluster.operator_since, 20), cluster.dirty, self.due()),
             self.status(),
+            cluster.status.compiled.sizes,
             members,
             membership.transition if membership else None,
             cluster.published.generation - self.generation if cluster.published else None,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from plan_builders import spec
 from plan_cluster import FakeCluster
 
+from trainium_contract.spec.precompile import CompiledSize, PrecompileSpec
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -28,10 +30,21 @@ def trains(nodes: int = NODES, batch: int = 24, **workers: Any) -> FakeCluster:
     return cluster
 
 
+def compiles(*sizes: int) -> FakeCluster:
+    """A job of four that compiles ahead and trains; its workers tell that these sizes are there."""
+    made = _model(batch=8, replicas=4, minReplicas=1).spec
+    cluster = FakeCluster(made.replaced(precompile=PrecompileSpec(enabled=True)), NODES)
+    cluster.compiled = tuple(CompiledSize(nodes=size, seconds=600.0) for size in sizes)
+    cluster.run(_WARM_SECONDS)
+    return cluster
+
+
 MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     "spare": (lambda: trains(spares=1, minReplicas=1), lambda: _model(spares=1, minReplicas=1)),
     "rigid": (trains, _model),
     # With one node less three are left, of which two are as fast: the third is in reserve.
     "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
+    # With one node less two train, whose graphs are there, although three are faster.
+    "compiled": (lambda: compiles(2),),
 }
 """By name: the states from which histories begin, one that trains and one that has just been created."""

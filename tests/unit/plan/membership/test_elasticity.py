@@ -21,12 +21,19 @@ REST = 30
 
 
 def started(
-    *, nodes: int = 6, spares: int = 0, replicas: int = 4, sizes: str = "Any", batch: int = 24, **workers: Any
+    *,
+    nodes: int = 6,
+    spares: int = 0,
+    replicas: int = 4,
+    sizes: str = "Any",
+    batch: int = 24,
+    tolerance: float = 0.0,
+    **workers: Any,
 ) -> FakeCluster:
     job_spec = spec(
         workers={"replicas": replicas, "spares": spares, **workers},
         recovery={"rescaleAfterSeconds": REST},
-        trainer={"steps": 10**7, "batch": {"globalSize": batch}},
+        trainer={"steps": 10**7, "batch": {"globalSize": batch, "tolerance": tolerance}},
         elasticity={"sizes": sizes},
     )
     cluster = FakeCluster(job_spec, nodes)
@@ -154,6 +161,28 @@ def test_a_job_without_a_spare_goes_on_at_an_uneven_size_and_grows_back() -> Non
     cluster.run(6 * REST)
     seen.append(worth(cluster))
     assert seen == [(4, 2, 1.0, 0), (3, 3, 0.667, 0), (2, 4, 0.5, 0), (4, 2, 1.0, 0)]
+
+
+def test_with_a_tolerance_a_job_keeps_a_size_at_which_a_near_batch_comes_out_even() -> None:
+    """8 -> 7 -> 6 -> 5 -> 8 nodes at a global batch of 16: 14 and 18 samples are near enough, and 15 on 5 nodes."""
+    cluster = started(nodes=8, replicas=8, minReplicas=2, batch=16, tolerance=0.125)
+    seen = [(worth(cluster), cluster.status.membership.batch)]
+    for node in ("node-7", "node-6", "node-5"):
+        cluster.lose_node(node)
+        cluster.run(REST + 30)
+        seen.append((worth(cluster), cluster.status.membership.batch))
+        assert cluster.status.phase is Phase.RUNNING
+    for node in ("node-7", "node-6", "node-5"):
+        cluster.restore_node(node)
+    cluster.run(6 * REST)
+    seen.append((worth(cluster), cluster.status.membership.batch))
+    assert seen == [
+        ((8, 2, 1.0, 0), 16),
+        ((7, 2, 0.875, 0), 14),
+        ((6, 3, 0.75, 0), 18),
+        ((5, 3, 0.625, 0), 15),
+        ((8, 2, 1.0, 0), 16),
+    ]
 
 
 def worth(cluster: FakeCluster) -> tuple[int, int, float, int]:

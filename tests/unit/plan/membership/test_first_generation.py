@@ -50,7 +50,9 @@ def test_the_first_generation_begins_when_the_desired_workers_are_warm() -> None
     assert found.generation == 1
     assert found.transition is Transition.IMMEDIATE
     assert ranks(found) == ["demo-w-0", "demo-w-1", "demo-w-2", "demo-w-3"]
-    assert result.status.membership == MembershipStatus(generation=1, size=4, data_parallel=4, passes=6, speed=1.0)
+    assert result.status.membership == MembershipStatus(
+        generation=1, size=4, data_parallel=4, passes=6, batch=24, speed=1.0
+    )
     assert result.status.waiting_since is None
 
 

@@ -49,7 +49,9 @@ def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> 
     assert (found.generation, found.transition, found.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
     assert (newest(result).rung, newest(result).pods_replaced) == (Rung.SPARE, 1)
     assert created(result) == ["demo-w-5"]
-    assert result.status.membership == MembershipStatus(generation=2, size=4, data_parallel=4, passes=6, speed=1.0)
+    assert result.status.membership == MembershipStatus(
+        generation=2, size=4, data_parallel=4, passes=6, batch=24, speed=1.0
+    )
 
 
 def test_the_publication_comes_before_the_deletion_and_the_creation() -> None:

@@ -284,9 +284,16 @@ def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "told", "total"),
-    [({"steps": 100}, 0, 100), ({"steps": 100}, 77, 100), ({"epochs": 3}, 0, 0), ({"epochs": 3}, 375, 375)],
+    [
+        ({"steps": 100}, 0, 100),
+        ({"steps": 100}, 77, 100),
+        ({"epochs": 3}, 0, 0),
+        ({"epochs": 3}, 375, 375),
+        ({"steps": 100, "batch": {"tolerance": 0.1}}, 0, 100),
+        ({"steps": 100, "batch": {"tolerance": 0.1}}, 103, 103),
+    ],
 )
-def test_where_epochs_decide_the_trainer_tells_how_many_steps_there_are(
+def test_where_epochs_or_samples_decide_the_trainer_tells_how_many_steps_there_are(
     trainer: dict[str, Any], told: int, total: int
 ) -> None:
     seen = written(telling(running(4, job_spec=spec(trainer=trainer)), step=20, total_steps=told))

@@ -31,6 +31,15 @@ def test_of_the_nodes_that_are_requested_those_train_that_save_a_pass(
     assert decision.legal_at_most(decision.desired) == desired
 
 
+def test_a_near_batch_is_told_and_counts_in_what_a_size_is_worth() -> None:
+    batch: Any = {"trainer": {"batch": {"globalSize": 24, "tolerance": 0.1}}}
+    decision = decide_size(spec(workers={"replicas": 11, "minReplicas": 1}, **batch))
+    assert (decision.desired, decision.reserve, decision.reason) == (11, 0, Reason.AS_REQUESTED)
+    assert decision.message == "11 nodes: 2 passes a step of 22 samples, 100% of their rows filled"
+    assert [decision.legal_at_most(nodes) for nodes in (11, 10, 9, 8, 7, 6)] == [11, 8, 8, 8, 6, 6]
+    assert (decision.batch(9), decision.passes(9), decision.speed(8)) == (24, 3, pytest.approx(8 / 11))
+
+
 def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole_ones() -> None:
     decision = decide_size(spec(workers={"replicas": 5}, parallelism={"tensor": 2}))
     assert (decision.desired, decision.reserve, decision.reason) == (4, 0, Reason.FLOORED)

@@ -90,6 +90,13 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
         ({"data": {"validation": {"fraction": 0.1, "source": "v.txt"}}}, None, "give exactly one of them"),
         ({"monitor": {"tensorboard": "perhaps"}}, None, "which is neither true nor false"),
         ({"steps": 5}, None, "schedule.warmupSteps is 10 but steps is 5"),
+        ({"batch": {"tolerance": 0.6}}, None, "batch.tolerance is 0.6: use a number of at least 0 and at most 0.5"),
+        ({"batch": {"tolerance": -0.1}}, None, "batch.tolerance is -0.1: use a number of at least 0 and at most 0.5"),
+        (
+            {"batch": {"tolerance": 0.1}, "data": {"tokenization": "Online"}},
+            None,
+            "batch.tolerance is 0.1 but data.tokenization is Online, where each row of the global batch is a stream",
+        ),
         ("- a\n- b\n", None, "holds a list, not fields"),
         ("steps: [", None, "not valid YAML"),
         ({}, "steps", "write it as a.b=value"),

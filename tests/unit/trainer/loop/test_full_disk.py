@@ -64,7 +64,7 @@ def steps(path: Path) -> list[int]:
 
 
 def figures(step: int) -> StepFigures:
-    return StepFigures(step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step, samples=step)
+    return StepFigures(step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step, samples=step, batch=1)
 
 
 class Clock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -103,3 +104,91 @@ def test_a_run_goes_from_size_to_size_through_its_checkpoints(launch: Launcher, 
     assert samples_of(job) == samples_of(whole)
     losses = [line["loss"] for line in job.metrics()]
     assert losses == pytest.approx([line["loss"] for line in whole.metrics()], rel=1e-5)
+
+
+# --- a batch near the global one (batch.tolerance)
+
+NEAR = "batch={globalSize: 8, microSize: 1, tolerance: 0.13}"
+"""9 samples a step on 3 ranks; 8 on 1, 2 and 4; on 5 those 8 too, for 10 would be too far."""
+CONSTANT = "schedule={kind: Constant, warmupSteps: 0}"
+
+
+def resized(launch: Launcher, name: str) -> Job:
+    """4 -> 3 -> 4 ranks after steps 3 and 6, which are made from the checkpoints that are left."""
+    for ranks, kept in ((4, 3), (3, 6), (4, None)):
+        job = run(launch, ranks, name, [NEAR, "steps=10", "checkpoint.durable={everySteps: 3, keepLast: 9}"])
+        for folder in job.folder.glob("step-*"):
+            if kept is not None and int(folder.name.removeprefix("step-")) > kept:
+                shutil.rmtree(folder)
+    return job
+
+
+def test_with_a_tolerance_the_same_history_of_sizes_gives_the_same_curve_and_every_sample_once(
+    launch: Launcher,
+) -> None:
+    first, second = resized(launch, "first"), resized(launch, "second")
+    history = [[line.get(key) for key in (*KEYS, "batch")] for line in first.metrics()]
+    assert history == [[line.get(key) for key in (*KEYS, "batch")] for line in second.metrics()]
+    assert [line["batch"] for line in first.metrics()] == [8, 8, 8, 9, 9, 9, 8, 8, 8, 5]
+    assert [line["samples"] for line in first.metrics()] == [8, 16, 24, 33, 42, 51, 59, 67, 75, 80]
+    seen = samples_of(first)
+    assert [len(seen[step]) for step in range(1, 11)] == [8, 8, 8, 9, 9, 9, 8, 8, 8, 5]
+    whole = run(launch, 1, "whole", [ONE, "steps=10"])
+    flat = [sample for step in range(1, 11) for sample in seen[step]]
+    assert sorted(flat) == sorted(sample for samples in samples_of(whole).values() for sample in samples)
+    assert first.metrics()[-1]["learningRate"] == whole.metrics()[-1]["learningRate"]
+    assert first.metrics()[-1]["validationLoss"] == pytest.approx(whole.metrics()[-1]["validationLoss"], rel=0.05)
+
+
+def test_at_a_size_that_comes_out_even_a_tolerance_changes_no_bit(launch: Launcher) -> None:
+    near, exact = run(launch, 4, "near", [NEAR]), run(launch, 4, "exact", [ONE])
+    assert [[line.get(key) for key in KEYS] for line in near.metrics()] == [
+        [line.get(key) for key in KEYS] for line in exact.metrics()
+    ]
+    assert samples_of(near) == samples_of(exact)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(3, [], id="dp3"),
+        pytest.param(3, [SHARDED], id="dp3, fully sharded"),
+        pytest.param(6, [TP, SP], id="dp3 tp2, sequence"),
+        pytest.param(6, [PP], id="dp3 pp2", marks=needs_new_torch),
+    ],
+)
+def test_a_near_batch_is_that_of_one_rank_with_as_many_samples(
+    launch: Launcher, ranks: int, overrides: list[str]
+) -> None:
+    """The last step has what is left, in as many passes as the others."""
+    near = run(launch, ranks, "near", [NEAR, CONSTANT, "steps=4", *overrides])
+    one = run(launch, 1, "one", ["batch={globalSize: 9, microSize: 1}", CONSTANT, "steps=3"])
+    assert [line["batch"] for line in near.metrics()] == [9, 9, 9, 5]
+    assert near.losses()[:3] == pytest.approx(one.losses(), rel=1e-5)
+    assert {step: samples_of(near)[step] for step in (1, 2, 3)} == samples_of(one)
+
+
+def test_an_epoch_has_each_sample_once_where_steps_have_near_batches(launch: Launcher) -> None:
+    near, exact = (
+        run(launch, 3, name, [*batch, "epochs=1", "data.sequenceLength=16"])
+        for name, batch in (("near", [NEAR]), ("exact", [ONE]))
+    )
+    seen, expected = (sorted(sample for step in samples_of(job).values() for sample in step) for job in (near, exact))
+    assert seen == expected == sorted(set(seen))
+    assert near.metrics()[0]["batch"] == 9
+
+
+def test_the_record_of_a_step_that_a_lost_rank_did_not_write_has_its_own_batch(launch: Launcher) -> None:
+    """The last step took 5 samples where the global batch is 8, and the size makes it 9."""
+    job = launch(3, "mended", [NEAR, CONSTANT, "steps=4", "monitor.recordSamples=true"], memory=True)
+    assert job.wait(90) == [0] * 3
+    whole, seen = job.metrics(), samples_of(job)
+    for path in job.folder.glob("*.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    job = launch(3, "mended", [NEAR, CONSTANT, "steps=4", "monitor.recordSamples=true"], memory=True)
+    assert job.wait(90) == [0] * 3
+    assert "from memory" in job.log()
+    assert [[line[key] for key in ("step", "samples", "batch", "loss")] for line in job.metrics()] == [
+        [line[key] for key in ("step", "samples", "batch", "loss")] for line in whole
+    ]
+    assert samples_of(job) == seen

@@ -45,6 +45,7 @@ def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
         learning_rate=1e-3,
         tokens=100 * step,
         samples=8 * step,
+        batch=8,
         tokens_per_second=50.0,
         utilisation=0.4,
         goodput=0.9,

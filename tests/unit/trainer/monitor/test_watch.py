@@ -30,7 +30,14 @@ def new_watch(past: Past | None = None, device: Device = CPU, config: MonitorCon
 def take(
     watch: Watch, step: int, loss: float = 2.0, norm: float = 1.0, **changes: Any
 ) -> tuple[StepFigures, tuple[Alert, ...]]:
-    fields = {"learning_rate": 0.1, "tokens": step * 100, "samples": step * 8, "new_tokens": 100, "seconds": 0.5}
+    fields = {
+        "learning_rate": 0.1,
+        "tokens": step * 100,
+        "samples": step * 8,
+        "batch": 8,
+        "new_tokens": 100,
+        "seconds": 0.5,
+    }
     return watch.step(step=step, loss=loss, grad_norm=norm, **(fields | changes))
 
 

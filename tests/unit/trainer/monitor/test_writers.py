@@ -20,7 +20,9 @@ def record(step: int) -> dict[str, Any]:
 
 
 def figures(step: int) -> StepFigures:
-    return StepFigures(step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step * 10, samples=step * 2)
+    return StepFigures(
+        step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step * 10, samples=step * 2, batch=2
+    )
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -8,5 +8,12 @@ from trainium_trainer.monitor.figures import StepFigures
 def figures(step: int) -> StepFigures:
     """Such that every step tells itself from the others."""
     return StepFigures(
-        step=step, loss=1.0 / step, grad_norm=1.0, learning_rate=0.1, tokens=step, samples=step, tokens_per_second=1.0
+        step=step,
+        loss=1.0 / step,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        tokens=step,
+        samples=step,
+        batch=1,
+        tokens_per_second=1.0,
     )

@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainium_contract.spec.precompile import MAX_COMPILED
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import (
     Alert,
@@ -35,6 +36,7 @@ from trainium_trainer.monitor.progress import read_alerts, read_notice, read_res
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.spec.health import PreflightCheck
+    from trainium_contract.spec.precompile import CompiledSize
     from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings
 
@@ -132,6 +134,7 @@ class Report:
         self._started = self._loaded = 0.0
         self._stuck: tuple[StuckRank, ...] = ()
         self._checks: dict[PreflightCheck, CheckResult] = {}
+        self._compiled: tuple[CompiledSize, ...] = ()
         self.signs = Signs(settings.rules_path, wake)
         self.standby_warm: Callable[[], bool] = lambda: False
         self.step_timing: Callable[[], StepTiming | None] = lambda: None
@@ -238,6 +241,12 @@ class Report:
         """The newest outcome of a check of this node."""
         with self._lock:
             self._checks = {**self._checks, result.check: result}
+        self._wake()
+
+    def compiled(self, size: CompiledSize) -> None:
+        """The graphs of another size are there."""
+        with self._lock:
+            self._compiled = (*self._compiled, size)[-MAX_COMPILED:]
         self._wake()
 
     def stuck(self, ranks: tuple[StuckRank, ...]) -> None:
@@ -360,6 +369,7 @@ class Report:
                 kernel=self.signs.kernel.newest,
                 timing=self.step_timing(),
                 checks=tuple(self._checks.values()),
+                compiled=self._compiled,
             )
 
     def _date(self, record: ProgressRecord) -> None:

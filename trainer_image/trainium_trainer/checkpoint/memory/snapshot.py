@@ -51,6 +51,7 @@ class Header:
                 "tokens": moment.position.tokens,
                 "loss": moment.position.loss,
                 "gradNorm": moment.position.grad_norm,
+                "batch": moment.position.batch,
                 "generation": moment.generation,
                 "session": moment.session,
                 "key": [key.tp_rank, key.tp_size, key.dp_rank, key.dp_size, key.pp_rank, key.pp_size],
@@ -72,6 +73,7 @@ class Header:
             tokens=raw["tokens"],
             loss=raw["loss"],
             grad_norm=raw["gradNorm"],
+            batch=raw.get("batch"),
         )
         moment = Moment(position, raw["generation"], raw["session"])
         claim = Claim(moment, ShardKey(*raw["key"]), raw["layout"], raw["checksum"])

@@ -1,8 +1,8 @@
 """Batches for one rank, made ready ahead of the step.
 
-Invariants: a step takes the next `global_size` samples and each data-parallel rank a contiguous slice of them
-(`share`), so that the loss and the order of samples are the same at every size; all micro-batches of a step have the
-same shape on every rank, whether or not they are full.
+Invariants: a step takes the next samples and each data-parallel rank a contiguous slice of them (`share` says how
+many), so that the loss and the order of samples are the same at every size; all micro-batches of a step have the same
+shape on every rank, whether or not they are full.
 """
 
 from __future__ import annotations
@@ -106,16 +106,18 @@ class Passes:
     def __init__(self, rules: Rules, share: Share) -> None:
         self._rules = rules
         self._share = share
-        # The same tensors each time: a pass without a sample costs the host nothing.
-        self._empty = (
-            (micro_batch([None] * share.micro_size, rules),) * share.empty_passes if share.empty_passes else ()
-        )
+        self._empty: MicroBatch | None = None
 
     def of(self, samples: Sequence[Sample | None], first: int) -> tuple[MicroBatch, ...]:
         """Micro-batches of one size; what the samples do not fill is empty. `first` is as for `micro_batch`."""
         size = self._share.micro_size
         rows = [*samples, *[None] * (-len(samples) % size)]
-        return (*divided(rows, self._rules, size, first), *self._empty)
+        empty = self._share.passes - len(rows) // size
+        if empty and self._empty is None:
+            # The same tensors each time: a pass without a sample costs the host nothing.
+            self._empty = micro_batch([None] * size, self._rules)
+        missing = (self._empty,) * empty if self._empty is not None else ()
+        return (*divided(rows, self._rules, size, first), *missing)
 
 
 class SampleMaker:
@@ -128,10 +130,10 @@ class SampleMaker:
 
     def make(self, position: int) -> RankBatch:
         """Read the samples. Raises UserError."""
-        first = position + self._share.offset
-        samples = self._samples.at(first, self._share.size)
+        mine = self._share.at(position)
+        samples = self._samples.at(mine.start, len(mine))
         return RankBatch(
-            self._passes.of(samples, first), tuple(sample.number for sample in samples if sample is not None)
+            self._passes.of(samples, mine.start), tuple(sample.number for sample in samples if sample is not None)
         )
 
     def close(self) -> None:

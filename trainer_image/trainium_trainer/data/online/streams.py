@@ -65,7 +65,9 @@ class Streams:
         return list(range(position, position + count))
 
 
-def wants_streams(config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False) -> bool:
+def wants_streams(
+    config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False, steps_differ: bool = False
+) -> bool:
     """Whether the data are tokenised while training. Raises UserError when they are to be and cannot."""
     texts = [origin.spec.open() for origin in origins if origin.prepared is None]
     if not texts or config.tokenization is Tokenization.AHEAD:
@@ -83,7 +85,7 @@ def wants_streams(config: DataConfig, origins: Sequence[Origin], *, epochs: bool
                     "Ahead, or prepare the data"
                 )
         return True
-    if epochs:
+    if epochs or steps_differ:
         return False
     return all(text.divisible for text in texts) and sum(text.size for text in texts) >= _WORTH_IT
 

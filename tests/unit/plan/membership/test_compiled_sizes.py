@@ -1,0 +1,127 @@
+"""Sizes that have no graphs are dearer: another one is taken until compiling pays, or until a spare has compiled it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_builders import spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.job import ConditionType, Phase, Rung
+from trainium_contract.spec.precompile import MAX_COMPILED, CompiledSize, CompiledStatus
+from trainium_operator.plan.model.conditions import is_true
+
+REST = 30
+COMPILE = 600.0
+
+
+def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
+    """8 nodes make one pass a step, 4 to 7 two, 3 three, 2 four."""
+    job_spec = spec(
+        workers={"replicas": 8, "minReplicas": 2},
+        recovery={"rescaleAfterSeconds": REST},
+        trainer={"steps": 10**7, "batch": {"globalSize": 8}},
+        precompile={"enabled": True, "sizes": sizes},
+        **changes,
+    )
+    cluster = FakeCluster(job_spec, 8)
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    return cluster
+
+
+def tell(cluster: FakeCluster, *sizes: int) -> None:
+    """Somebody has compiled for these sizes."""
+    cluster.compiled = tuple(CompiledSize(nodes=size, seconds=COMPILE) for size in sizes)
+    cluster.dirty = True  # what a heartbeat brings anew wakes the operator
+
+
+def size(cluster: FakeCluster) -> int:
+    return cluster.status.membership.size
+
+
+def test_the_status_names_the_sizes_whose_graphs_are_there_and_what_the_slowest_took() -> None:
+    cluster = started()
+    assert cluster.status.compiled == CompiledStatus(sizes=(8,))
+    tell(cluster, 4, 2)
+    cluster.run(2)
+    assert cluster.status.compiled == CompiledStatus(sizes=(8, 4, 2), seconds=COMPILE)
+    cluster.suspend(True)
+    cluster.run(20)
+    assert is_true(cluster.status, ConditionType.SUSPENDED)
+    assert cluster.status.compiled == CompiledStatus(), "the job may be given another image now"
+
+
+def test_what_no_job_of_this_shape_could_run_at_is_not_believed() -> None:
+    cluster = started(parallelism={"tensor": 2})
+    tell(cluster, 4, 3, 5)
+    cluster.run(2)
+    assert cluster.status.compiled.sizes == (8, 4), "three and five processes make no pairs"
+    tell(cluster, 10, 6)
+    cluster.run(2)
+    assert cluster.status.compiled.sizes == (8, 4, 6), "ten nodes are more than it may have"
+
+
+def test_of_very_many_sizes_no_more_are_remembered_than_the_status_holds() -> None:
+    cluster = started()
+    cluster.change(max_replicas=200)
+    for first in (2, 62, 122):
+        tell(cluster, *range(first, first + 60))
+        cluster.run(2)
+    assert len(cluster.status.compiled.sizes) == MAX_COMPILED
+
+
+def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
+    cluster = started()
+    cluster.spec = cluster.spec.replaced(precompile=cluster.spec.precompile.replaced(enabled=False))
+    cluster.dirty = True
+    cluster.lose_node("node-7")
+    cluster.run(REST + 20)
+    assert (size(cluster), cluster.status.compiled.sizes) == (4, ())
+
+
+def test_a_loss_shrinks_the_job_to_a_size_that_is_compiled_and_it_grows_when_the_better_one_is() -> None:
+    cluster = started()
+    tell(cluster, 3)
+    cluster.run(2)
+    cluster.lose_node("node-7")
+    cluster.run(REST + 20)
+    assert size(cluster) == 3, "4 nodes would make two passes in place of three, after ten minutes"
+    cluster.run(5 * REST)
+    assert size(cluster) == 3
+    tell(cluster, 3, 4)
+    cluster.run(2 * REST)
+    assert size(cluster) == 4
+    assert cluster.status.history[-1].rung is Rung.GROW
+    cluster.restore_node("node-7")
+    cluster.run(6 * REST)
+    assert size(cluster) == 8
+
+
+def test_a_size_that_nobody_compiles_is_taken_when_the_wait_has_cost_as_much() -> None:
+    cluster = started()
+    tell(cluster, 3)
+    cluster.run(2)
+    cluster.lose_node("node-7")
+    cluster.run(REST + 20)
+    began = cluster.now
+    while size(cluster) == 3:
+        cluster.run(10)
+        assert cluster.now < began + 4 * COMPILE
+    # 3 nodes have two thirds of the speed of 4: a third of the time is lost.
+    assert cluster.now - began == pytest.approx(3 * COMPILE, rel=0.05)
+
+
+def test_where_nothing_smaller_is_compiled_the_best_size_is_taken_at_once() -> None:
+    cluster = started("Start")
+    cluster.lose_node("node-7")
+    cluster.run(REST + 20)
+    assert size(cluster) == 4
+
+
+def test_what_a_person_asks_for_is_done_at_once() -> None:
+    cluster = started()
+    cluster.change(replicas=4)
+    cluster.run(20)
+    assert size(cluster) == 4

@@ -1,0 +1,58 @@
+"""How far a run has come and how long its next step is: in steps, or in samples where steps differ.
+
+Invariants: a pure function of configuration, size and position. Without a tolerance (`batch.tolerance`) all steps are
+alike and are what is counted. With one the samples are: the run ends with the sample at which it would have ended
+without, and the last step takes what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_trainer.data.batches.share import samples_at
+
+if TYPE_CHECKING:
+    from trainium_trainer.checkpoint.interfaces import Position
+    from trainium_trainer.configuration.config import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """From a run's first sample to its last, at one size."""
+
+    batch: int
+    """Samples of a step at this size."""
+    steps: int
+    """How long the run is, in steps of the global batch."""
+    end: int | None = None
+    """The samples of the whole run; None where steps are counted."""
+
+    @staticmethod
+    def of(settings: Settings, epoch_samples: int | None = None) -> Course:
+        """The course of a configuration whose steps are known; an epoch is `epoch_samples` long."""
+        config, end = settings.config, None
+        if config.batch.tolerance:
+            counted = config.epochs and epoch_samples
+            end = math.ceil(config.epochs * counted) if counted else config.steps * config.batch.global_size
+        return Course(batch=settings.batch, steps=config.steps, end=end)
+
+    def next_batch(self, samples: int) -> int:
+        """Samples of the step that begins at a global position."""
+        return samples_at(samples, self.batch, self.end)
+
+    def is_over(self, position: Position) -> bool:
+        """Whether there is no step left."""
+        return position.step >= self.steps if self.end is None else position.samples >= self.end
+
+    def done(self, position: Position) -> float:
+        """How many of `steps` a position is from the beginning, for the schedule."""
+        return position.step if self.end is None else position.samples * self.steps / self.end
+
+    def total_steps(self, position: Position) -> int:
+        """Steps of the whole run, were it to go on at this size."""
+        if self.end is None:
+            return self.steps
+        left = max(0, self.end - position.samples)
+        return position.step + -(-left // self.batch)
