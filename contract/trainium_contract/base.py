@@ -39,6 +39,12 @@ class MessageModel(ContractModel):
     model_config = ConfigDict(extra="ignore")
 
 
+class StatusModel(MessageModel):
+    """Base of what a job's status is made of: only numbers that JSON can carry, whoever edited it."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
 Text = Annotated[str, Field(max_length=1024)]
 """A bounded human sentence."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, MessageModel, Text
+from trainium_contract.base import ContractModel, StatusModel, Text
 from trainium_contract.faults.causes import Cause
 from trainium_contract.sizes import BatchShape, likely_first
 from trainium_contract.spec.elasticity import ElasticitySpec
@@ -164,7 +164,7 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class Condition(MessageModel):
+class Condition(StatusModel):
     """A metav1.Condition."""
 
     type: ConditionType
@@ -198,7 +198,7 @@ class Rung(StrEnum):
     """Ended with a verdict."""
 
 
-class Interruption(MessageModel):
+class Interruption(StatusModel):
     """One interruption of training and its answer; times in seconds by the operator's or the agent's clock."""
 
     generation: int
@@ -237,7 +237,7 @@ class Interruption(MessageModel):
     """What the ledger puts to it so far; less than recoveredSeconds where interruptions overlap."""
 
 
-class MembershipStatus(MessageModel):
+class MembershipStatus(StatusModel):
     """The current generation, without its ranks (those are in the ConfigMap `<job>-membership`)."""
 
     generation: int = 0
@@ -258,7 +258,7 @@ class MembershipStatus(MessageModel):
     """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
 
 
-class ProgressStatus(MessageModel):
+class ProgressStatus(StatusModel):
     """How far training is."""
 
     step: int = 0
@@ -273,7 +273,7 @@ class ProgressStatus(MessageModel):
     """When this was reported, RFC 3339."""
 
 
-class AlertStatus(MessageModel):
+class AlertStatus(StatusModel):
     """What the trainer's monitors have told."""
 
     kind: Annotated[str, Field(max_length=64)]
@@ -288,7 +288,7 @@ def _is_none(step: int) -> bool:
     return step < 0
 
 
-class CheckpointStatus(MessageModel):
+class CheckpointStatus(StatusModel):
     """Newest steps that a resume could use; in Python -1 for none, in the resource absent."""
 
     memory_step: Annotated[int, Field(exclude_if=_is_none)] = -1
@@ -301,7 +301,7 @@ class CheckpointStatus(MessageModel):
     """Newest warning about checkpoints, for instance that a damaged one was stepped over."""
 
 
-class RestartsStatus(MessageModel):
+class RestartsStatus(StatusModel):
     """Interruptions by faults since the job began, changes of the size left out; never reset."""
 
     total: int = 0
@@ -310,7 +310,7 @@ class RestartsStatus(MessageModel):
     """Interruptions by cause."""
 
 
-class FailureRecord(MessageModel):
+class FailureRecord(StatusModel):
     """One counted failure, for the windowed budgets."""
 
     at: float
@@ -323,7 +323,7 @@ class FailureRecord(MessageModel):
     """Node that new workers keep away from because of it; empty when no node is suspected."""
 
 
-class StragglerStatus(MessageModel):
+class StragglerStatus(StatusModel):
     """A member that is slower than the others."""
 
     pod: Annotated[str, Field(max_length=253)]
@@ -338,7 +338,7 @@ class StragglerStatus(MessageModel):
     """It has been so for `recovery.stragglers.persistSteps`."""
 
 
-class TrainingJobStatus(MessageModel):
+class TrainingJobStatus(StatusModel):
     """What the operator observed and decided; also its memory across restarts."""
 
     observed_generation: int = 0

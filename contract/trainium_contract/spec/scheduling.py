@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, MessageModel
+from trainium_contract.base import ContractModel, StatusModel
 
 
 class Gang(StrEnum):
@@ -48,7 +48,7 @@ class SchedulingSpec(ContractModel):
     """Priority class of the worker pods, and of the job in its queue; empty: the cluster's default."""
 
 
-class GangStatus(MessageModel):
+class GangStatus(StatusModel):
     """How the workers are brought onto nodes together: what must outlive a restart of the operator."""
 
     holding_since: float | None = None

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import MessageModel
+from trainium_contract.base import StatusModel
 
 MAX_SIZES = 8
 """Sizes whose steps are kept apart."""
@@ -23,7 +23,7 @@ OVERHEAD = "Overhead"
 """Time in steps beyond the reference step time: slow nodes, saves, input, and the step that a fault cut short."""
 
 
-class StageSeconds(MessageModel):
+class StageSeconds(StatusModel):
     """Seconds lost to one interruption, by what was going on; the reference time of the first new step is not lost."""
 
     detect: float = 0.0
@@ -43,7 +43,7 @@ class StageSeconds(MessageModel):
         return self.detect + self.decide + self.restart + self.load + self.replay
 
 
-class SizeAccount(MessageModel):
+class SizeAccount(StatusModel):
     """Steps of the final history that were made at one size."""
 
     size: int
@@ -56,7 +56,7 @@ class SizeAccount(MessageModel):
     """A whole window stands behind it."""
 
 
-class StepWindow(MessageModel):
+class StepWindow(StatusModel):
     """The present window of step times, and where its next sample begins."""
 
     size: int = 0
@@ -69,7 +69,7 @@ class StepWindow(MessageModel):
     """Seconds per step."""
 
 
-class GoodputStatus(MessageModel):
+class GoodputStatus(StatusModel):
     """Where the time went since the workers first began together (definitions: docs/goodput.md)."""
 
     ratio: float = 0.0

@@ -76,3 +76,9 @@ def test_the_given_object_is_not_changed() -> None:
     raw = {**GOOD, "phase": "Dancing"}
     readable_status(raw, "default/demo")
     assert raw["phase"] == "Dancing"
+
+
+def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
+    raw = {"goodput": {"ratio": float("inf")}, "gang": {"holdingSince": float("nan"), "givenBack": 2}}
+    status = readable_status(raw, "team/llama")
+    assert (status.goodput.ratio, status.gang.holding_since, status.gang.given_back) == (0.0, None, 2)
