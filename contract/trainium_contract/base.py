@@ -17,7 +17,6 @@ class ContractModel(BaseModel):
         frozen=True,
         extra="forbid",
         use_enum_values=False,
-        allow_inf_nan=False,  # JSON has neither, and no field means anything by them
         use_attribute_docstrings=True,
     )
 
