@@ -9,6 +9,7 @@ from trainium_client.views.advice import STALE_SECONDS, advise
 from trainium_client.views.goodput import GoodputView, goodput_view
 from trainium_client.views.interruptions import InterruptionView, interruptions
 from trainium_client.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
+from trainium_contract.manager import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,6 +76,8 @@ class JobView:
     namespace: str
     uid: str
     model: str
+    managed_by: str
+    """Who else controls the job; empty for the operator."""
     phase: str
     """Empty while no operator has answered the job."""
     stage: str
@@ -126,7 +129,8 @@ class JobView:
     def stale(self) -> bool:
         """A job that trains and of which nobody has written for long."""
         written = self.written_seconds_ago
-        return not self.ended and self.phase != "Suspended" and written is not None and written > STALE_SECONDS
+        watched = not self.ended and self.phase != "Suspended" and not self.managed_by
+        return watched and written is not None and written > STALE_SECONDS
 
 
 def job_view(
@@ -148,6 +152,7 @@ def job_view(
         namespace=text(metadata, "namespace"),
         uid=text(metadata, "uid"),
         model=_model(spec),
+        managed_by=_manager(spec),
         phase=text(status, "phase"),
         stage=text(status, "stage"),
         stage_share=number(status, "stageProgress"),
@@ -201,6 +206,11 @@ def with_advice(view: JobView) -> JobView:
 def _model(spec: Mapping[str, Any]) -> str:
     model = mapping(mapping(spec, "trainer"), "model")
     return text(model, "preset") or plain(str(mapping(model, "weights").get("path") or "")) or "model of its own shape"
+
+
+def _manager(spec: Mapping[str, Any]) -> str:
+    manager = text(spec, "managedBy")
+    return "" if is_ours(manager) else manager
 
 
 def _since(stamp: str, now: float) -> float | None:

@@ -139,7 +139,7 @@ class Reconciler:
 
     async def _reconcile(self, key: Key) -> None:
         record = self._caches.jobs.store.get(key)
-        if record is None:  # deleted; what it owned is the garbage collector's
+        if record is None or record.elsewhere:  # deleted: what it owned is the garbage collector's; or not ours
             self._queue.forget(key)
             self._pace.forget(key)
             self._written.pop(key, None)
