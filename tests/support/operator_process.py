@@ -84,9 +84,12 @@ class OperatorProcess:
         die_after_write: int | None = None,
         identity: str = "operator-0",
         clock: Callable[[], float] = wall_clock,
+        settings: Settings | None = None,
     ) -> None:
         self.connection = Connection(cluster, die_after_write)
-        self.runtime = Runtime(Settings(), self.connection, namespace="system", identity=identity, wall_clock=clock)
+        self.runtime = Runtime(
+            settings or Settings(), self.connection, namespace="system", identity=identity, wall_clock=clock
+        )
         self.ended = asyncio.Event()
         """It ended by itself: the Lease was lost."""
         self.began_to_lead = 0.0
@@ -102,7 +105,8 @@ class OperatorProcess:
         runtime = self.runtime
         work = [reflector.run() for reflector in runtime.caches.reflectors()]
         self._lease = asyncio.create_task(self._lead())
-        others = [self._watch_jobs(), *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
+        jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
+        others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
         self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
 

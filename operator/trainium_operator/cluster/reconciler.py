@@ -146,6 +146,9 @@ class Reconciler:
             self._unknown.pop(key, None)
             self._queue.quick(key)
             return
+        if not self._caches.namespaces.is_open(key[0]):
+            self._queue.forget(key)  # what is not listed is not gone; when it is, the jobs are planned again
+            return
         if record.view is None:
             self._unreadable(key, record)
             return
