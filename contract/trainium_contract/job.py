@@ -18,11 +18,13 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.sizes import BatchShape, likely_first
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
+from trainium_contract.spec.managed_by import MAX_MANAGER
 from trainium_contract.spec.precompile import MAX_COMPILED, CompiledStatus, PrecompileSizes, PrecompileSpec
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.spec.scheduling import GangStatus, SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.spec.workers import WorkersSpec
+from trainium_contract.status.activity import ActivityStatus, DeadlineSeconds
 from trainium_contract.status.ledger import GoodputStatus, StageSeconds
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
 from trainium_contract.trainer.checkpoint import CheckpointConfig
@@ -70,6 +72,13 @@ class TrainingJobSpec(ContractModel):
     """How the workers are brought onto nodes together."""
     clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
     """Which worker pods are deleted when the job has ended."""
+    active_deadline_seconds: DeadlineSeconds | None = None
+    """The job saves and ends as Failed when it has been active this long; a suspension begins the count anew. Omitted:
+    no limit."""
+    startup_deadline_seconds: DeadlineSeconds | None = None
+    """The job ends as Failed when it has made no step this long after it was created or resumed. Omitted: no limit."""
+    managed_by: Annotated[str, Field(max_length=MAX_MANAGER)] | None = None
+    """Who controls the job; any value but trainium.dev/trainium-operator means that this operator does not touch it."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """Delete the TrainingJob this long after it ended; omitted: never."""
 
@@ -129,6 +138,8 @@ class Phase(StrEnum):
     RESIZING = "Resizing"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
+    STOPPING = "Stopping"
+    """Saves, and ends as Failed."""
     COMPLETED = "Completed"
     FAILED = "Failed"
 
@@ -147,6 +158,8 @@ class ConditionType(StrEnum):
     ADMITTED = "Admitted"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
+    FAILURE_TARGET = "FailureTarget"
+    """It will fail, as soon as its workers have saved and left (as batch/v1 Job has it)."""
     FAILED = "Failed"
     READY = "Ready"
     """For tools: it trains, or has completed."""
@@ -379,6 +392,8 @@ class TrainingJobStatus(StatusModel):
     """Sizes whose graphs are there; with `spec.precompile`."""
     goodput: GoodputStatus = GoodputStatus()
     """Where the time went since the workers first began together."""
+    activity: ActivityStatus = ActivityStatus()
+    """Since when the job has been active, for its deadlines."""
     gang: GangStatus = GangStatus()
     """How the workers are brought onto nodes together."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()

@@ -85,17 +85,14 @@ def apply_settings(settings: kopf.OperatorSettings) -> None:
     settings.process.ultimate_exiting_timeout = 20
 
 
-async def run_kopf(
-    registry: kopf.OperatorRegistry, *, namespace: str, stop: asyncio.Event, ready: asyncio.Event
-) -> None:
-    """Watch until `stop`; an empty namespace means all. Create every long-lived task before this one."""
+async def run_kopf(registry: kopf.OperatorRegistry, *, stop: asyncio.Event, ready: asyncio.Event) -> None:
+    """Watch all namespaces until `stop`. Create every long-lived task before this one."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     await kopf.operator(
         registry=registry,
         identity=_IDENTITY,
         standalone=True,
-        clusterwide=not namespace,
-        namespaces=[namespace] if namespace else [],
+        clusterwide=True,
         stop_flag=stop,
         ready_flag=ready,
     )

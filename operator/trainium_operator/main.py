@@ -172,6 +172,11 @@ class Supervisor:
         runtime = self._runtime
         # Our own list is enough to begin with; kopf's import must not delay it.
         await runtime.caches.synced()
+        if runtime.settings.namespaces:
+            # Each is watched by a reflector of its own: kopf would end with the first that it may not read.
+            settle()
+            await self._kopf_stop.wait()
+            return
         handlers = await asyncio.to_thread(importlib.import_module, "trainium_operator.handlers")
         settle()
         registry = handlers.make_registry(
@@ -181,9 +186,7 @@ class Supervisor:
         ready = asyncio.Event()
         retake = asyncio.ensure_future(self._retake_signals(ready))
         try:
-            await handlers.run_kopf(
-                registry, namespace=runtime.settings.watch_namespace, stop=self._kopf_stop, ready=ready
-            )
+            await handlers.run_kopf(registry, stop=self._kopf_stop, ready=ready)
         finally:
             retake.cancel()
         self._stop.set()

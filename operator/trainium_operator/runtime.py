@@ -20,6 +20,7 @@ from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.discovery import Discovery
 from trainium_operator.cluster.cache.kueue import Kueue
+from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.cluster.cache.store import Store
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
@@ -48,9 +49,10 @@ from trainium_operator.plan.plan import plan
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.cluster.cache.store import Entry, Key
-    from trainium_operator.cluster.cache.views import JobRecord
+    from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.coordinator.state import Doubt
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import Observed, PodView
@@ -89,8 +91,8 @@ class Runtime:
         self.api = Api(transport, on_request=self._on_request)
         self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))
         self.pace = Pace(self.queue)
-        self.caches = make_caches(self.api, settings, on_change=self._kueue_changed)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
+        self.caches = make_caches(self.api, settings, clock, on_change=self._kueue_changed)
         self.state = CoordinatorState(clock)
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
         lease_api = Api(lease_transport or transport, on_request=self._on_request)
@@ -153,6 +155,7 @@ class Runtime:
             pace=self.pace,
         )
         enqueue_on_change(self.caches, self.queue, self.pace)
+        self.caches.namespaces.listen(self._enqueue_all_of)
         self.caches.jobs.store.listen(self._forget_job)
         self.caches.pods.store.listen(self._forget_pod)
 
@@ -212,6 +215,11 @@ class Runtime:
         """Have every job planned."""
         for key in self.caches.jobs.store.snapshot():
             self.queue.put(key)
+
+    def _enqueue_all_of(self, namespace: str) -> None:
+        for key in self.caches.jobs.store.snapshot():
+            if namespace in ("", key[0]):
+                self.queue.put(key)
 
     def live_problem(self) -> str:
         """Why a restart would help; empty when it would not."""
@@ -291,6 +299,7 @@ class Runtime:
     def _exposition(self) -> bytes:
         self.metrics.queue_depth.set(len(self.queue))
         self.metrics.agents.set(self.state.agent_count())
+        self.metrics.served({sight.value: count for sight, count in self.caches.namespaces.counts().items()})
         self.metrics.events_dropped.set(self.recorder.dropped)
         self.metrics.fleet(self.fleet.machines, frozen=bool(self.fleet.view.frozen))
         if self.caches.nodes is not None:
@@ -298,22 +307,35 @@ class Runtime:
         return self.metrics.exposition()
 
 
-def make_caches(api: Api, settings: Settings, *, on_change: Callable[[], None] = lambda: None) -> Caches:
+def make_caches(
+    api: Api,
+    settings: Settings,
+    clock: Callable[[], float] = time.time,
+    *,
+    on_change: Callable[[], None] = lambda: None,
+) -> Caches:
     """Caches of what the settings let us see, still empty; `on_change`: what Kueue gives all jobs is another."""
-    watched = settings.watch_namespace
-    children = Reflector(api, CONFIG_MAPS, Store(), child_record, namespace=watched, labels=LABEL_JOB, of_jobs=True)
+    served = settings.namespaces
+    namespaces = Namespaces(served or EVERYWHERE, clock=clock)
+    apart = bool(served)
+    jobs = Reflector if apart else Lister
+    labels = f"{LABEL_ROLE}={ROLE_WORKER}"
     return Caches(
-        jobs=Lister(api, JOBS, Store(), job_record, namespace=watched),
+        jobs=jobs(api, JOBS, Store(by_namespace=apart), job_record, namespaces=namespaces),
         pods=Reflector(
-            api, PODS, Store(), pod_view, namespace=watched, labels=f"{LABEL_ROLE}={ROLE_WORKER}", of_jobs=True
+            api, PODS, Store(by_namespace=apart), pod_view, namespaces=namespaces, labels=labels, of_jobs=True
         ),
-        config_maps=children,
+        config_maps=_children(api, CONFIG_MAPS, namespaces),
         nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
-        disruption_budgets=Reflector(
-            api, DISRUPTION_BUDGETS, Store(), child_record, namespace=watched, labels=LABEL_JOB, of_jobs=True
-        ),
-        kueue=Kueue(api, enabled=settings.kueue, namespace=watched, on_change=on_change),
+        disruption_budgets=_children(api, DISRUPTION_BUDGETS, namespaces),
+        kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
+        namespaces=namespaces,
     )
+
+
+def _children(api: Api, resource: Resource, namespaces: Namespaces) -> Reflector[ChildRecord]:
+    store: Store[ChildRecord] = Store(by_namespace=not namespaces.single)
+    return Reflector(api, resource, store, child_record, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
 
 
 def plan_settings(settings: Settings, namespace: str) -> PlanSettings:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import uuid
 from dataclasses import MISSING, dataclass, field, fields
@@ -17,6 +18,7 @@ from trainium_contract.wire.worker_env import COORDINATOR_PORT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PREFIX = "TRAINIUM_OPERATOR_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -26,6 +28,8 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
     return field(default=default, metadata={"help": text, "variable": variable})
 
 
+MOST_NAMESPACES = 50
+"""Served by name: each takes four connections to the API server, one for each kind that is watched in it."""
 MOST_NAMED_JOBS = 500
 """With metrics of their own: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
@@ -39,7 +43,10 @@ class Settings:
         "namespace of the operator itself (Lease, Secret, memory of bad machines); default: the pod's",
         variable="POD_NAMESPACE",
     )
-    watch_namespace: str = _setting("", "serve the jobs of this namespace only; empty: of all")
+    watch_namespace: str = _setting("", "one more of --watch-namespaces")
+    watch_namespaces: str = _setting(
+        "", f"serve the jobs of these namespaces only, separated by commas, at most {MOST_NAMESPACES}; empty: of all"
+    )
     watch_nodes: bool = _setting(True, "read nodes, to see deleted and unready ones")
     kubeconfig: str = _setting("", "kubeconfig file, for running outside of a pod")
     trainer_image: str = _setting("trainium-trainer:latest", "worker image of jobs that name none")
@@ -74,6 +81,12 @@ class Settings:
     log_format: str = _setting("json", "json or text")
 
     @property
+    def namespaces(self) -> tuple[str, ...]:
+        """The namespaces that are served, each once; empty for all."""
+        given = f"{self.watch_namespaces},{self.watch_namespace}".split(",")
+        return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+
+    @property
     def secret_name(self) -> str:
         """Name of the Secret with the certificates."""
         return self.tls_secret_name or f"{self.coordinator_service}-tls"
@@ -92,6 +105,12 @@ class Settings:
             ("--coordinator-port", self.coordinator_port, 0 <= self.coordinator_port <= 65535, "from 0 to 65535"),
             ("--metrics-port", self.metrics_port, 0 <= self.metrics_port <= 65535, "from 0 to 65535"),
             ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MOST_NAMED_JOBS, f"from 0 to {MOST_NAMED_JOBS}"),
+            (
+                "--watch-namespaces",
+                ",".join(self.namespaces),
+                all(_NAMESPACE.fullmatch(name) for name in self.namespaces) and len(self.namespaces) <= MOST_NAMESPACES,
+                f"at most {MOST_NAMESPACES} names of namespaces, separated by commas",
+            ),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
             ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
         )

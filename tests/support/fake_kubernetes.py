@@ -41,6 +41,10 @@ class _Watch:
     stalled: bool = False
 
 
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
 def refuse(status: int, reason: str, message: str = "", **headers: str) -> Answer:
     body = {"kind": "Status", "status": "Failure", "reason": reason, "message": message or reason, "code": status}
     return Answer(status, {key.replace("_", "-"): value for key, value in headers.items()}, json.dumps(body).encode())
@@ -169,6 +173,10 @@ class FakeCluster:
         self.requests.append(("WATCH", path))
         if self.down:
             raise ConnectionFailedError("connection refused")
+        refused = next((each for fault in self.faults if isinstance(each := fault("WATCH", path), Answer)), None)
+        if refused is not None and refused.status == 403:
+            yield Stream(403, _once(refused.body))
+            return
         resource, namespace, _, _ = _route(path)
         watch = _Watch(resource, namespace, query.get("labelSelector", ""))
         since = int(query["resourceVersion"])

@@ -246,12 +246,14 @@ class Workers:
             with contextlib.suppress(OldGenerationError):
                 taken = state.heartbeat(agent.job_id, self._heartbeat(agent))
                 if taken.matters:
-                    process.runtime.queue.put(("default", agent.job))
+                    process.runtime.queue.put((agent.job_id.namespace, agent.job))
                 elif taken.progressed:
-                    process.runtime.queue.put_after(("default", agent.job), process.runtime.settings.status_interval)
+                    process.runtime.queue.put_after(
+                        (agent.job_id.namespace, agent.job), process.runtime.settings.status_interval
+                    )
         except NotRegisteredError:
             if state.register(agent.job_id, _registration(agent)):
-                process.runtime.queue.put(("default", agent.job))
+                process.runtime.queue.put((agent.job_id.namespace, agent.job))
 
     def _follow_membership(self, agent: Agent, membership: Membership | None) -> None:
         if membership is None or agent.finished:
@@ -271,7 +273,7 @@ class Workers:
             phase = WorkerPhase.STANDBY
         step = self.step_of(agent.job)
         return HeartbeatRequest(
-            namespace="default",
+            namespace=agent.job_id.namespace,
             job=agent.job,
             pod_name=agent.name,
             pod_uid=agent.uid,
@@ -291,7 +293,7 @@ _ALIVE = ("Pending", "Running")
 
 def _registration(agent: Agent) -> RegisterRequest:
     return RegisterRequest(
-        namespace="default",
+        namespace=agent.job_id.namespace,
         job=agent.job,
         pod_name=agent.name,
         pod_uid=agent.uid,

@@ -84,11 +84,11 @@ class OperatorProcess:
         die_after_write: int | None = None,
         identity: str = "operator-0",
         clock: Callable[[], float] = wall_clock,
-        kueue: bool = False,
+        settings: Settings | None = None,
     ) -> None:
         self.connection = Connection(cluster, die_after_write)
         self.runtime = Runtime(
-            Settings(kueue=kueue), self.connection, namespace="system", identity=identity, wall_clock=clock
+            settings or Settings(), self.connection, namespace="system", identity=identity, wall_clock=clock
         )
         self.ended = asyncio.Event()
         """It ended by itself: the Lease was lost."""
@@ -105,7 +105,8 @@ class OperatorProcess:
         runtime = self.runtime
         work = [reflector.run() for reflector in runtime.caches.reflectors()]
         self._lease = asyncio.create_task(self._lead())
-        others = [self._watch_jobs(), *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
+        jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
+        others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
         runtime.caches.kueue.is_served(True)
         others.append(runtime.caches.kueue.run())
         self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]

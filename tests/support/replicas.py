@@ -13,6 +13,7 @@ from operator_process import OperatorProcess, training_job, until, wall_clock
 
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -47,7 +48,7 @@ class World:
             identity=identity,
             die_after_write=die_after_write,
             clock=lambda: wall_clock() + self.clock_error,
-            kueue=self._kueue,
+            settings=Settings(kueue=self._kueue),
         )
         process.connection.latency = self.latency
         process.connection.cut = identity in self.cut

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _GAP = 2
 STYLES = {
     "Running": "green", "Completed": "green", "Recovering": "yellow", "Resizing": "yellow", "Starting": "cyan",
-    "Pending": "cyan", "Suspending": "magenta", "Suspended": "magenta", "Failed": "bold red", "True": "green",
-    "Quarantined": "red", "Permanent": "bold red", "Probation": "yellow",
+    "Pending": "cyan", "Suspending": "magenta", "Suspended": "magenta", "Stopping": "red", "Failed": "bold red",
+    "True": "green", "Quarantined": "red", "Permanent": "bold red", "Probation": "yellow",
 }  # fmt: skip
 """Colours of words that mean the same everywhere."""
 

@@ -12,6 +12,8 @@ _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
 
 def advise(view: JobView) -> tuple[str, ...]:
     """Sentences, each with what to do."""
+    if view.managed_by:
+        return (f"{view.managed_by} controls this job (spec.managedBy), and the operator leaves it alone: look there.",)
     if not view.phase:
         return (
             (
@@ -33,6 +35,9 @@ def advise(view: JobView) -> tuple[str, ...]:
 def _troubles(view: JobView) -> list[str]:
     found: list[str] = []
     conditions = {each.type: each for each in view.conditions}
+    target = conditions.get("FailureTarget")
+    if view.phase == "Stopping" and target is not None:
+        found.append(f"{target.message} Its workers save and leave, then it fails.")
     if view.stale and view.written_seconds_ago is not None:
         found.append(
             f"What is shown is {view.written_seconds_ago:.0f} s old: the operator does not write. Look at it: "

@@ -73,6 +73,8 @@ class JobView:
     namespace: str
     uid: str
     model: str
+    managed_by: str
+    """Who else controls the job; empty for the operator."""
     phase: str
     """Empty while no operator has answered the job."""
     stage: str
@@ -124,4 +126,5 @@ class JobView:
     def stale(self) -> bool:
         """A job that trains and of which nobody has written for long."""
         written = self.written_seconds_ago
-        return not self.ended and self.phase != "Suspended" and written is not None and written > STALE_SECONDS
+        watched = not self.ended and self.phase != "Suspended" and not self.managed_by
+        return watched and written is not None and written > STALE_SECONDS

@@ -10,6 +10,7 @@ from trainium_client.views.goodput import GoodputView, goodput_view
 from trainium_client.views.interruptions import interruptions
 from trainium_client.views.job import AlertView, ArtifactView, CheckpointsView, ConditionView, FigureView, JobView
 from trainium_client.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
+from trainium_contract.spec.managed_by import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ def job_view(
         namespace=text(metadata, "namespace"),
         uid=text(metadata, "uid"),
         model=_model(spec),
+        managed_by=_manager(spec),
         phase=text(status, "phase"),
         stage=text(status, "stage"),
         stage_share=number(status, "stageProgress"),
@@ -90,6 +92,11 @@ def with_advice(view: JobView) -> JobView:
 def _model(spec: Mapping[str, Any]) -> str:
     model = mapping(mapping(spec, "trainer"), "model")
     return text(model, "preset") or plain(str(mapping(model, "weights").get("path") or "")) or "model of its own shape"
+
+
+def _manager(spec: Mapping[str, Any]) -> str:
+    manager = text(spec, "managedBy")
+    return "" if is_ours(manager) else manager
 
 
 def _since(stamp: str, now: float) -> float | None:

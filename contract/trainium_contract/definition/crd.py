@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
 from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
 from trainium_contract.definition.tuning_rules import TUNING_RULES
@@ -110,7 +111,7 @@ def object_schema() -> dict[str, Any]:
     """The openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
-    _attach(spec, (*SPEC_RULES, *TUNING_RULES))
+    _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     recovery = spec["properties"]["recovery"]["properties"]
     _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
@@ -127,7 +128,7 @@ def object_schema() -> dict[str, Any]:
             "status": status,
         },
     }
-    _attach(root, ROOT_RULES)
+    _attach(root, (*ROOT_RULES, *CONTROLLER_RULES))
     return root
 
 

@@ -45,3 +45,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "trainium-operator.trainerImage" -}}
 {{- default (printf "trainium-trainer:%s" .Chart.AppVersion) .Values.trainerImage }}
 {{- end }}
+
+{{- /* The served namespaces, separated by commas; empty for all. */}}
+{{- define "trainium-operator.namespaces" -}}
+{{- $one := list }}
+{{- with .Values.watchNamespace }}{{ $one = list . }}{{ end }}
+{{- concat .Values.watchNamespaces $one | uniq | join "," }}
+{{- end }}

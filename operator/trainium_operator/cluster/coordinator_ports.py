@@ -95,4 +95,4 @@ class WorkerPods:
         if entry is None or entry.uid != pod_uid or entry.owner is None:
             return None
         job = self._jobs.get((entry.owner.namespace, entry.owner.name))
-        return entry.owner if job is not None and job.id == entry.owner else None
+        return entry.owner if job is not None and job.id == entry.owner and not job.elsewhere else None

@@ -139,12 +139,15 @@ class Reconciler:
 
     async def _reconcile(self, key: Key) -> None:
         record = self._caches.jobs.store.get(key)
-        if record is None:  # deleted; what it owned is the garbage collector's
+        if record is None or record.elsewhere:  # deleted: what it owned is the garbage collector's; or not ours
             self._queue.forget(key)
             self._pace.forget(key)
             self._written.pop(key, None)
             self._unknown.pop(key, None)
             self._queue.quick(key)
+            return
+        if not self._caches.namespaces.is_open(key[0]):
+            self._queue.forget(key)  # what is not listed is not gone; when it is, the jobs are planned again
             return
         if record.view is None:
             self._unreadable(key, record)

@@ -25,7 +25,7 @@ from trainium_operator.plan.faults.node_signals import problems_of
 from trainium_operator.plan.fleet.memory import MachineState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from trainium_contract.faults.node_polarity import Severity
     from trainium_contract.job import TrainingJobStatus
@@ -57,6 +57,7 @@ class Metrics:
         self.queue_depth = gauge("queue_depth", "Jobs that wait for a worker")
         self.agents = gauge("agents", "Agents that are registered")
         self.events_dropped = gauge("events_dropped", "Events that were not written because there were too many")
+        self._served = gauge("namespaces", "Served namespaces by what can be read there; all as one count 1", "state")
         self._machines = gauge("machines", "Machines that faults were put down to", "state")
         self._frozen = gauge("node_actions_frozen", "1 while too many nodes look bad at once to act on any")
         self._reconcile = Histogram(
@@ -81,6 +82,11 @@ class Metrics:
         """One message of an agent was answered."""
         known = kind if kind in ("register", "heartbeat", "membership") else "other"
         self._messages.labels(known, str(status)).inc()
+
+    def served(self, counts: Mapping[str, int]) -> None:
+        """How many of the served namespaces are in which state."""
+        for state, count in counts.items():
+            self._served.labels(state).set(count)
 
     def fleet(self, machines: Iterable[Machine], *, frozen: bool) -> None:
         """What is remembered of machines now, and whether nodes are acted on."""

@@ -17,6 +17,7 @@ from trainium_operator.plan.history.in_place_restarts import take_restarts
 from trainium_operator.plan.history.lost_members import note_losses
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
 from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, stop
+from trainium_operator.plan.lifecycle.deadlines import end, is_ending, watch_deadlines
 from trainium_operator.plan.lifecycle.suspension import release, stay_active, suspend
 from trainium_operator.plan.lifecycle.ttl_after_finished import expire
 from trainium_operator.plan.membership.decide import decide_generation
@@ -74,6 +75,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         answer = answer.having(close_abandoned(facts, close_recovered(facts, answer.status)))
         answer = answer.then(summarise(facts, answer.status))
         return _sealed(facts, answer.then(complete(facts, answer.status)))
+    if is_ending(answer.status):
+        return _sealed(facts, _ended(facts, answer))
     verdict = reach_verdict(facts)
     unadmitted = facts.grant is not None and facts.grant.releases
     if verdict is None and not (job.spec.suspend or unadmitted):
@@ -84,6 +87,9 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if verdict is not None:
         answer = answer.then(summarise(facts, answer.status))
         return _sealed(facts, answer.then(stop(facts, answer.status, verdict)))
+    answer = answer.then(watch_deadlines(facts, answer.status))
+    if is_ending(answer.status):
+        return _sealed(facts, _ended(facts, answer))
     answer = answer.then(converge_configuration(facts, answer.status))
     if job.spec.suspend:
         answer = answer.then(suspend(facts, close_abandoned(facts, answer.status)))
@@ -103,6 +109,14 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if not _knows_less(facts):
         answer = answer.then(summarise(facts, answer.status))
     return _sealed(facts, answer)
+
+
+def _ended(facts: Facts, answer: Answer) -> Answer:
+    """What follows once it is decided that the job ends for a deadline: nothing else is decided any more."""
+    answer = answer.having(close_abandoned(facts, close_recovered(facts, answer.status)))
+    if not _knows_less(facts):
+        answer = answer.then(summarise(facts, answer.status))
+    return answer.then(end(facts, answer.status))
 
 
 def _knows_less(facts: Facts) -> bool:

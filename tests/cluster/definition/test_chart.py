@@ -31,7 +31,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.ya
 EVERYTHING = (
     "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
     "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
-    "watchNamespace=training,trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
+    "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
 )
 
 
@@ -80,13 +80,27 @@ def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) ->
     assert only(documents, "Role", NAME)["metadata"]["namespace"] == "system"
 
 
-def test_with_one_namespace_the_rights_to_jobs_are_given_there_only(api: Api) -> None:
-    documents = rendered(api, "watchNamespace=training")
+@pytest.mark.parametrize(
+    ("settings", "served"),
+    [
+        ("watchNamespace=training", ["training"]),
+        ("watchNamespaces={training,research}", ["training", "research"]),
+        ("watchNamespaces={training},watchNamespace=training", ["training"]),
+    ],
+)
+def test_with_a_list_of_namespaces_the_rights_to_jobs_are_given_there_only(
+    api: Api, settings: str, served: list[str]
+) -> None:
+    documents = rendered(api, settings)
     assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER)
-    jobs = only(documents, "Role", f"{NAME}-jobs")
-    assert granted(jobs) == used(Scope.WATCHED)
-    assert jobs["metadata"]["namespace"] == "training"
-    assert only(documents, "RoleBinding", f"{NAME}-jobs")["subjects"][0]["namespace"] == "system"
+    roles = [one for one in documents if one["kind"] == "Role" and one["metadata"]["name"] == f"{NAME}-jobs"]
+    assert [role["metadata"]["namespace"] for role in roles] == served
+    assert all(granted(role) == used(Scope.WATCHED) for role in roles)
+    bindings = [one for one in documents if one["kind"] == "RoleBinding" and one["metadata"]["name"] == f"{NAME}-jobs"]
+    assert [binding["metadata"]["namespace"] for binding in bindings] == served
+    assert all(binding["subjects"][0]["namespace"] == "system" for binding in bindings)
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert list(parse_settings(container["args"], {}).namespaces) == served
 
 
 def test_kueue_may_be_asked_only_where_that_is_switched_on(api: Api) -> None:
@@ -147,7 +161,7 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     assert parsed.memory_name == f"{NAME}-quarantine"
     assert not parsed.taint_nodes
     assert parsed.trainer_image == "trainium-trainer:0.1.0"
-    assert parsed.watch_namespace == ("training" if settings == EVERYTHING else "")
+    assert parsed.namespaces == (("training", "research") if settings == EVERYTHING else ())
     assert parsed.named_jobs == (50 if settings == EVERYTHING else 0)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"coordinator": parsed.coordinator_port, "metrics": parsed.metrics_port}
@@ -211,6 +225,7 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         ("image.pullPolicy=Sometimes", "value must be one of 'Always', 'IfNotPresent', 'Never'"),
         ("replicas=-1", "minimum: got -1, want 0"),
         ("watchNamespace=Training", "does not match pattern"),
+        ("watchNamespaces={a,B}", "does not match pattern"),
     ],
 )
 def test_a_misspelt_or_bad_value_is_refused(api: Api, settings: str, sentence: str) -> None:

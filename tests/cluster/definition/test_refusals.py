@@ -66,6 +66,15 @@ BAD_AT_CREATION = {
     "workers: {accelerator: {coresPerNode: 0}}": "coresPerNode in body should be greater than or equal to 1",
     "trainer: {optimizer: {learningRate: 0}}": "learningRate in body should be greater than 0",
     "trainer: {precision: Float8}": 'supported values: "Float32", "BFloat16", "BFloat16Stochastic"',
+    # Deadlines and controllers.
+    "activeDeadlineSeconds: 0": "spec.activeDeadlineSeconds in body should be greater than or equal to 1",
+    "startupDeadlineSeconds: 31536001": "startupDeadlineSeconds in body should be less than or equal to 31536000",
+    "{activeDeadlineSeconds: 60, startupDeadlineSeconds: 61}": (
+        "startupDeadlineSeconds 61 is above activeDeadlineSeconds 60, which would end the job before: lower it, or "
+        "leave one of them out"
+    ),
+    "managedBy: me": "managedBy names a controller as domain/name, for instance trainium.dev/trainium-operator",
+    "managedBy: Acme.io/x": "managedBy names a controller as domain/name",
     # Floors above sizes.
     "workers: {minReplicas: 5}": "minReplicas 5 is above workers.replicas 4: lower minReplicas or raise replicas",
     "workers: {maxReplicas: 3}": "workers.replicas 4 is above workers.maxReplicas 3: lower replicas or raise maxRep",
@@ -298,6 +307,17 @@ def test_what_training_depends_on_is_fixed_while_the_job_runs(running: Api, chan
 )
 def test_what_training_does_not_depend_on_may_change_while_the_job_runs(running: Api, change: str) -> None:
     assert running.refusal(job(change)) == ""
+
+
+def test_deadlines_may_change_at_any_time_and_who_controls_the_job_never(running: Api) -> None:
+    assert running.refusal(job("activeDeadlineSeconds: 60")) == ""
+    assert running.refusal(job("{activeDeadlineSeconds: 6000, startupDeadlineSeconds: 600}")) == ""
+    said = "managedBy cannot change: a job has one controller from its creation on"
+    assert said in running.refusal(job("managedBy: acme.io/scheduler"))
+    assert running.refusal(job("managedBy: acme.io/scheduler", name="theirs")) == ""
+    assert said in running.refusal(job("", name="theirs"))
+    assert said in running.refusal(job("managedBy: trainium.dev/trainium-operator", name="theirs"))
+    running.kubectl("delete", "trn", "theirs", "--wait=false")
 
 
 def test_a_suspended_job_may_be_changed_once_no_worker_is_left(running: Api) -> None:

@@ -73,3 +73,25 @@ def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
 
     assert job.losses() == reference
     assert status["restarts"]["total"] == 0, "a suspension is no failure"
+
+
+def test_a_job_at_its_deadline_saves_its_last_step_and_another_one_goes_on_from_there(
+    new_job: Callable[..., Job], reference: dict[int, float]
+) -> None:
+    job = new_job()
+    job.until_step(10)
+    patch = json.dumps({"spec": {"activeDeadlineSeconds": 1}})
+    job.site.kubectl("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", f"-p={patch}")
+    status = job.until_phase("Failed")
+
+    reached = max(job.losses())
+    assert 10 <= reached < 60
+    assert status["checkpoint"]["durableStep"] == reached, "no step is lost"
+    assert f"Its newest durable checkpoint is step {reached}." in status["verdict"]
+    assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
+    assert not job.pods()
+    assert status["restarts"]["total"] == 0, "a deadline is no fault"
+
+    job.delete()
+    job.apply().until_phase("Completed")
+    assert job.losses() == reference

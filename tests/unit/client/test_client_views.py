@@ -321,5 +321,34 @@ def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
     assert "w-0 cannot be scheduled" in view.advice
 
 
+def test_a_job_that_ends_at_a_deadline_says_so_while_it_saves_and_afterwards() -> None:
+    said = "The job has been active for 60 s, as long as activeDeadlineSeconds allows."
+    target = {"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded", "message": said}
+    view = screen(phase="Stopping", conditions=[target])
+
+    assert view.advice == (f"{said} Its workers save and leave, then it fails.",)
+    job = recorded("job")
+    entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": said}
+    job["status"] |= {"phase": "Failed", "verdict": said, "history": [entry]}
+    story = show(story_page(tell(job, advice=job_view(job, now=NOW).advice)), width=100, colour=False)
+    assert "stopped for good" in story
+    assert "active for 60 s" in story
+    assert "kubectl trn retry" in story
+
+
+def test_a_job_of_another_controller_sends_to_it() -> None:
+    job = recorded("job")
+    del job["status"]
+    job["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
+
+    view = job_view(job, now=NOW)
+
+    assert view.advice == (
+        "kueue.x-k8s.io/multikueue controls this job (spec.managedBy), and the operator leaves it alone: look there.",
+    )
+    job["spec"]["managedBy"] = "trainium.dev/trainium-operator"
+    assert "No operator has answered" in job_view(job, now=NOW).advice[0]
+
+
 def test_control_characters_are_taken_out_and_line_breaks_stay() -> None:
     assert plain("a\x1b[31mb\x07\n\tc\x9b") == "ab\n\tc"

@@ -37,6 +37,8 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--coordinator-port", "70000"], "--coordinator-port must be from 0 to 65535"),
         (["--log-level", "loud"], "--log-level must be one of debug, info"),
         (["--workers", "many"], "invalid int value: 'many'"),
+        (["--watch-namespaces", "ml,Research"], "--watch-namespaces must be at most 50 names of namespaces"),
+        (["--watch-namespaces", ",".join(f"n{at}" for at in range(51))], "at most 50 names of namespaces"),
         (["--wrokers=3"], "unrecognized arguments: --wrokers"),
         (["walk"], "invalid choice: 'walk'"),
     ],
@@ -48,6 +50,15 @@ def test_unusable_values_are_refused_with_a_sentence(
         parse_settings(arguments, {})
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_served_namespaces_are_named_once_each_and_none_means_all() -> None:
+    assert parse_settings(["--watch-namespaces", "ml, research,ml", "--watch-namespace", "late"], {}).namespaces == (
+        "ml",
+        "research",
+        "late",
+    )
+    assert parse_settings([], {}).namespaces == ()
 
 
 def test_an_unusable_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:

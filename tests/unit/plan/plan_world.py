@@ -146,6 +146,9 @@ class FakeWorld:
                 del self.pods[name]
             elif node is None or not node.up:
                 continue
+            elif each.view.deleting and self.now - each.since < STOP_SECONDS:
+                if each.agent is not None and each.agent.phase is WorkerPhase.TRAINING:
+                    self.committed = max(self.committed, each.agent.step)  # on SIGTERM the ranks save and leave
             elif each.view.deleting and self.now - each.since >= STOP_SECONDS:
                 if each.agent is None:
                     del self.pods[name]

@@ -74,6 +74,7 @@ class Jobs:
     """What all replicas of the coordinator know: it survives any of them."""
 
     def __init__(self) -> None:
+        self.heartbeat_seconds = 0.2
         self.registered: dict[str, m.RegisterRequest] = {}
         self.registrations: list[tuple[str, str]] = []
         self.heartbeats: dict[str, list[m.HeartbeatRequest]] = {}
@@ -162,7 +163,9 @@ class Server:
         body = m.RegisterRequest.model_validate(await request.json())
         self.jobs.registered[body.pod_name] = body
         self.jobs.registrations.append((body.pod_name, self.ip))
-        return answer(m.RegisterResponse(heartbeat_seconds=0.2, membership=self.jobs.membership))
+        return answer(
+            m.RegisterResponse(heartbeat_seconds=self.jobs.heartbeat_seconds, membership=self.jobs.membership)
+        )
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         if refusal := self._refuse(request):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,17 @@ async def test_the_installed_command_trains_and_names_what_its_environment_lacks
     await world.until(lambda: agent.returncode is not None, "the agent ended")
     assert agent.returncode == 0, (tmp_path / "a.log").read_text()
     assert len(world.starts()) == 1
+
+
+async def test_the_agent_of_a_pod_that_ends_tells_what_its_ranks_saved_last(world: World) -> None:
+    world.jobs.heartbeat_seconds = 2.0  # none of the usual ones comes in the moment between save and end
+    world.start("a")
+    await world.ready("a")
+    await world.jobs.publish(["a"])
+    await world.training("a", step=3)
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    last = world.jobs.last("a")
+    assert last is not None
+    assert last.progress is not None
+    assert last.progress.durable_step == last.progress.step > 3

@@ -14,7 +14,8 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual, settle
 
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import RefusedError
 from trainium_operator.plan.model import names
 
@@ -160,6 +161,30 @@ def test_a_user_s_own_object_of_our_name_is_left_alone_and_told_until_it_is_gone
         await until(lambda: condition().get("reason") in ("AllReady", "DisruptionAllowed"), 180, "the job has its own")
         assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
         running.cancel()
+        await process.kill()
+
+    run_virtual(scenario())
+
+
+def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_answered() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(wall_clock)
+        raw = training_job("llama")
+        raw["spec"]["managedBy"] = "acme.io/scheduler"
+        raw["spec"]["ofAnotherVersion"] = {"that": ["this operator", 1, "cannot read"]}
+        cluster.add(JOBS, raw)
+        cluster.add(PODS, worker("llama-w-0", "default", owner(cluster)))
+        before = cluster.get(JOBS, "default", "llama")
+        process = OperatorProcess(cluster)
+        await process.start()
+        await asyncio.sleep(700)  # also past a resync and a list
+        assert cluster.get(JOBS, "default", "llama") == before
+        assert cluster.names(PODS) == ["llama-w-0"]
+        assert not [key for key in cluster.objects if key[0] == EVENTS.plural]
+        caches = process.runtime.caches
+        uid = cluster.get(PODS, "default", "llama-w-0")["metadata"]["uid"]
+        directory = WorkerPods(caches.pods.store, caches.jobs.store)
+        assert directory.job_of("default", "llama-w-0", uid) is None
         await process.kill()
 
     run_virtual(scenario())

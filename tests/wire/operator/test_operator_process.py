@@ -96,6 +96,28 @@ def made() -> FakeCluster:
     return cluster
 
 
+async def test_with_a_list_of_namespaces_it_watches_the_jobs_of_each_by_itself_and_leaves_in_order(
+    tmp_path: Path,
+) -> None:
+    cluster = made()
+    for namespace in ("red", "blue", "grey"):
+        job = training_job("early")
+        job["metadata"]["namespace"] = namespace
+        cluster.add(JOBS, job)
+    async with operated(cluster, tmp_path, "--watch-namespaces", "red,blue") as operator:
+        await operator.says("leading as")
+        for namespace in ("red", "blue"):
+            await until(lambda: cluster.names(PODS, namespace) == ["early-w-0", "early-w-1"], 20, operator.log)  # noqa: B023
+        await until(lambda: cluster.open_streams(JOBS) == 2, 20, operator.log)
+        late = training_job("late")
+        late["metadata"]["namespace"] = "blue"
+        cluster.add(JOBS, late)
+        await until(lambda: "late-w-1" in cluster.names(PODS, "blue"), 20, operator.log)
+        assert cluster.names(PODS, "grey") == []
+        operator.process.send_signal(signal.SIGTERM)
+        assert await operator.ended() == 0
+
+
 async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_path: Path) -> None:
     cluster = made()
     cluster.add(JOBS, training_job("early"))

@@ -62,7 +62,7 @@ async def test_kopf_starts_under_a_user_id_that_has_no_name(monkeypatch: pytest.
     registry = handlers.make_registry(observe=lambda _raw, _deleted: None, credentials=credentials)
     stop = asyncio.Event()
     stop.set()
-    await handlers.run_kopf(registry, namespace="any", stop=stop, ready=asyncio.Event())
+    await handlers.run_kopf(registry, stop=stop, ready=asyncio.Event())
 
 
 async def test_probes_and_metrics_are_served() -> None:
@@ -107,7 +107,8 @@ def test_a_deaf_watch_is_not_alive_but_an_absent_api_server_is_no_reason_to_rest
         await process.start()
         await process.runtime.caches.synced()
         assert process.runtime.live_problem() == ""
-        process.runtime.caches.pods.heard -= DEAF_SECONDS + 1
+        for scope in process.runtime.caches.pods._scopes:
+            scope.heard -= DEAF_SECONDS + 1
         assert "watch of pods" in process.runtime.live_problem()
         cluster.down = True
         cluster.drop_streams()

@@ -429,6 +429,7 @@ class GenerationAgent(SimpleElasticAgent):
             if isinstance(event, _StateChanged) and (event.state.broken or event.state.stopped is not None):
                 break
         self.yielded = self._ranks.all_ended_with(ExitCode.YIELDING)
+        self._report.observe()  # what they saved last
 
     def _announce_leaving(self) -> None:
         leaving = self._order is Order.TERMINATE

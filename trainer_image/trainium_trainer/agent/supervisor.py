@@ -49,6 +49,8 @@ _ACKNOWLEDGE_SECONDS = 10.0
 _FORSAKEN_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
 _SLACK_SECONDS = 5.0
+_LAST_WORD_SECONDS = 2.0
+"""For telling the coordinator what was saved last; out of the margin between grace and kill."""
 _INTERNAL_ERROR = 70
 
 
@@ -107,7 +109,10 @@ class Supervisor:
             self._unfit = True
             self._report.give_up_with(unfit.code or ExitCode.USER_ERROR, unfit.sentence)
         try:
-            return await self._exit
+            code = await self._exit
+            if self._terminating:
+                await self._client.say_last(_LAST_WORD_SECONDS)
+            return code
         finally:
             for task in tasks:
                 task.cancel()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_operator.cluster.api.resources import FLAVORS, PRIORITIES, WORKLOADS
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
+from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import Store
 from trainium_operator.plan.model.quota import KueueState, Placement, QuotaView, WorkloadView
@@ -27,14 +28,28 @@ class Kueue:
     """What is kept of Kueue; `run` fills it from the moment that the cluster serves it."""
 
     def __init__(
-        self, api: Api, *, enabled: bool, namespace: str, on_change: Callable[[], None] = lambda: None
+        self,
+        api: Api,
+        *,
+        enabled: bool,
+        namespaces: tuple[str, ...] = (),
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when what every job may depend on has changed; `namespace` empty: of all."""
+        """`on_change` is called when what every job may depend on has changed; no `namespaces`: of all.
+
+        What cannot be read in one of them closes none: its Workloads are as they were last seen.
+        """
         self._enabled = enabled
         self._served = asyncio.Event()
         self._on_change = on_change
         self.workloads: Reflector[WorkloadView] = Reflector(
-            api, WORKLOADS, Store(), workload_view, namespace=namespace, labels=LABEL_JOB, of_jobs=True
+            api,
+            WORKLOADS,
+            Store(by_namespace=bool(namespaces)),
+            workload_view,
+            namespaces=Namespaces(namespaces or EVERYWHERE),
+            labels=LABEL_JOB,
+            of_jobs=True,
         )
         self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, Store(), flavor_view)
         self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, Store(), priority_view)
@@ -70,8 +85,8 @@ class Kueue:
 
     async def catch_up(self, since: float) -> None:
         """Have a list of the Workloads that is younger than `since` (loop time). Raises ApiError."""
-        if self._served.is_set() and self.workloads.listed < since:
-            await self.workloads.refresh()
+        if self._served.is_set():
+            await self.workloads.refresh(since)
 
     def quota(self, job: JobView) -> QuotaView | None:
         """What is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""

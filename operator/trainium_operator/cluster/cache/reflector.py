@@ -4,6 +4,8 @@ Invariants: whatever happens to the connection, the store converges; nothing tha
 stays (a list replaces the store's content); a stream that is silent for longer than the server's bookmarks is given up;
 and the list is repeated every ten minutes or so, so that not even a lost event lasts.
 Pages keep the memory of a large list small; a view is what is kept, never the object.
+Where single namespaces are served each is listed and watched by itself, into one store: a refusal of one (403) neither
+stops the others nor empties what is known of it (`namespaces`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import asyncio
 import logging
 import random
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trainium_operator.cluster.api.errors import ApiError, GoneError
+from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, GoneError
+from trainium_operator.cluster.cache.namespaces import Namespaces, Sight
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
 from trainium_operator.cluster.cache.store import Entry, Key, Store
 
@@ -37,6 +41,21 @@ FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 15.0
 
 
+@dataclass(slots=True)
+class _Scope:
+    """One list and watch: of one namespace, or of all."""
+
+    namespace: str
+    known: bool = False
+    """It has been listed, or refused where others are served too."""
+    heard: float = 0.0
+    listed: float = 0.0
+    version: str = ""
+    """Where the watch goes on; empty before the first list and after a refusal."""
+    stale: bool = False
+    """A list was refused beside the watch, which can no longer be trusted."""
+
+
 class Lister(Generic[V]):
     """Fills a store from lists, and from single objects that others read; `Reflector` adds the watch."""
 
@@ -47,32 +66,69 @@ class Lister(Generic[V]):
         store: Store[V],
         parse: Callable[[Json], V],
         *,
-        namespace: str = "",
+        namespaces: Namespaces | None = None,
         labels: str = "",
         of_jobs: bool = False,
     ) -> None:
-        """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels say."""
+        """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels say.
+
+        `namespaces` says what is served and hears what can be seen; None: all, and nobody asks. With several the store
+        must be `by_namespace`.
+        """
         self.synced = asyncio.Event()
-        self.heard = 0.0
-        """Loop time of the last sign of life from the server; 0 before the first."""
-        self.listed = 0.0
-        """Loop time at which the newest complete list was begun; 0 before the first."""
+        """Each namespace has been listed once, or is known to be out of reach."""
         self.resource = resource
         self.store = store
         self._api = api
         self._parse = parse
-        self._namespace = namespace
+        self._namespaces = namespaces or Namespaces()
+        self._namespaces.expect(resource.plural)
+        self._scopes = [_Scope(name) for name in self._namespaces.names]
         self._labels = labels
         self._of_jobs = of_jobs
 
-    async def refresh(self) -> str:
-        """Make the store equal to the server; returns the list's resource version. Raises ApiError."""
+    @property
+    def heard(self) -> float:
+        """Loop time of the last sign of life from the server, of the namespace with the oldest; 0 before the first."""
+        return min(scope.heard for scope in self._scopes)
+
+    async def refresh(self, since: float | None = None) -> str:
+        """Make the store equal to the server; returns the last list's resource version. Raises ApiError.
+
+        With `since` (loop time) only what was last listed before it. Where single namespaces are served a refused one
+        is passed over: nothing that is known of it counts until it is listed.
+        """
+        version = ""
+        for scope in self._scopes:
+            if since is not None and scope.listed >= since:
+                continue
+            try:
+                version = await self._list(scope)
+            except ForbiddenError as error:
+                if self._namespaces.single:
+                    raise
+                scope.stale = True
+                self._refused(scope, error)
+        return version
+
+    def _refused(self, scope: _Scope, error: ForbiddenError) -> None:
+        scope.heard = asyncio.get_running_loop().time()
+        self._namespaces.saw(self.resource.plural, scope.namespace, Sight.FORBIDDEN, str(error))
+        if not self._namespaces.single:
+            self._know(scope)
+
+    def _know(self, scope: _Scope) -> None:
+        scope.known = True
+        if all(each.known for each in self._scopes):
+            self.synced.set()
+
+    async def _list(self, scope: _Scope) -> str:
         entries: dict[Key, Entry[V]] = {}
         began = asyncio.get_running_loop().time()
         token = ""
         while True:
-            page = await self._api.list_page(self.resource, self._namespace, labels=self._labels, continue_token=token)
-            self.heard = asyncio.get_running_loop().time()
+            page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, continue_token=token)
+            scope.heard = asyncio.get_running_loop().time()
             for raw in page.get("items") or ():
                 key = _key(raw)
                 known = self.store.entry(key)
@@ -85,9 +141,10 @@ class Lister(Generic[V]):
             if not token:
                 break
         version: str = page["metadata"]["resourceVersion"]
-        self.store.replace(entries, int(version))
-        self.listed = began
-        self.synced.set()
+        self.store.replace(entries, int(version), scope.namespace)
+        scope.listed, scope.stale = began, False
+        self._know(scope)
+        self._namespaces.saw(self.resource.plural, scope.namespace, Sight.LISTED)
         return version
 
     def observe(self, raw: Json, *, deleted: bool) -> None:
@@ -138,35 +195,45 @@ class Reflector(Lister[V]):
         store: Store[V],
         parse: Callable[[Json], V],
         *,
-        namespace: str = "",
+        namespaces: Namespaces | None = None,
         labels: str = "",
         of_jobs: bool = False,
         relist_seconds: float = RELIST_SECONDS,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        super().__init__(api, resource, store, parse, namespace=namespace, labels=labels, of_jobs=of_jobs)
+        super().__init__(api, resource, store, parse, namespaces=namespaces, labels=labels, of_jobs=of_jobs)
         self._relist_seconds = relist_seconds
         self._jitter = jitter
-        self._version = ""
 
     async def run(self) -> None:
         """List and watch until cancelled."""
-        failures = 0
+        async with asyncio.TaskGroup() as group:
+            for scope in self._scopes:
+                group.create_task(self._keep(scope))
+
+    async def _keep(self, scope: _Scope) -> None:
+        failures, refusals = 0, 0
         relist_at = 0.0
         while True:
             loop = asyncio.get_running_loop()
             try:
-                if not self._version or loop.time() >= relist_at:
-                    self._version = await self.refresh()
+                if not scope.version or scope.stale or loop.time() >= relist_at:
+                    scope.version = await self._list(scope)
                     relist_at = loop.time() + self._relist_seconds * (0.8 + 0.4 * self._jitter())
                     failures = 0
                 started = loop.time()
-                if await self._watch(until=relist_at):
+                if await self._watch(scope, until=relist_at):
                     failures = 0
                 elif loop.time() - started < 1.0:
                     failures += 1  # a server that closes every stream at once must not be hammered
+                refusals = 0
             except GoneError:
-                self._version = ""
+                scope.version = ""
+            except ForbiddenError as error:
+                refusals += 1
+                failures = refusals  # a list that succeeds before each refused watch does not shorten the pause
+                scope.version = ""
+                self._refused(scope, error)
             except ApiError as error:
                 failures += 1
                 if failures in (1, 10) or failures % 100 == 0:
@@ -175,28 +242,30 @@ class Reflector(Lister[V]):
                 ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 16))
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))
 
-    async def _watch(self, *, until: float) -> bool:
+    async def _watch(self, scope: _Scope, *, until: float) -> bool:
         """One stream; whether it brought anything."""
         loop = asyncio.get_running_loop()
         seconds = min(WATCH_SECONDS * (1.0 + 0.25 * self._jitter()), max(1.0, until - loop.time()))
         brought = False
         events = self._api.watch(
             self.resource,
-            self._namespace,
+            scope.namespace,
             labels=self._labels,
-            resource_version=self._version,
+            resource_version=scope.version,
             seconds=int(seconds),
             silence=SILENCE_SECONDS,
         )
         async with aclosing(events):
             async for event in events:
-                self.heard = loop.time()
+                scope.heard = loop.time()
                 brought = True
                 raw = event["object"]
                 if event["type"] != "BOOKMARK":
                     self.observe(raw, deleted=event["type"] == "DELETED")
-                self._version = raw["metadata"]["resourceVersion"]
-        self.heard = loop.time()  # an orderly end is a sign of life as well
+                scope.version = raw["metadata"]["resourceVersion"]
+                if scope.stale:
+                    break
+        scope.heard = loop.time()  # an orderly end is a sign of life as well
         return brought
 
 

@@ -4,7 +4,8 @@ Invariants: an older version of an object never replaces a newer one; `replace` 
 except objects that were written through after that list was made, and brings back nothing that was seen to go while
 that list was on its way; every change that somebody else made is told once,
 synchronously, to the listeners (a write of our own is known to its writer). Kubernetes compares resource
-versions as integers, and so do we. Not for use from other threads.
+versions as integers, and so do we. Where each namespace is listed and watched by itself, each has versions of its own:
+how far one watch has come says nothing of another. Not for use from other threads.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ class Entry(Generic[V]):
 class Store(Generic[V]):
     """Objects of one kind by key, with one secondary index."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_namespace: bool = False) -> None:
+        """`by_namespace`: lists and watches are of one namespace each, not of all."""
+        self._by_namespace = by_namespace
         self._entries: dict[Key, Entry[V]] = {}
         self._owned: dict[JobId, dict[Key, Entry[V]]] = {}
         self._listeners: list[Callable[[Key, Entry[V] | None, Entry[V] | None], None]] = []
-        self._seen = 0
+        self._seen: dict[str, int] = {}
+        """How far each watch has come."""
         self._gone: dict[Key, int] = {}
         """Versions up to which objects are known to be gone, until a younger list says so too."""
 
@@ -73,21 +77,21 @@ class Store(Generic[V]):
         old = self._entries.get(key)
         if old is None or old.version < version:
             return False
-        self._seen = max(self._seen, version)
+        self._saw(key, version)
         return True
 
     def put(self, key: Key, entry: Entry[V]) -> bool:
         """Take an object from the watch; False when we know a newer version."""
-        self._seen = max(self._seen, entry.version)
+        self._saw(key, entry.version)
         return self._put(key, entry)
 
     def write_through(self, key: Key, entry: Entry[V]) -> bool:
         """Take an object from the answer to our own write, unless the watch has passed that version already."""
-        return entry.version > self._seen and self._put(key, entry, tell=False)
+        return entry.version > self._seen.get(self._scope(key), 0) and self._put(key, entry, tell=False)
 
     def remove(self, key: Key, version: int) -> None:
         """The watch said that the object was deleted, at `version`."""
-        self._seen = max(self._seen, version)
+        self._saw(key, version)
         self._gone[key] = max(version, self._gone.get(key, 0))
         old = self._entries.get(key)
         if old is not None and old.version <= version:
@@ -100,18 +104,29 @@ class Store(Generic[V]):
             self._gone[key] = max(old.version, self._gone.get(key, 0))
             self._drop(key, old)
 
-    def replace(self, entries: Mapping[Key, Entry[V]], version: int) -> None:
-        """Make the store equal to a list made at `version`: also tells what vanished unseen."""
-        self._seen = max(self._seen, version)
+    def replace(self, entries: Mapping[Key, Entry[V]], version: int, namespace: str = "") -> None:
+        """Make the store equal to a list made at `version`: also tells what vanished unseen.
+
+        `namespace`: what the list is of, where each is listed by itself; of others it says nothing.
+        """
+        scope = self._scope((namespace, ""))
+        self._saw((namespace, ""), version)
         gone = self._gone
-        self._gone = {key: at for key, at in gone.items() if at >= version}
+        self._gone = {key: at for key, at in gone.items() if self._scope(key) != scope or at >= version}
         for key, old in list(self._entries.items()):
-            if key not in entries and old.version <= version:
+            if self._scope(key) == scope and key not in entries and old.version <= version:
                 self._gone[key] = version
                 self._drop(key, old)
         for key, entry in entries.items():
             if entry.version > gone.get(key, -1):
                 self._put(key, entry)
+
+    def _scope(self, key: Key) -> str:
+        return key[0] if self._by_namespace else ""
+
+    def _saw(self, key: Key, version: int) -> None:
+        scope = self._scope(key)
+        self._seen[scope] = max(self._seen.get(scope, 0), version)
 
     def _put(self, key: Key, entry: Entry[V], *, tell: bool = True) -> bool:
         old = self._entries.get(key)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from trainium_contract.spec.managed_by import MAX_MANAGER, is_ours
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
@@ -49,13 +50,18 @@ _READINESS = {readiness.value: readiness for readiness in NodeReadiness}
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """One TrainingJob: its view, or why it cannot be read (an object from before the CRD's rules, or a newer one)."""
+    """One TrainingJob: its view, or why there is none.
+
+    It cannot be read (an object from before the CRD's rules, or a newer one), or somebody else controls it.
+    """
 
     namespace: str
     name: str
     uid: str
     view: JobView | None
     error: str = ""
+    elsewhere: str = ""
+    """Who else controls it (`spec.managedBy`): then nothing here reads or writes it, or answers its pods."""
 
     @property
     def id(self) -> JobId:
@@ -84,6 +90,9 @@ def job_record(raw: Json) -> JobRecord:
     """
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
+    manager = _mapping(raw.get("spec")).get("managedBy")
+    if not is_ours(manager):
+        return JobRecord(*identity, None, elsewhere=str(manager)[:MAX_MANAGER])
     try:
         spec, unknown = readable_spec(raw.get("spec"))
         view = JobView(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import STARTING_REASONS, FleetView, NodeView, Observed, PodPhase
 from trainium_operator.plan.report.write_throttle import only_progress_differs
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.cache.kueue import Kueue
-    from trainium_operator.cluster.cache.reflector import Lister, Reflector
+    from trainium_operator.cluster.cache.namespaces import Namespaces
+    from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.cluster.queue.pace import Pace
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import AgentView, JobView, PodView
     from trainium_operator.plan.model.quota import WorkloadView
+
+
+Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,17 @@ class Caches:
     disruption_budgets: Reflector[ChildRecord]
     kueue: Kueue
     """Nobody waits for it: jobs without a queue do not need it."""
+    namespaces: Namespaces
+    """Those that are served, and where all of the above but the nodes is known."""
 
-    def reflectors(self) -> tuple[Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView], ...]:
-        """All that have a `run`."""
-        always = (self.pods, self.config_maps, self.disruption_budgets)
-        return (*always, self.nodes) if self.nodes is not None else always
+    def reflectors(self) -> tuple[Watching, ...]:
+        """All that have a `run`; the jobs only where single namespaces are served, else kopf watches them."""
+        found: list[Watching] = [self.pods, self.config_maps, self.disruption_budgets]
+        if self.nodes is not None:
+            found.append(self.nodes)
+        if isinstance(self.jobs, Reflector):
+            found.append(self.jobs)
+        return tuple(found)
 
     async def synced(self) -> None:
         """Wait until each has been listed once."""
@@ -56,8 +67,9 @@ class Caches:
 
         `records_only`: of the jobs and their memberships, which are few. Raises ApiError.
         """
-        listers = (self.jobs, self.config_maps) if records_only else (self.jobs, *self.reflectors())
-        await asyncio.gather(*(lister.refresh() for lister in listers if lister.listed < since))
+        records = (self.jobs, self.config_maps)
+        others = tuple(each for each in self.reflectors() if each not in records)
+        await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
         if not records_only:
             await self.kueue.catch_up(since)
 
@@ -129,7 +141,8 @@ class Observer:
             published=self._agents.published(job.id),
             children=children,
             ca_bundle=self._ca_bundle(),
-            coordinator_since=self._agents.since,
+            # Agents whose pods were not known could not be heard either: their silence counts anew.
+            coordinator_since=max(self._agents.since, caches.namespaces.open_since(job.namespace)),
             now=self._wall_clock(),
             creations_from=self._creations_from(job.uid),
             in_the_way=self._in_the_way(job.uid),

@@ -34,6 +34,9 @@ def complete(facts: Facts, status: TrainingJobStatus) -> Answer:
     """The job has reached its end."""
     message = f"all {status.progress.total_steps or status.progress.step} steps are done"
     status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
+    if is_true(status, ConditionType.FAILURE_TARGET):
+        kind = ConditionType.FAILURE_TARGET
+        status = with_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
     status = _closed(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
     return Answer(status=status, actions=clean_up(facts, status))
 
@@ -62,6 +65,8 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
 def clean_up(facts: Facts, status: TrainingJobStatus) -> tuple[DeletePod, ...]:
     """Release what an ended job does not need, as `cleanPodPolicy` says; the members of a completed job end first."""
     policy = facts.job.spec.clean_pod_policy
+    if policy is CleanPodPolicy.NONE and is_true(status, ConditionType.FAILURE_TARGET):
+        policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
     if policy is CleanPodPolicy.NONE:
         return ()
     completed = is_true(status, ConditionType.COMPLETE)

@@ -54,6 +54,7 @@ class Reason(StrEnum):
     RESUMED = "Resumed"
     # For tools
     PROGRESSING = "Progressing"
+    STOPPING = "Stopping"
     # The end
     COMPLETED = "Completed"
     USER_ERROR = "UserError"
@@ -63,6 +64,8 @@ class Reason(StrEnum):
     BUDGET_EXHAUSTED = "BudgetExhausted"
     ACCELERATOR_RUNTIME = "AcceleratorRuntimeError"
     STOPPED_BY_RULE = "StoppedByRule"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     # Interruptions that were announced, and those that may be refused
     INTERRUPTION_NOTICE = "InterruptionNotice"
     DISRUPTION_ALLOWED = "DisruptionAllowed"

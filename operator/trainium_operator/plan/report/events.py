@@ -71,6 +71,7 @@ def _transitions(old: TrainingJobStatus, new: TrainingJobStatus) -> Iterator[Eve
     for kind, reason, warning in (
         (ConditionType.ADMITTED, Reason.ADMITTED, False),
         (ConditionType.COMPLETE, Reason.COMPLETED, False),
+        (ConditionType.FAILURE_TARGET, None, True),
         (ConditionType.FAILED, None, True),
         (ConditionType.SUSPENDED, Reason.SUSPENDED, False),
     ):

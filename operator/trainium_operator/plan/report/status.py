@@ -200,6 +200,8 @@ def _resizing(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def _phase(facts: Facts, status: TrainingJobStatus) -> Phase:
+    if is_true(status, ConditionType.FAILURE_TARGET):
+        return Phase.STOPPING
     if facts.job.spec.suspend:
         return Phase.SUSPENDED if is_true(status, ConditionType.SUSPENDED) else Phase.SUSPENDING
     if facts.current is None and status.membership.size == 0:

@@ -17,6 +17,7 @@ _NOT_READY: dict[Phase, Reason] = {
     Phase.RESIZING: Reason.SIZE_REQUESTED,
     Phase.SUSPENDING: Reason.SUSPENDING,
     Phase.SUSPENDED: Reason.SUSPENDED,
+    Phase.STOPPING: Reason.STOPPING,
 }
 _NEEDS_A_PERSON = frozenset({Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.NAME_TAKEN})
 

@@ -32,6 +32,8 @@ def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
         present = present.replaced(waiting_since=now)
     if _late(status.leaving_since, now):
         present = present.replaced(leaving_since=now)
+    if _late(status.activity.since, now):
+        present = present.replaced(activity=status.activity.replaced(since=now))
     if any(_late(record.at, now) for record in status.failures):
         failures = (record.replaced(at=now) if _late(record.at, now) else record for record in status.failures)
         present = present.replaced(failures=tuple(failures))

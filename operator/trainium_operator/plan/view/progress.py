@@ -27,6 +27,17 @@ def has_progress(facts: Facts) -> bool:
     return reported or facts.job.status.progress.step > 0
 
 
+def has_stepped(facts: Facts) -> bool:
+    """Whether the generation in force has made a step of its own, or is past the last one."""
+    for _, beat in facts.beats:
+        progress = beat.progress
+        if progress is None or beat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):
+            continue
+        if not progress.training or progress.step > (progress.resume_step or 0):
+            return True
+    return False
+
+
 def last_step(facts: Facts) -> int:
     """The last step that any member reported in the generation in force, else the status's; -1 when there is none."""
     reported = [beat.progress.step for _, beat in facts.beats if beat.progress is not None]

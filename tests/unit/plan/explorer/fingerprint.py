@@ -96,9 +96,15 @@ class _Relative:
             tuple(sorted(str(self.nodes.get(name)) for name in status.avoided_nodes)),
             tuple((self.pods.get(each.pod), each.reported, self.steps(each.since_step)) for each in status.stragglers),
             self.age(status.leaving_since),
+            self.age(status.activity.since) if self.has_deadline() else None,
+            status.activity.stepped,
             bool(status.start_time),
             bool(status.progress.step),
         )
+
+    def has_deadline(self) -> bool:
+        spec = self.cluster.spec
+        return spec.active_deadline_seconds is not None or spec.startup_deadline_seconds is not None
 
     def steps(self, since: int) -> int:
         return min(60, self.cluster.best_step - since)

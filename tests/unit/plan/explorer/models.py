@@ -16,16 +16,20 @@ NODES = 4
 _WARM_SECONDS = 12
 
 
-def _model(nodes: int = NODES, batch: int = 24, **workers: Any) -> FakeCluster:
+def _model(
+    nodes: int = NODES, batch: int = 24, deadlines: Mapping[str, int] | None = None, **workers: Any
+) -> FakeCluster:
     recovery = {"rescaleAfterSeconds": 30, "budgets": {"process": {"maxFailures": 50}}}
     trainer = {"steps": 10**6, "batch": {"globalSize": batch}}
-    made = spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer=trainer)
+    made = spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer=trainer, **(deadlines or {}))
     return FakeCluster(made, nodes)
 
 
-def trains(nodes: int = NODES, batch: int = 24, **workers: Any) -> FakeCluster:
+def trains(
+    nodes: int = NODES, batch: int = 24, deadlines: Mapping[str, int] | None = None, **workers: Any
+) -> FakeCluster:
     """A job that trains."""
-    cluster = _model(nodes, batch, **workers)
+    cluster = _model(nodes, batch, deadlines, **workers)
     cluster.run(_WARM_SECONDS)
     return cluster
 
@@ -46,5 +50,10 @@ MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
     # With one node less two train, whose graphs are there, although three are faster.
     "compiled": (lambda: compiles(2),),
+    # Over in the midst of what a letter begins, for training and for a start that has too few nodes.
+    "deadline": (
+        lambda: trains(spares=1, deadlines={"activeDeadlineSeconds": _WARM_SECONDS + 2}),
+        lambda: _model(nodes=1, deadlines={"startupDeadlineSeconds": 3}),
+    ),
 }
 """By name: the states from which histories begin, one that trains and one that has just been created."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget
 from trainium_contract.faults.read import budget_of
-from trainium_contract.job import Phase
-from trainium_operator.plan.model.conditions import is_terminal
+from trainium_contract.job import ConditionType, Phase
+from trainium_operator.plan.model.conditions import is_terminal, is_true
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster
@@ -35,6 +35,9 @@ def check_step(before: TrainingJobStatus, cluster: FakeCluster) -> None:
     assert status.restarts.total == sum(status.restarts.by_cause.values())
     if is_terminal(before):
         assert is_terminal(status), "a terminal condition was taken back"
+    if is_true(before, ConditionType.FAILURE_TARGET):
+        ends = is_true(status, ConditionType.FAILURE_TARGET) or is_true(status, ConditionType.COMPLETE)
+        assert ends, "the end that was decided on was taken back"
 
 
 def check_state(cluster: FakeCluster, blamed: Blamed) -> None:
@@ -42,6 +45,7 @@ def check_state(cluster: FakeCluster, blamed: Blamed) -> None:
     _one_incarnation_of_each_rank(cluster)
     _sizes(cluster)
     _budgets(cluster.status, blamed)
+    _deadline(cluster)
 
 
 def _one_incarnation_of_each_rank(cluster: FakeCluster) -> None:
@@ -75,6 +79,13 @@ def _budgets(status: TrainingJobStatus, blamed: Blamed) -> None:
     assert infrastructure <= blamed.infrastructure, (
         f"{infrastructure} failures use the infrastructure budget, {blamed.infrastructure} were the infrastructure's"
     )
+
+
+def _deadline(cluster: FakeCluster) -> None:
+    if not (is_true(cluster.status, ConditionType.FAILED) and is_true(cluster.status, ConditionType.FAILURE_TARGET)):
+        return
+    running = [name for name, pod in cluster.pods.items() if pod.agent is not None and not pod.view.deleting]
+    assert not running, f"the job has failed at its deadline, and {running} run on"
 
 
 def at_rest(cluster: FakeCluster) -> bool:

@@ -113,4 +113,5 @@ def main(argv: list[str]) -> int:
         if stop:
             store.set("stop", "1")
         if store.check(["stop"]):
+            progress.checkpoints(memory_step=step, durable_step=step)
             return 75

@@ -8,6 +8,7 @@ again, which is idempotent; token and certificate authority are read again whene
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -256,6 +257,16 @@ class CoordinatorClient:
                 backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
         finally:
             await self._coordinator.close()
+
+    async def say_last(self, seconds: float) -> None:
+        """One last heartbeat to the coordinator that was talked to, for no longer than this."""
+        if self._first is None:
+            return
+        with contextlib.suppress(CoordinatorUnavailableError, OlderGeneration, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._coordinator.request(
+                    self._first, messages.HEARTBEAT_PATH, HeartbeatResponse, body=self._heartbeat()
+                )
 
     async def _registered(self) -> tuple[Address, RegisterResponse]:
         """Register with the first address that answers as the leader."""

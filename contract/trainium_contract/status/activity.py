@@ -1,0 +1,21 @@
+"""How long a job may be active, and since when it is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import MessageModel
+
+DeadlineSeconds = Annotated[int, Field(ge=1, le=31_536_000)]
+"""A limit in whole seconds, at most a year."""
+
+
+class ActivityStatus(MessageModel):
+    """The clock of the deadlines: it stands still, and begins anew, while the job is suspended or waits for a queue."""
+
+    since: float | None = None
+    """Unix seconds since when the job has been active; absent while it is not."""
+    stepped: bool = False
+    """It has made a step since."""

@@ -1,0 +1,109 @@
+"""Policy: a job that is active for too long, or makes no step for too long, saves, gives back its nodes and fails.
+
+The clock runs while the job is active, and begins anew with each resumption, as that of batch/v1 Job does; waiting for
+a queue is not activity. When a deadline is over, the condition FailureTarget says so first; then the workers are asked
+to leave, on which the ranks save as for a suspension; Failed follows when none is left.
+Invariants: clock and decision are in the status, so neither a restart of the operator nor a later change of the spec
+takes them back; until the last worker has gone its reports count, so the status tells what was saved last; a job whose
+ranks all finish meanwhile is complete.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import ConditionStatus, ConditionType, Phase
+from trainium_contract.status.activity import ActivityStatus
+from trainium_operator.plan.diagnose.failure_policy import StopVerdict
+from trainium_operator.plan.lifecycle.completion import stop
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.view.progress import has_stepped
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_ADVICE = {
+    Reason.DEADLINE_EXCEEDED: "Raise spec.activeDeadlineSeconds and create the job again; it resumes from its newest "
+    "checkpoint.",
+    Reason.STARTUP_DEADLINE_EXCEEDED: "Remove what holds the workers up, or raise spec.startupDeadlineSeconds, and "
+    "create the job again.",
+}
+
+
+def is_ending(status: TrainingJobStatus) -> bool:
+    """Whether it is decided that the job ends for a deadline."""
+    return is_true(status, ConditionType.FAILURE_TARGET)
+
+
+def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Keep the clock; decide on the end when a deadline is over, else look again when it will be."""
+    status = status.replaced(activity=_activity(facts, status))
+    since, spec = status.activity.since, facts.job.spec
+    if since is None:
+        return Answer(status=status)
+    looks: list[float] = []
+    for reason, limit in (
+        (Reason.DEADLINE_EXCEEDED, spec.active_deadline_seconds),
+        (Reason.STARTUP_DEADLINE_EXCEEDED, None if status.activity.stepped else spec.startup_deadline_seconds),
+    ):
+        if limit is None:
+            continue
+        if facts.now >= since + limit:
+            message = _over(status, reason, limit)
+            kind = ConditionType.FAILURE_TARGET
+            return Answer(status=with_condition(status, kind, True, reason, message, now=facts.now))
+        looks.append(since + limit)
+    return Answer(status=status, looks=tuple(looks))
+
+
+def end(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Ask every worker to save and leave; the job has failed when none runs any more. Call when it `is_ending`."""
+    running = [worker for worker in facts.workers.values() if not worker.ended]
+    if not running:
+        return stop(facts, status, _verdict(status))
+    deletions = tuple(action for worker in running for action in deletion(worker, force=worker.node_bad))
+    return Answer(status=status.replaced(phase=Phase.STOPPING, waiting_since=None), actions=deletions)
+
+
+def _activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
+    evicted = facts.grant is not None and facts.grant.releases
+    if facts.job.spec.suspend or evicted or _waits_for_queue(status):
+        return ActivityStatus()
+    since = facts.now if status.activity.since is None else status.activity.since
+    return ActivityStatus(since=since, stepped=status.activity.stepped or has_stepped(facts))
+
+
+def _waits_for_queue(status: TrainingJobStatus) -> bool:
+    admitted = find_condition(status, ConditionType.ADMITTED)
+    return status.membership.size == 0 and admitted is not None and admitted.reason == Reason.WAITING_FOR_QUEUE
+
+
+def _over(status: TrainingJobStatus, reason: Reason, limit: int) -> str:
+    if reason is Reason.DEADLINE_EXCEEDED:
+        return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
+    kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
+    found = (find_condition(status, kind) for kind in kinds)
+    waits = next((each.message for each in found if each is not None and _says_why(each.status, each.message)), "")
+    why = f": {waits.rstrip('. ')}" if waits else ""
+    return f"The job has made no step within {limit} s, as long as startupDeadlineSeconds allows{why}."
+
+
+def _says_why(status: ConditionStatus, message: str) -> bool:
+    return status is ConditionStatus.FALSE and bool(message)
+
+
+def _verdict(status: TrainingJobStatus) -> StopVerdict:
+    target = find_condition(status, ConditionType.FAILURE_TARGET)
+    # Edited by hand it may give any reason: the job ends all the same.
+    reason = Reason.DEADLINE_EXCEEDED if target is None or target.reason not in _ADVICE else Reason(target.reason)
+    told = "" if target is None else target.message
+    step = status.checkpoint.durable_step
+    saved = f"Its newest durable checkpoint is step {step}." if step >= 0 else "It has no durable checkpoint."
+    message = sentence(f"{told} {saved} {_ADVICE[reason]}")
+    return StopVerdict(reason=reason, cause=Cause.YIELDED, message=message)

@@ -1,0 +1,133 @@
+"""Namespaces served by name, on a real API server: the chart's rights, and a namespace that goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainium_operator.cluster.api.client import Api as OperatorApi
+from trainium_operator.cluster.api.transport import connect
+from trainium_operator.cluster.cache.namespaces import Sight
+from trainium_operator.runtime import make_caches
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import Api
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SYSTEM, SERVED, GOING, OTHER = "ns-system", "ns-served", "ns-going", "ns-other"
+RELEASE = "listed"
+ACCOUNT = f"{RELEASE}-trainium-operator"
+PATIENCE_SECONDS = 60.0
+
+
+def role_objects(api: Api, *namespaces: str) -> str:
+    """ServiceAccount, roles and bindings of the chart, those in `namespaces` only when some are given."""
+    settings = f"watchNamespaces={{{SERVED},{GOING}}}"
+    text = api.helm("template", RELEASE, api.chart, "--namespace", SYSTEM, "--set", settings)
+    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    found = [one for one in yaml.safe_load_all(text) if one and one["kind"] in kinds]
+    wanted = [one for one in found if not namespaces or one["metadata"].get("namespace") in namespaces]
+    return yaml.safe_dump_all(wanted)
+
+
+@pytest.fixture(scope="module")
+def rights(defined: Api) -> Iterator[Api]:
+    for name in (SYSTEM, SERVED, GOING, OTHER):
+        defined.kubectl("create", "namespace", name)
+    defined.run("kubectl", "apply", "-f", "-", stdin=role_objects(defined))
+    yield defined
+    for name in (SYSTEM, SERVED, GOING, OTHER):
+        defined.run("kubectl", "delete", "namespace", name, "--wait=false")
+    for kind in ("clusterrole", "clusterrolebinding"):
+        defined.run("kubectl", "delete", kind, ACCOUNT, "--ignore-not-found")
+
+
+def may(api: Api, verb: str, kind: str, namespace: str) -> bool:
+    where = ["-n", namespace] if namespace else ["-A"]
+    account = f"--as=system:serviceaccount:{SYSTEM}:{ACCOUNT}"
+    return api.run("kubectl", "auth", "can-i", verb, kind, account, *where).stdout.strip() == "yes"
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [("create", "pods"), ("watch", "pods"), ("patch", "configmaps"), ("list", "trainingjobs.trainium.dev")],
+)
+def test_the_operator_may_do_its_work_in_the_listed_namespaces_and_nowhere_else(
+    rights: Api, verb: str, kind: str
+) -> None:
+    assert may(rights, verb, kind, SERVED)
+    assert may(rights, verb, kind, GOING)
+    assert not may(rights, verb, kind, OTHER)
+    assert not may(rights, verb, kind, "kube-system")
+    assert not may(rights, verb, kind, "")
+
+
+def credentials(api: Api, folder: Path) -> str:
+    """A kubeconfig with the operator's own token."""
+    whole = json.loads(api.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+    token = api.run("kubectl", "create", "token", ACCOUNT, "-n", SYSTEM).stdout.strip()
+    whole["users"] = [{"name": whole["users"][0]["name"], "user": {"token": token}}]
+    cluster = whole["clusters"][0]["cluster"]
+    if "certificate-authority" in cluster:
+        authority = Path(cluster.pop("certificate-authority"))
+        cluster["certificate-authority-data"] = base64.b64encode(authority.read_bytes()).decode()
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(whole))
+    return str(path)
+
+
+def job(name: str, namespace: str) -> str:
+    spec = {"workers": {"accelerator": {"device": "cpu"}}}
+    body: dict[str, Any] = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "spec": spec}
+    return json.dumps({**body, "metadata": {"name": name, "namespace": namespace}})
+
+
+def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_again(rights: Api, tmp_path: Path) -> None:
+    rights.run("kubectl", "apply", "-f", "-", stdin=job("stays", SERVED))
+    rights.run("kubectl", "apply", "-f", "-", stdin=job("elsewhere", OTHER))
+
+    async def seen() -> None:
+        transport = await connect(credentials(rights, tmp_path))
+        settings = Settings(watch_namespaces=f"{SERVED},{GOING}")
+        caches = make_caches(OperatorApi(transport), settings)
+        namespaces = caches.namespaces
+        namespaces.listen(lambda _: None)
+        watches = [asyncio.create_task(each.run()) for each in caches.reflectors()]
+
+        async def until(condition: Callable[[], bool], what: str) -> None:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not condition():
+                assert time.monotonic() < deadline, f"{what}: {namespaces.counts()}"
+                await asyncio.sleep(0.1)
+
+        await until(lambda: namespaces.is_open(SERVED) and namespaces.is_open(GOING), "both are listed")
+        await asyncio.to_thread(rights.run, "kubectl", "delete", "namespace", GOING)
+        for each in caches.reflectors():  # as when the watches end by themselves, up to five minutes later
+            await each.refresh()
+        assert (namespaces.sight(GOING), namespaces.is_open(SERVED)) == (Sight.FORBIDDEN, True)
+        await asyncio.to_thread(rights.run, "kubectl", "create", "namespace", GOING)
+        await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=role_objects(rights, GOING))
+        await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=job("again", GOING))
+        for each in caches.reflectors():
+            await each.refresh()
+        await until(lambda: namespaces.is_open(GOING), "it is listed again")
+        await until(
+            lambda: set(caches.jobs.store.snapshot()) == {(SERVED, "stays"), (GOING, "again")}, "the jobs are known"
+        )
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        await transport.close()
+
+    asyncio.run(seen())

@@ -1,0 +1,255 @@
+"""Deadlines: a job that is active for too long, or does not start, saves, gives its nodes back and fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, agent, deleted, job, node, observed, planned, pod, running, spec, training
+from plan_cluster import FakeCluster
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import Condition, ConditionStatus, ConditionType, MembershipStatus, Phase, Rung
+from trainium_contract.status.activity import ActivityStatus
+from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.observed import NodeReadiness
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.times import rfc3339
+
+LIMIT = 40
+
+
+def started(*, nodes: int = 6, seconds: float = 20, **job_spec: Any) -> FakeCluster:
+    steps = {"trainer": {"steps": job_spec.pop("steps", 10**6)}}
+    cluster = FakeCluster(spec(workers={"spares": 1}, **steps, **job_spec), nodes)
+    cluster.run(seconds)
+    return cluster
+
+
+def ending(**changes: Any) -> Any:
+    """A job that trains on pods 0 and 1, whose end was decided on a moment ago."""
+    condition = Condition(
+        type=ConditionType.FAILURE_TARGET,
+        status=ConditionStatus.TRUE,
+        reason="DeadlineExceeded",
+        message="The job has been active for 40 s, as long as activeDeadlineSeconds allows.",
+        last_transition_time=rfc3339(NOW - 1),
+    )
+    job_spec = spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT, **changes.pop("spec", {}))
+    status = {"conditions": (condition,), "activity": ActivityStatus(since=NOW - 50, stepped=True)}
+    return running(2, job_spec=job_spec, status=status, **changes)
+
+
+def test_a_job_that_was_active_long_enough_saves_first_and_fails_when_its_last_worker_has_left() -> None:
+    cluster = started(activeDeadlineSeconds=LIMIT)
+    assert cluster.status.phase is Phase.RUNNING
+    begun = cluster.status.activity.since
+    assert begun is not None
+    while cluster.now < begun + LIMIT:
+        assert cluster.status.phase is not Phase.STOPPING
+        cluster.run(1)
+    assert cluster.status.phase is Phase.STOPPING
+    target = find_condition(cluster.status, ConditionType.FAILURE_TARGET)
+    assert target is not None
+    assert (target.status, target.reason) == (ConditionStatus.TRUE, "DeadlineExceeded")
+    assert all(each.view.deleting for each in cluster.pods.values())
+    assert len(cluster.pods) == 5, "nobody is killed"
+    best = cluster.best_step
+    cluster.run(6)
+    assert cluster.pods == {}
+    status = cluster.status
+    assert status.phase is Phase.FAILED
+    failed = find_condition(status, ConditionType.FAILED)
+    assert failed is not None
+    assert failed.reason == "DeadlineExceeded"
+    assert status.checkpoint.durable_step == best == cluster.committed, "the last save is told"
+    assert status.verdict == (
+        f"The job has been active for 40 s, as long as activeDeadlineSeconds allows. Its newest durable checkpoint is "
+        f"step {best}. Raise spec.activeDeadlineSeconds and create the job again; it resumes from its newest "
+        "checkpoint."
+    )
+    assert (status.history[-1].rung, status.history[-1].cause) == (Rung.STOP, Cause.YIELDED)
+    assert (status.restarts.total, status.failures) == (0, ()), "a deadline is no fault"
+
+
+@pytest.mark.parametrize("writes", range(8))
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_an_operator_that_dies_after_any_write_of_the_end_goes_on_from_there(writes: int, when: int) -> None:
+    cluster = started(activeDeadlineSeconds=LIMIT)
+    since = cluster.status.activity.since
+    assert since is not None
+    while cluster.now < since + LIMIT - 1 + when:
+        cluster.run(1)
+    cluster.now += 1
+    cluster.reconcile(crash_after=writes)
+    cluster.run(20)
+    assert cluster.status.phase is Phase.FAILED
+    assert cluster.status.activity.since == since
+    assert cluster.status.checkpoint.durable_step >= 0
+    assert cluster.pods == {}
+    assert len(cluster.status.history) == 1
+
+
+def test_the_clock_goes_on_while_no_operator_is_there() -> None:
+    cluster = started(activeDeadlineSeconds=LIMIT)
+    cluster.crash_operator(seconds=60)
+    cluster.run(61)
+    assert cluster.status.phase in (Phase.STOPPING, Phase.FAILED)
+
+
+def test_a_suspended_job_has_no_deadline_and_each_resumption_begins_the_count_anew() -> None:
+    cluster = started(activeDeadlineSeconds=LIMIT)
+    cluster.suspend(True)
+    cluster.run(100)
+    assert cluster.status.phase is Phase.SUSPENDED
+    assert cluster.status.activity == ActivityStatus()
+    cluster.suspend(False)
+    cluster.run(LIMIT - 4)
+    assert cluster.status.phase is Phase.RUNNING
+    cluster.run(12)
+    assert cluster.status.phase is Phase.FAILED
+
+
+def test_a_deadline_that_is_raised_in_time_counts_and_one_that_is_raised_later_does_not() -> None:
+    for raised_at, phase in ((LIMIT - 8, Phase.RUNNING), (LIMIT + 2, Phase.FAILED)):
+        cluster = started(seconds=raised_at, activeDeadlineSeconds=LIMIT)
+        cluster.spec = cluster.spec.model_copy(update={"active_deadline_seconds": 10**6})
+        cluster.generation += 1
+        cluster.dirty = True
+        cluster.run(30)
+        assert cluster.status.phase is phase
+
+
+def test_neither_a_suspension_nor_a_resize_takes_the_end_back() -> None:
+    cluster = started(seconds=LIMIT + 2, activeDeadlineSeconds=LIMIT)
+    assert cluster.status.phase is Phase.STOPPING
+    cluster.suspend(True)
+    cluster.change(replicas=2)
+    cluster.run(10)
+    assert cluster.status.phase is Phase.FAILED
+    assert cluster.pods == {}
+
+
+def test_a_job_whose_ranks_finish_while_they_are_asked_to_leave_is_complete() -> None:
+    finished = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(2)}
+    result = planned(ending(agents=finished))
+    assert result.status.phase is Phase.COMPLETED
+    assert not is_true(result.status, ConditionType.FAILURE_TARGET)
+
+
+def test_a_worker_that_fails_on_its_way_out_gives_no_other_verdict_and_counts_as_no_failure() -> None:
+    crashed = training(1, verdict=None)
+    seen = ending(agents={1: replace(crashed, heard=NOW - 100)}, pods=(pod(0, deleting=True), pod(1, deleting=True)))
+    result = planned(seen)
+    assert result.status.phase is Phase.STOPPING
+    assert deleted(result) == {}, "asked once"
+    assert (result.status.restarts.total, result.status.failures) == (0, ())
+
+
+def test_a_worker_on_a_lost_node_is_not_waited_for() -> None:
+    nodes = {"node-0": node("node-0"), "node-1": node("node-1", NodeReadiness.UNKNOWN)}
+    result = planned(ending(nodes=nodes))
+    assert deleted(result) == {"demo-w-0": None, "demo-w-1": 0}
+
+
+@pytest.mark.parametrize("policy", ["Running", "All", "None"])
+def test_whatever_is_kept_nothing_runs_on(policy: str) -> None:
+    cluster = started(seconds=LIMIT + 10, activeDeadlineSeconds=LIMIT, cleanPodPolicy=policy)
+    assert cluster.status.phase is Phase.FAILED
+    assert not [name for name, each in cluster.pods.items() if each.agent is not None]
+
+
+def test_a_pod_that_shows_up_after_the_end_goes_too_even_where_pods_are_kept() -> None:
+    cluster = started(seconds=LIMIT + 10, activeDeadlineSeconds=LIMIT, cleanPodPolicy="None")
+    late = observed(job(cluster.spec, cluster.status), (pod(9),))
+    assert deleted(planned(late)) == {"demo-w-9": None}
+
+
+def test_a_job_that_makes_no_step_in_time_fails_with_what_it_waited_for() -> None:
+    cluster = started(nodes=2, seconds=25, startupDeadlineSeconds=20)
+    cluster.run(10)
+    assert cluster.status.phase is Phase.FAILED
+    failed = find_condition(cluster.status, ConditionType.FAILED)
+    assert failed is not None
+    assert failed.reason == "StartupDeadlineExceeded"
+    assert cluster.status.verdict.startswith(
+        "The job has made no step within 20 s, as long as startupDeadlineSeconds allows: 2 of 4 workers are "
+        "registered. demo-w-2, demo-w-3, demo-w-4 cannot be scheduled: 0 nodes are available. It has no durable "
+        "checkpoint. Remove what holds the workers up"
+    )
+    assert cluster.pods == {}
+
+
+def test_the_startup_deadline_is_over_with_the_first_step_and_counts_again_after_each_resumption() -> None:
+    cluster = started(seconds=60, startupDeadlineSeconds=20)
+    assert cluster.status.phase is Phase.RUNNING
+    assert cluster.status.activity.stepped
+    for name in [each.view.name for each in cluster.members()]:
+        cluster.kill_pod(name)
+    cluster.run(60)
+    assert cluster.status.phase is Phase.RUNNING, "a recovery is no start"
+    cluster.suspend(True)
+    cluster.run(10)
+    for name in list(cluster.nodes)[:4]:
+        cluster.mark_node(name, schedulable=False)
+    cluster.suspend(False)
+    cluster.run(35)
+    assert cluster.status.phase is Phase.FAILED
+
+
+def test_a_rank_that_has_only_loaded_its_checkpoint_has_made_no_step() -> None:
+    def stepped(step: int, resumed: int | None, stage: str = "Train") -> bool:
+        progress = Progress(step=step, resume_step=resumed, stage=stage)
+        agents = {at: training(at, progress=progress) for at in range(2)}
+        seen = running(2, job_spec=spec(workers={"replicas": 2}, startupDeadlineSeconds=60), agents=agents)
+        return planned(seen).status.activity.stepped
+
+    assert not stepped(40, 40)
+    assert stepped(41, 40)
+    assert not stepped(0, None)
+    assert stepped(100, 100, "Export"), "no step is left to be made"
+
+
+def test_the_time_in_a_queue_does_not_count() -> None:
+    waiting = Condition(
+        type=ConditionType.ADMITTED,
+        status=ConditionStatus.FALSE,
+        reason=Reason.WAITING_FOR_QUEUE.value,
+        last_transition_time=rfc3339(NOW - 900),
+    )
+    seen = running(
+        2,
+        job_spec=spec(workers={"replicas": 2}, scheduling={"queueName": "q"}, activeDeadlineSeconds=LIMIT),
+        status={
+            "conditions": (waiting,),
+            "membership": MembershipStatus(),
+            "activity": ActivityStatus(since=NOW - 900),
+        },
+        membership=None,
+        published=0,
+    )
+    assert planned(seen).status.activity.since is None
+
+
+def test_a_clock_that_was_lost_or_lies_in_the_future_begins_anew_now() -> None:
+    for since in (None, NOW + 10**6):
+        seen = running(
+            2,
+            job_spec=spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT),
+            status={"activity": ActivityStatus(since=since)},
+        )
+        result = planned(seen)
+        assert result.status.activity.since == NOW
+        assert result.requeue_after is not None
+        assert result.requeue_after <= LIMIT
+
+
+def test_a_decision_that_was_edited_by_hand_still_ends_the_job() -> None:
+    seen = ending(pods=())
+    target = seen.job.status.conditions[0].model_copy(update={"reason": "Whatever", "message": ""})
+    status = seen.job.status.model_copy(update={"conditions": (target,)})
+    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    assert result.status.phase is Phase.FAILED
+    assert "Its newest durable checkpoint is step 10" in result.status.verdict
