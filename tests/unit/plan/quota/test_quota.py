@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from plan_builders import SETTINGS, created, deleted, job, observed, pod, running, spec, training
+from plan_builders import NOW, SETTINGS, created, deleted, job, observed, pod, running, spec, training
 
 from trainium_contract.job import Condition, ConditionStatus, ConditionType, TrainingJobStatus
+from trainium_contract.status.activity import ActivityStatus
 from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.quota import (
@@ -362,3 +363,14 @@ def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -
     assert floor + sum(steps) == size.desired
     assert all(each > 0 for each in steps)
     assert len(steps) <= MOST_STEPS
+
+
+@pytest.mark.parametrize(("answer", "ends"), [(ADMITTED, True), (EVICTED, False)])
+def test_time_without_quota_does_not_count_towards_a_deadline(answer: tuple[Said, ...], ends: bool) -> None:
+    asked_for = spec(workers={"replicas": 4, "spares": 0}, scheduling=QUEUE, activeDeadlineSeconds=40)
+    seen = running(4, job_spec=asked_for, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)})
+    seen = replace(seen, pods=tuple(replace(each, pod_set=WORKERS) for each in seen.pods))
+    result = plan(in_queue(seen, workload(0, 4, said=answer)), READY)
+    target = find_condition(result.status, ConditionType.FAILURE_TARGET)
+    assert (target is not None and target.status is ConditionStatus.TRUE) == ends
+    assert (result.status.activity.since is None) == (not ends), "it begins anew with the next admission"
