@@ -44,8 +44,22 @@ def test_a_budget_is_judged_at_its_size_and_a_miss_is_on_the_page() -> None:
     figure.values[4096] = 1.0
     assert figure.met
     figure.values[4096] = 1.5
-    raw = {"date": "d", "machine": {"cores": 2, "load": 0.0}, "figures": [figure.to_json()]}
+    raw = {"date": "d", "machine": {"cores": 2, "load": 0.0, "torch": "2.13.0"}, "figures": [figure.to_json()]}
     assert "| hlat-7b: gathers | each save | 1.50 MiB | 1.00 MiB, **missed** |" in page(raw, [])
+
+
+def test_figures_of_another_torch_stand_beside_those_that_both_have() -> None:
+    raws = []
+    for torch, seconds in (("2.13.0", 0.25), ("2.9.0", 0.5)):
+        book = Book()
+        book.add("Save and resume (hlat-7b)", "plan: decide", "rank 0", "s", 4096, seconds)
+        book.add("Save and resume (hlat-7b)", f"only on {torch}", "rank 0", "s", 4096, 1.0)
+        machine = {"cores": 2, "load": 0.0, "torch": torch}
+        raws.append({"date": "d", "machine": machine, "figures": [each.to_json() for each in book.figures]})
+    table = page(raws[0], [], raws[1]).partition("## torch 2.9.0")[2]
+    assert "| hlat-7b: plan: decide | rank 0 | 250.0 ms | 500.0 ms |" in table
+    assert "only on" not in table
+    assert "## torch" not in page(raws[0], [])
 
 
 def test_of_several_values_at_one_size_the_least_counts() -> None:
