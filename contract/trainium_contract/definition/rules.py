@@ -125,9 +125,40 @@ _OUT_OF_BOUNDS = f"""
 {_NODES} < 1 || {_MODEL_PARALLEL} < 1 || self.trainer.batch.globalSize < 1 || self.trainer.batch.microSize < 1
 || self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
 _SMALLEST = "self.workers.?minReplicas.orValue(1)"
-_SOME_SIZE_IS_LEGAL = f"""
-{_legal(_NODES)} || {_HUNDRED}.exists(h, h * 100 <= {_NODES} && h * 100 + 99 >= {_SMALLEST}
-&& {_HUNDRED}.map(l, h * 100 + l).exists(n, n >= {_SMALLEST} && n >= 1 && n <= {_NODES} && {_legal("n")}))"""
+
+
+def _bound(name: str, value: str, condition: str) -> str:
+    """`condition` with a name for a value: each step of a search reads it from there, not from the object."""
+    return f"[{value}].all({name}, {condition})"
+
+
+def _some_below(limit: str, root: int, name: str, condition: str) -> str:
+    """Whether `condition` holds for some `name` from 1 on, with name ** root at most `limit`."""
+    hundreds = " * ".join(["h * 100"] * root)
+    power = " * ".join([name] * root)
+    number = f"{name} >= 1 && {power} <= {limit} && {condition}"
+    return f"{_HUNDRED}.exists(h, {hundreds} <= {limit} && {_HUNDRED}.map(l, h * 100 + l).exists({name}, {number}))"
+
+
+def _in_range(degree: str) -> str:
+    """Whether a number of nodes from s to n has this data-parallel degree; m processes make a model-parallel group."""
+    return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
+
+
+# Trying up to 10,000 sizes took an API server a second. These cost as much as a node has cores (Any), or as the root of
+# the batch in micro-batches (Even), however long the range is.
+_UNIT = "(k * m / c)"
+_SOME_MULTIPLE = _some_below("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
+"""k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
+_ROWS = "self.trainer.batch.globalSize / self.trainer.batch.microSize"
+_MOST_ROWS = 1 << 20
+_DIVISOR_OF_ROWS = _some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
+_SOME_DIVISOR = f"""(self.trainer.batch.globalSize % self.trainer.batch.microSize == 0
+&& {_bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
+"""The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator says it."""
+_SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
+_SEARCH = _bound("m", _MODEL_PARALLEL, _bound("n", _NODES, _bound("s", _SMALLEST, _SOME_SIZE)))
+_SOME_SIZE_IS_LEGAL = f"{_legal(_NODES)} || {_SEARCH}"
 _JUDGED_BEFORE = """(oldSelf.hasValue() && oldSelf.value().parallelism == self.parallelism
 && oldSelf.value().trainer.batch == self.trainer.batch
 && oldSelf.value().elasticity == self.elasticity

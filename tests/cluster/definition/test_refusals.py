@@ -237,19 +237,57 @@ def test_the_rules_agree_with_the_arithmetic_of_the_trainer(defined: Api) -> Non
         )
         nodes = pick(1, 2, 3, 4, 5, 6, 8, 12, 16, 40)
         legal[f"shape-{number}"] = shape.is_legal(nodes)
-        change = (
-            f"{{workers: {{replicas: {nodes}, accelerator: {{coresPerNode: {shape.cores_per_node}}}}}, parallelism: "
-            f"{{tensor: {shape.tensor}}}, trainer: {{batch: {{globalSize: {shape.global_batch_size}, microSize: "
-            f"{shape.micro_batch_size}}}}}, elasticity: {{sizes: {shape.rule}}}}}"
-        )
-        jobs.append(job(change, name=f"shape-{number}"))
-    items = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
-    done = defined.run(
-        "kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "-o", "name", "-f", "-", stdin=items
-    )
-    taken = {line.rsplit("/", 1)[1] for line in done.stdout.split()}
+        jobs.append(shaped(f"shape-{number}", shape, nodes))
+    taken = applied(defined, jobs, "--dry-run=server")
     assert taken == {name for name, good in legal.items() if good}
     assert 20 < len(taken) < 100
+
+
+def shaped(name: str, shape: BatchShape, nodes: int, smallest: int = 1) -> dict[str, Any]:
+    cores = f"{{coresPerNode: {shape.cores_per_node}}}"
+    change = (
+        f"{{workers: {{replicas: {nodes}, minReplicas: {smallest}, accelerator: {cores}}}, parallelism: "
+        f"{{tensor: {shape.tensor}, pipeline: {shape.pipeline}}}, trainer: {{batch: {{globalSize: "
+        f"{shape.global_batch_size}, microSize: {shape.micro_batch_size}}}}}, elasticity: {{sizes: {shape.rule}}}}}"
+    )
+    return job(change, name=name)
+
+
+def applied(api: Api, jobs: list[dict[str, Any]], *arguments: str) -> set[str]:
+    """Names of those that the API server takes."""
+    items = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
+    done = api.run("kubectl", "-n", api.namespace, "apply", "-o", "name", "-f", "-", *arguments, stdin=items)
+    return {line.rsplit("/", 1)[1] for line in done.stdout.split()}
+
+
+def test_a_range_is_taken_when_some_size_in_it_is_legal(defined: Api) -> None:
+    chance = random.Random(11)
+    jobs, changed, legal = [], [], {}
+    for number in range(80):
+        cores, tensor, pipeline = (chance.choice(each) for each in ((1, 2, 6, 32, 128), (1, 2, 8, 32), (1, 3, 4)))
+        rule = chance.choice(list(SizeRule))
+        start = pipeline * tensor  # whole groups on any node
+        micro = chance.choice((1, 2, 3))
+        shape = BatchShape(
+            cores_per_node=cores,
+            tensor=tensor,
+            pipeline=pipeline,
+            global_batch_size=micro * cores * chance.choice((1, 7, 48, 9967, 10080)),
+            micro_batch_size=micro,
+            rule=rule,
+        )
+        nodes = chance.choice((3, 7, 40, 128, 997, 10_000))
+        smallest = max(1, nodes - chance.choice((0, 1, 5, 30, 9_999)))
+        name = f"range-{number}"
+        jobs.append(shaped(name, shape, start))
+        changed.append(shaped(name, shape, nodes, smallest))
+        searched = rule is SizeRule.ANY or shape.global_batch_size <= micro << 20
+        legal[name] = bool(shape.legal_sizes(smallest, nodes)) or nodes == start or not searched
+    assert applied(defined, jobs) == {*legal}
+    taken = applied(defined, changed, "--dry-run=server")
+    defined.kubectl("delete", "trn", "--wait=false", *legal)
+    assert taken == {name for name, good in legal.items() if good}
+    assert 20 < len(taken) < 75
 
 
 def report_status(api: Api, name: str, status: dict[str, Any]) -> None:
