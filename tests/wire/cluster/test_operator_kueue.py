@@ -12,21 +12,26 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_kubernetes import refuse
 from fake_kueue import FLAVOR, FakeKueue
 from operator_process import training_job, until
 from replicas import World, world
 from virtual_time import run_virtual
 
 from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
+from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from fake_kubernetes import Write
 
+    from trainium_operator.cluster.api.transport import Answer
+
 BASE = "llama-quota-0"
 STEP = "llama-quota-1"
 SETTLE_SECONDS = 12.0
+WITH_KUEUE = Settings(kueue=True)
 
 
 def queued_job(**workers: Any) -> dict[str, Any]:
@@ -36,8 +41,10 @@ def queued_job(**workers: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def queue(job: dict[str, Any], capacity: int = 6, **options: Any) -> AsyncIterator[tuple[World, FakeKueue]]:
-    async with world(job=job, nodes=6, replicas=0, start=False, kueue=True) as seen:
+async def queue(
+    job: dict[str, Any], capacity: int = 6, settings: Settings = WITH_KUEUE, **options: Any
+) -> AsyncIterator[tuple[World, FakeKueue]]:
+    async with world(job=job, nodes=6, replicas=0, start=False, settings=settings) as seen:
         kueue = FakeKueue(seen.cluster, capacity)
         seen.cluster.after_write = lambda write: _never_unadmitted(seen, kueue, write)
         admitting = asyncio.create_task(kueue.run())
@@ -53,15 +60,20 @@ def _never_unadmitted(seen: World, kueue: FakeKueue, write: Write) -> None:
     """Every pod is made under an admission; quota goes back only when no pod is left of those it was for."""
     if write.status >= 400:
         return
-    if write.method == "POST" and write.path.endswith("/pods"):
+    if write.method == "POST" and write.path.endswith("/pods") and write.body["metadata"]["name"].startswith("llama"):
         assert kueue.condition(BASE, "Admitted")
         assert write.body["spec"]["nodeSelector"]["pool"] == FLAVOR
         assert {"key": "pool", "operator": "Exists"} in write.body["spec"]["tolerations"]
     returned = (write.body or {}).get("status", {}).get("admission", write) is None
     if returned and f"/{BASE}/" in write.path:
-        assert seen.pods() == {}
+        assert queued_pods(seen) == {}
     if BASE in kueue.workloads():  # unless somebody has just deleted it
-        assert len(seen.pods()) <= kueue.used(), "more pods than quota"
+        assert len(queued_pods(seen)) <= kueue.used(), "more pods than quota"
+
+
+def queued_pods(seen: World) -> dict[str, str]:
+    """Uid by name of the pods of the job with a queue."""
+    return {name: uid for name, uid in seen.pods().items() if name.startswith("llama")}
 
 
 async def train_to_the_end(seen: World, kueue: FakeKueue) -> None:
@@ -189,7 +201,7 @@ def test_a_queued_story_ends_the_same_whichever_write_the_operator_dies_after(na
 
 def test_a_workload_of_somebody_else_is_left_alone_and_told() -> None:
     async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with world(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as seen:
+        async with world(job=queued_job(), nodes=6, replicas=0, start=False, settings=WITH_KUEUE) as seen:
             foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "theirs"}}
             seen.cluster.add(WORKLOADS, foreign)
             await seen.start_operator("operator-0")
@@ -212,5 +224,71 @@ def test_without_kueue_the_other_jobs_train() -> None:
             assert admitted["reason"] == "GangApiMissing"
             assert "set the chart's kueue.enabled" in admitted["message"]
             assert [name for name in seen.cluster.names(PODS) if name.startswith("llama")] == []
+
+    run_virtual(scenario())
+
+
+class Unreadable:
+    """Workloads can be neither listed nor watched while `answer` is set."""
+
+    def __init__(self, seen: World) -> None:
+        self.answer: Answer | None = None
+        self._cluster = seen.cluster
+        seen.cluster.faults.append(self._judge)
+
+    def set(self, answer: Answer | None) -> None:
+        self.answer = answer
+        self._cluster.drop_streams()
+
+    def _judge(self, method: str, path: str) -> Answer | None:
+        return self.answer if method in {"GET", "WATCH"} and path.endswith("/workloads") else None
+
+
+def test_workloads_that_cannot_be_listed_hold_up_no_new_leader_and_an_eviction_counts_once_they_can() -> None:
+    async def scenario() -> None:
+        async with queue(queued_job()) as (seen, kueue):
+            seen.cluster.add(JOBS, training_job("plain", replicas=2))
+            await seen.runs()
+            await seen.start_operator("operator-1")
+            await asyncio.sleep(SETTLE_SECONDS)
+            before = queued_pods(seen)
+            unreadable = Unreadable(seen)
+            unreadable.set(refuse(500, "InternalError", "conversion webhook failed"))
+            await seen.lose_operator("operator-0")
+            seen.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
+            await until(lambda: seen.status("plain").get("replicas") == 1, 120, "others are planned")
+            kueue.capacity = 2
+            kueue.evict(BASE)
+            await seen.trains(job="llama")
+            assert queued_pods(seen) == before, "what is not known changes nothing"
+            unreadable.set(None)
+            await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
+            kueue.capacity = 6
+            await seen.runs()
+
+    run_virtual(scenario())
+
+
+def test_workloads_that_may_not_be_read_in_a_namespace_are_not_taken_for_none() -> None:
+    async def scenario() -> None:
+        served = Settings(kueue=True, watch_namespaces="default")
+        async with queue(queued_job(), settings=served) as (seen, kueue):
+            await seen.runs()
+            before = seen.pods()
+            unreadable = Unreadable(seen)
+            unreadable.set(refuse(403, "Forbidden", "no right to list workloads"))
+            await seen.lose_operator("operator-0")
+            await seen.start_operator("operator-1")
+            await seen.trains(seconds=240)
+            await asyncio.sleep(60)
+            assert seen.pods() == before, "an absent list is no empty list"
+            unreadable.set(None)
+            await asyncio.sleep(60)
+            assert seen.pods() == before
+            kueue.capacity = 2
+            kueue.evict(BASE)
+            await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "what Kueue says counts again")
+            kueue.capacity = 6
+            await seen.runs()
 
     run_virtual(scenario())

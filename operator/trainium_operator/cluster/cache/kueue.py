@@ -1,15 +1,18 @@
 """Kueue's objects, kept: what plans know of a job's quota.
 
-Invariants: nothing here holds anybody up: without Kueue in the cluster nothing is read, and every other job is planned;
-only Workloads that the job controls are kept.
+Invariants: nothing here holds anybody up: without Kueue in the cluster nothing is read, and every other job is planned,
+also while Workloads cannot be read; Workloads that are not known are not taken for none; only those that the job
+controls are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import LABEL_JOB
+from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import FLAVORS, PRIORITIES, WORKLOADS
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.plan.model.observed import JobView
+
+logger = logging.getLogger(__name__)
+
+CATCH_UP_SECONDS = 5.0
+"""Pause after a list of the Workloads that failed at a take-over."""
 
 
 class Kueue:
@@ -37,17 +45,21 @@ class Kueue:
     ) -> None:
         """`on_change` is called when what every job may depend on has changed; no `namespaces`: of all.
 
-        What cannot be read in one of them closes none: its Workloads are as they were last seen.
+        Where Workloads cannot be read nothing is said of quota (`quota`); everything else is planned there as well.
         """
         self._enabled = enabled
         self._served = asyncio.Event()
         self._on_change = on_change
+        self._since = 0.0
+        """Lists that are older (loop time) may miss what the last leader wrote."""
+        self._behind = asyncio.Event()
+        self._namespaces = Namespaces(namespaces or EVERYWHERE)
         self.workloads: Reflector[WorkloadView] = Reflector(
             api,
             WORKLOADS,
             Store(by_namespace=bool(namespaces)),
             workload_view,
-            namespaces=Namespaces(namespaces or EVERYWHERE),
+            namespaces=self._namespaces,
             labels=LABEL_JOB,
             of_jobs=True,
         )
@@ -55,6 +67,7 @@ class Kueue:
         self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, Store(), priority_view)
         self.flavors.store.listen(self._changed)
         self.priorities.store.listen(self._changed)
+        self._namespaces.listen(self._changed)
 
     @property
     def state(self) -> KueueState:
@@ -82,16 +95,31 @@ class Kueue:
             for reflector in (self.workloads, self.flavors, self.priorities):
                 await reflector.synced.wait()
             self._on_change()
+            while True:
+                await self._behind.wait()
+                self._behind.clear()
+                await self._read_anew()
 
-    async def catch_up(self, since: float) -> None:
-        """Have a list of the Workloads that is younger than `since` (loop time). Raises ApiError."""
-        if self._served.is_set():
-            await self.workloads.refresh(since)
+    def catch_up(self, since: float) -> None:
+        """Go by no list of Workloads that is older than `since` (loop time), and have a younger one soon."""
+        self._since = since
+        self._behind.set()
+
+    async def _read_anew(self) -> None:
+        while True:
+            try:
+                await self.workloads.refresh(self._since)
+            except ApiError as error:
+                logger.warning("listing the Workloads that the last leader left: %s", error)
+                await asyncio.sleep(CATCH_UP_SECONDS)
+            else:
+                self._on_change()
+                return
 
     def quota(self, job: JobView) -> QuotaView | None:
         """What is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""
         owned = self.workloads.store.owned_by(job.id).values()
-        if self.state is not KueueState.READY or not (owned or job.spec.scheduling.queue_name):
+        if not (owned or job.spec.scheduling.queue_name) or not self._knows(job.namespace):
             return None
         workloads = sorted(owned, key=lambda each: (each.part, each.name))
         named = {flavor for each in workloads for grant in each.grants for flavor in grant.flavors}
@@ -101,6 +129,11 @@ class Kueue:
             flavors={name: flavor for name, flavor in found if flavor is not None},
             priority=self._priority(job.spec.scheduling.priority_class_name),
         )
+
+    def _knows(self, namespace: str) -> bool:
+        """Whether all Workloads of this namespace are here; an absent list is no empty list."""
+        listed = self._namespaces.is_open(namespace) and self.workloads.is_listed_since(namespace, self._since)
+        return self.state is KueueState.READY and listed
 
     def _priority(self, name: str) -> int | None:
         if name:

@@ -92,6 +92,11 @@ class Lister(Generic[V]):
         """Loop time of the last sign of life from the server, of the namespace with the oldest; 0 before the first."""
         return min(scope.heard for scope in self._scopes)
 
+    def is_listed_since(self, namespace: str, since: float) -> bool:
+        """Whether the objects of this namespace have been listed at or after `since` (loop time)."""
+        served = "" if self._namespaces.single else namespace
+        return any(scope.namespace == served and scope.listed and scope.listed >= since for scope in self._scopes)
+
     async def refresh(self, since: float | None = None) -> str:
         """Make the store equal to the server; returns the last list's resource version. Raises ApiError.
 

@@ -71,7 +71,7 @@ class Caches:
         others = tuple(each for each in self.reflectors() if each not in records)
         await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
         if not records_only:
-            await self.kueue.catch_up(since)
+            self.kueue.catch_up(since)
 
     def membership_of(self, job: JobView) -> ChildRecord | None:
         """The membership ConfigMap of this incarnation of the job."""

@@ -130,8 +130,8 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
     if grant is not None and grant.stand is Stand.UNKNOWN:
-        reading = facts.settings.kueue is KueueState.READING
-        return False, Reason.WAITING_FOR_QUEUE if reading else Reason.GANG_API_MISSING, grant.message
+        missing = facts.settings.kueue in (KueueState.OFF, KueueState.ABSENT)
+        return False, Reason.GANG_API_MISSING if missing else Reason.WAITING_FOR_QUEUE, grant.message
     return False, Reason.WAITING_FOR_GANG, _waiting(facts, gang_api(facts))
 
 

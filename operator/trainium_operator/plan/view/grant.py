@@ -138,4 +138,4 @@ def _unknown(queue: str, state: KueueState) -> str:
         return f"{asked} this operator does not work with Kueue: set the chart's kueue.enabled, or clear it"
     if state is KueueState.ABSENT:
         return f"{asked} this cluster does not serve kueue.x-k8s.io/v1beta2: install Kueue, or clear it"
-    return "Kueue's objects are not read yet"
+    return f"{asked} Kueue's objects are not read yet, or cannot be: the operator's log says which"
