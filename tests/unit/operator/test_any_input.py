@@ -10,18 +10,21 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
+from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
 from trainium_operator.cluster.cache.membership_record import membership_of
-from trainium_operator.cluster.cache.views import child_record, job_record
+from trainium_operator.cluster.cache.reflector import UNREADABLE
+from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 RECORDED = Path(__file__).parents[1] / "client/recorded"
 JOB = json.loads((RECORDED / "job.json").read_text())
@@ -45,6 +48,51 @@ HEARTBEAT = {
     "progress": {"step": 7, "loss": 4.2, "alerts": [{"kind": "LossSpike", "step": 3, "message": "m"}]},
     "restarts": [{"sequence": 0, "generation": 3, "attempt": 1, "cause": "Crash", "failedAt": 1.0, "detectedAt": 2.0}],
 }  # fmt: skip
+POD = {
+    "metadata": {
+        "name": "llama-w-0", "uid": "u", "labels": {"trainium.dev/job-name": "llama"}, "annotations": {},
+        "creationTimestamp": "2027-01-15T08:00:00Z",
+    },
+    "spec": {"nodeName": "n", "containers": [{"name": "trainer"}]},
+    "status": {
+        "phase": "Failed", "podIP": "10.0.0.1",
+        "conditions": [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "m"},
+            {"type": "DisruptionTarget", "status": "True"},
+        ],
+        "containerStatuses": [
+            {"name": "trainer", "state": {"terminated": {"exitCode": 70, "finishedAt": "2027-01-15T09:00:00Z"}}}
+        ],
+        "initContainerStatuses": [{"name": "init", "state": {"waiting": {"reason": "ImagePullBackOff"}}}],
+    },
+}  # fmt: skip
+NODE = {
+    "metadata": {"name": "n", "labels": {"topology.kubernetes.io/zone": "a"}},
+    "spec": {"providerID": "aws:///a/i-0abc", "taints": [{"key": "k", "effect": "NoSchedule"}]},
+    "status": {
+        "allocatable": {"aws.amazon.com/neuron": "16"},
+        "conditions": [
+            {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2027-01-15T08:00:00Z"},
+            {"type": "AcceleratedHardwareReady", "status": "False", "reason": "NeuronHasError", "message": "m"},
+        ],
+    },
+}
+WORKLOAD = {
+    "metadata": {"name": "w", "uid": "u", "resourceVersion": "7", "annotations": {"trainium.dev/part": "1"}},
+    "spec": {"active": True, "podSets": [{"name": "workers", "count": 2}]},
+    "status": {
+        "conditions": [{"type": "Admitted", "status": "True", "reason": "Admitted", "message": "m"}],
+        "admission": {"podSetAssignments": [{"name": "workers", "flavors": {"cpu": "trn1"}, "count": 2}]},
+        "admissionChecks": [
+            {
+                "state": "Ready",
+                "podSetUpdates": [{"name": "workers", "labels": {"a": "b"}, "tolerations": [{"key": "k"}]}],
+            }
+        ],
+    },
+}
+FLAVOR = {"metadata": {"name": "trn1"}, "spec": {"nodeLabels": {"pool": "a"}, "tolerations": [{"key": "pool"}]}}
+PRIORITY = {"metadata": {"name": "high"}, "value": 1000, "globalDefault": True}
 LEAF = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
     | st.sampled_from(["9" * 400, "2027-01-15T08:00:00Z", "0001-01-01T00:00:00+23:59", "\ud800", "Crash", "Running"])
@@ -142,6 +190,36 @@ def test_any_message_is_taken_or_a_validation_error(register: Any, heartbeat: An
         except ValidationError:
             continue
         json.dumps(taken.to_wire(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("view", "known"),
+    [(pod_view, POD), (node_view, NODE), (workload_view, WORKLOAD), (flavor_view, FLAVOR), (priority_view, PRIORITY)],
+)
+def test_any_watched_object_is_read_or_left_out_with_an_error_that_is_expected(
+    view: Callable[[Any], object], known: dict[str, Any]
+) -> None:
+    hash(repr(view(known)))
+
+    @PATIENT
+    @given(changed(known, most=6))
+    def read(raw: Any) -> None:
+        try:
+            repr(view(as_sent(raw)))
+        except UNREADABLE:
+            return
+
+    read()
+
+
+@pytest.mark.parametrize("stamp", ["0000-12-31T00:01:00Z", "soon", 7])
+def test_a_time_stamp_that_is_none_does_not_make_a_pod_look_gone(stamp: Any) -> None:
+    pod = copy.deepcopy(POD)
+    pod["metadata"]["creationTimestamp"] = stamp
+    pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp
+    seen = pod_view(pod)
+
+    assert (seen.created, seen.finished, seen.exit_code) == (0.0, None, 70)
 
 
 def test_numbers_without_an_end_are_left_out() -> None:

@@ -37,6 +37,8 @@ WATCH_SECONDS = 240
 SILENCE_SECONDS = 90.0
 """Well above the minute between a server's bookmarks, which come late on a busy one."""
 RELIST_SECONDS = 600.0
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What reading an object of another shape may raise."""
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 15.0
 
@@ -182,7 +184,7 @@ class Lister(Generic[V]):
             return None
         try:
             view = self._parse(raw)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except UNREADABLE:
             # One object that we cannot read must not hide all the others.
             name = f"{metadata.get('namespace', '')}/{metadata['name']}"
             logger.exception("%s %s is not readable", self.resource.kind, name)

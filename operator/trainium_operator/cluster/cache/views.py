@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 LONGEST_REASON, LONGEST_MESSAGE = 64, 256
 left_out: Counter[str] = Counter()
 """How often a part of a node's object was malformed, by the kind of part."""
+_CHANGED = "lastTransitionTime"
 _PHASES = {phase.value: phase for phase in PodPhase}
 _READINESS = {readiness.value: readiness for readiness in NodeReadiness}
 
@@ -103,7 +104,7 @@ def job_record(raw: Json) -> JobRecord:
             deleting="deletionTimestamp" in metadata,
             spec=spec,
             status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
-            created=seconds(metadata.get("creationTimestamp")) or 0.0,
+            created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
             resource_version=metadata["resourceVersion"],
             unknown=unknown,
         )
@@ -141,10 +142,10 @@ def pod_view(raw: Json) -> PodView:
         exit_code=terminated.get("exitCode"),
         deleting="deletionTimestamp" in metadata,
         disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
-        created=seconds(metadata.get("creationTimestamp")) or 0.0,
+        created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
         scheduled=scheduled.get("status") == "True" or bool((raw.get("spec") or {}).get("nodeName")),
         unschedulable_message=scheduled.get("message", "") if unschedulable else "",
-        finished=seconds(terminated.get("finishedAt")),
+        finished=_seconds_or_none(terminated, "finishedAt"),
         template_hash=annotations.get(ANNOTATION_TEMPLATE_HASH, ""),
         kept_from=frozenset(filter(None, str(annotations.get(ANNOTATION_KEPT_FROM, "")).split(","))),
         gang=annotations.get(ANNOTATION_GROUP, ""),
@@ -167,7 +168,7 @@ def node_view(raw: Json) -> NodeView:
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
         taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if _text(each.get("key"))),
-        unready_since=None if ready is NodeReadiness.TRUE else _seconds_or_none(ready_condition),
+        unready_since=None if ready is NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
         conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
         provider_id=_text(spec.get("providerID")),
@@ -187,7 +188,7 @@ def _condition(raw: Json) -> NodeCondition:
         status=_READINESS[raw["status"]],
         reason=_text(raw.get("reason"))[:LONGEST_REASON],
         message=_text(raw.get("message"))[:LONGEST_MESSAGE],
-        since=_seconds_or_none(raw),
+        since=_seconds_or_none(raw, _CHANGED),
     )
 
 
@@ -207,11 +208,11 @@ def _capacity(allocatable: Json) -> dict[str, int]:
     return found
 
 
-def _seconds_or_none(condition: Json) -> float | None:
+def _seconds_or_none(part: Json, key: str) -> float | None:
     try:
-        return seconds(condition.get("lastTransitionTime"))
+        return seconds(part.get(key))
     except (ValueError, TypeError, OverflowError):
-        _leave_out("time stamp", condition.get("lastTransitionTime"))
+        _leave_out("time stamp", part.get(key))
         return None
 
 
