@@ -48,7 +48,7 @@ HEARTBEAT = {
     "progress": {"step": 7, "loss": 4.2, "alerts": [{"kind": "LossSpike", "step": 3, "message": "m"}]},
     "restarts": [{"sequence": 0, "generation": 3, "attempt": 1, "cause": "Crash", "failedAt": 1.0, "detectedAt": 2.0}],
 }  # fmt: skip
-POD = {
+POD: Any = {
     "metadata": {
         "name": "llama-w-0", "uid": "u", "labels": {"trainium.dev/job-name": "llama"}, "annotations": {},
         "creationTimestamp": "2027-01-15T08:00:00Z",
@@ -214,7 +214,7 @@ def test_any_watched_object_is_read_or_left_out_with_an_error_that_is_expected(
 
 @pytest.mark.parametrize("stamp", ["0000-12-31T00:01:00Z", "soon", 7])
 def test_a_time_stamp_that_is_none_does_not_make_a_pod_look_gone(stamp: Any) -> None:
-    pod = copy.deepcopy(POD)
+    pod: Any = copy.deepcopy(POD)
     pod["metadata"]["creationTimestamp"] = stamp
     pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp
     seen = pod_view(pod)
