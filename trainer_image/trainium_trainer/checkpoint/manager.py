@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,6 +33,7 @@ from trainium_trainer.checkpoint.root.late_step_check import Ownership
 from trainium_trainer.checkpoint.root.metrics_copy import fetch_records
 from trainium_trainer.checkpoint.root.owner import NOBODY, OwnerRecords
 from trainium_trainer.checkpoint.root.run_settings import as_begun, settings_digest
+from trainium_trainer.checkpoint.session import Session
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
 
@@ -123,21 +125,18 @@ class CheckpointManager:
         self._memory = self._open_memory(key, layout)
         token = self._token = FenceToken(self._generation, self._run, self._session)
         self._entrance = self._new_entrance()
-        outcome = Resumption(
+        session = Session(
             state=self._state,
             mesh=self._mesh,
-            key=key,
-            layout=layout,
-            memory=self._memory,
-            storage=self._storage,
             group=self._group,
-            entrance=self._entrance,
+            storage=self._storage,
+            retry=self._retry,
+            config=self._config,
             settings=self._settings,
             config_digest=self._config_digest,
-            retry=self._retry,
-            buddies=self._config.memory.buddies > 0,
-        ).run()
-        self._adopt(outcome, token)
+        )
+        outcome = Resumption(session, key=key, layout=layout, memory=self._memory, entrance=self._entrance).run()
+        self._adopt(outcome, session, token)
         if self._memory is not None:
             self._memory_warnings = len(self._memory.warnings)  # told with the outcome
         return outcome.position
@@ -295,7 +294,7 @@ class CheckpointManager:
             mesh.pp_size,
         )
 
-    def _adopt(self, outcome: Outcome, token: FenceToken) -> None:
+    def _adopt(self, outcome: Outcome, session: Session, token: FenceToken) -> None:
         self._entrance.claimed = outcome.fenced
         self.resumed_from = outcome.source
         self._keeps_snapshots = outcome.keeps_snapshots
@@ -309,21 +308,14 @@ class CheckpointManager:
             if outcome.source in (ResumeSource.MEMORY, ResumeSource.PEER):
                 self.memory_step = outcome.position.step
             if outcome.recorded is not None:
-                self._settings = as_begun(self._settings, outcome.recorded)
+                session = replace(session, settings=as_begun(session.settings, outcome.recorded))
         self._policy.started(max(outcome.durable_step, 0), self._clock())
         self._policy.milestone_tokens = outcome.milestone_tokens
         self._durable = DurableTier(
-            self._storage,
-            state=self._state,
-            mesh=self._mesh,
-            group=self._group,
+            session,
             token=token,
             enter=self._entrance.confirm,
-            config_digest=self._config_digest,
-            settings=self._settings,
-            config=self._config,
             known_bad=outcome.known_bad,
-            retry=self._retry,
             after_milestone=self._after_milestone,
         )
         self._durable.committed_step = outcome.durable_step

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.durable.save_plan import Plan
     from trainium_trainer.checkpoint.format.contents import Wanted
-    from trainium_trainer.checkpoint.interfaces import Mesh, Position, TrainingState
+    from trainium_trainer.checkpoint.interfaces import Position, TrainingState
     from trainium_trainer.checkpoint.root.commit import FenceToken
     from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.session import Session
     from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
 
 AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
@@ -56,32 +56,21 @@ class DurableTier:
 
     def __init__(
         self,
-        storage: Storage,
+        session: Session,
         *,
-        state: TrainingState,
-        mesh: Mesh,
-        group: ProcessGroup | None,
         token: FenceToken,
         enter: Callable[[], None],
-        config_digest: str,
-        settings: Mapping[str, Any],
-        config: CheckpointConfig,
         known_bad: frozenset[str],
-        retry: Retry,
         after_milestone: AfterMilestone | None = None,
     ) -> None:
-        self._storage = storage
-        self._state = state
-        self._mesh = mesh
-        self._group = group
+        self._state, self._mesh, self._group = session.state, session.mesh, session.group
+        self._storage, self._retry = session.storage, session.retry
+        self._config, self._config_digest = session.config, session.config_digest
+        self._settings = dict(session.settings)
         self._token = token
         self._enter = enter
         """Called by the first rank before a commit: claims the fence where the start could not."""
-        self._config_digest = config_digest
-        self._settings = dict(settings)
-        self._config = config
         self._known_bad = known_bad
-        self._retry = retry
         self._after_milestone = after_milestone
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -30,14 +30,12 @@ from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch.distributed import ProcessGroup
-
-    from trainium_trainer.checkpoint.interfaces import Mesh, Position, TrainingState
+    from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
     from trainium_trainer.checkpoint.root.acquisition import Entrance
     from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.checkpoint.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +70,22 @@ class Resumption:
 
     def __init__(
         self,
+        session: Session,
         *,
-        state: TrainingState,
-        mesh: Mesh,
         key: ShardKey,
         layout: Layout,
         memory: MemoryTier | None,
-        storage: Storage,
-        group: ProcessGroup | None,
         entrance: Entrance,
-        settings: Mapping[str, Any],
-        config_digest: str,
-        retry: Retry,
-        buddies: bool = True,
     ) -> None:
-        self._state = state
-        self._mesh = mesh
+        self._state, self._mesh, self._group = session.state, session.mesh, session.group
+        self._storage, self._retry = session.storage, session.retry
+        self._settings, self._config_digest = session.settings, session.config_digest
         self._key = key
         self._layout = layout
         self._memory = memory
-        self._storage = storage
-        self._group = group
         self._entrance = entrance
-        self._settings = settings
-        self._config_digest = config_digest
-        self._retry = retry
-        self._buddies = buddies
-        self._council = Council(storage.location, buddies, entrance.generation)
+        self._buddies = session.config.memory.buddies > 0
+        self._council = Council(self._storage.location, self._buddies, entrance.generation)
         self._payloads: dict[ShardKey, torch.Tensor] = {}
         self._origin: Claim | None = None
         self._keeps: bool | None = None
