@@ -16,6 +16,7 @@ from trainium_operator.plan.history.interruptions import open_interruption, open
 from trainium_operator.plan.membership.compiled_size import size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
+from trainium_operator.plan.view.extras import staying
 from trainium_operator.plan.view.facts import newcomers_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def replace_lost(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ..
     size = _size(facts, status, available)
     if size == 0:
         return Decision(status=status)
-    members = assign_ranks(survivors, newcomers, size, surroundings_of(facts))
+    members = assign_ranks(staying(facts, survivors, size), newcomers, size, surroundings_of(facts))
     used = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in used)
     saving = all(loss.saves for loss in losses if loss.cause is not Cause.FINISHED)
