@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from trainium_devcluster.story.metrics import every_sample_once
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from jobs import Job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
 # Each worker takes all devices of a node, so that two jobs cannot share one.
 WHOLE_NODES = "accelerator: {device: cpu, resources: {aws.amazon.com/neuron: '16'}}"
@@ -70,5 +71,5 @@ def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(
     losses = job.losses()
     assert every_sample_once(job.folder, max(losses), 12)
     undisturbed = new_job("undisturbed", change="trainer: {steps: 100000}")
-    undisturbed.until_step(max(losses))
+    undisturbed.until_step(max(losses), seconds=600)
     assert within(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)

@@ -320,7 +320,8 @@ class FakeWorld:
         if all(node.slowness == 1.0 for node in self.nodes.values()):
             return None
         own = self.nodes[pod.view.node].slowness / STEPS_PER_SECOND
-        return StepTiming(steps=10, step_seconds=own, own_seconds=own)
+        slowest = max(node.slowness for node in self.nodes.values()) / STEPS_PER_SECOND
+        return StepTiming(steps=10, step_seconds=slowest, own_seconds=own)
 
     def _talk(self) -> None:
         """Heartbeats of every agent that can reach the operator."""

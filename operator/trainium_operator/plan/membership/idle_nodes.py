@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import ConditionType
 from trainium_contract.spec.elasticity import IdleNodes, IdleNodesStatus
 from trainium_operator.plan.membership.compiled_size import compile_seconds
-from trainium_operator.plan.membership.growth_gain import is_worth_growing, price_of_a_change
+from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.resting import grows_again_at
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.view.extras import extras_alive, extras_usable
-from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.facts import sound_newcomers
+from trainium_operator.plan.view.price import price_of_a_change
 from trainium_operator.plan.view.progress import is_settled, past_steps
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
         base=status.desired,
         most=_most(facts, status),
         usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
-        available=len(facts.member_uids - lost) + len(newcomers_of(facts)),
+        available=len(facts.member_uids - lost) + len(sound_newcomers(facts)),
     )
     target, looks = _target(facts, status, room, losses)
     idle, later = _kept(facts, status, room, losses)

@@ -37,7 +37,7 @@ def replace_lost(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ..
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
     newcomers = newcomers_of(facts)
     available = len(survivors) + len(newcomers)
-    deadline = _wait_until(facts, status, available, waited=all(loss.stays for loss in losses))
+    deadline = _wait_until(facts, status, available, waited=all(loss.stays or not loss.missed for loss in losses))
     if deadline is not None:
         return Decision(status=status, looks=(deadline,))
     size = _size(facts, status, available)

@@ -21,7 +21,7 @@ from trainium_operator.plan.membership.resting import grows_again_at
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.extras import joining, staying
-from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.facts import newcomers_of, sound_newcomers
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -45,12 +45,13 @@ def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
         return Decision(status=status)
     if present == desired:
         return Decision(status=status)
-    newcomers = newcomers_of(facts)
+    asked = is_true(status, ConditionType.RESIZING)
+    newcomers = newcomers_of(facts) if asked else sound_newcomers(facts)
     size, looks = (desired, ()) if present > desired else _grown(facts, status, present, len(newcomers))
     if size == present:
         return Decision(status=status, looks=looks)
     survivors = staying(facts, facts.current.members, size)
-    joined = joining(facts, survivors, size, desired - status.idle_nodes.taken)
+    joined = joining(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
     members = assign_ranks(survivors, joined, size, surroundings_of(facts))
     new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
     return Decision(status=_with_entry(facts, status, size), new=new, looks=looks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.facts import sound_newcomers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ def extras_alive(facts: Facts) -> tuple[Worker, ...]:
 def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
     """Extras that train, or can join at once; `lost` are pod uids of members that do not count."""
     members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
-    return tuple(worker for worker in (*members, *facts.candidates) if worker.pod.extra)
+    return tuple(worker for worker in (*members, *sound_newcomers(facts)) if worker.pod.extra)
 
 
 def staying(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:
@@ -35,9 +35,10 @@ def staying(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member,
     return tuple(sorted(kept, key=lambda member: member.node_rank))
 
 
-def joining(facts: Facts, survivors: Sequence[Member], size: int, base: int) -> tuple[Worker, ...]:
+def joining(
+    facts: Facts, survivors: Sequence[Member], newcomers: tuple[Worker, ...], size: int, base: int
+) -> tuple[Worker, ...]:
     """The newcomers that may fill the ranks up to `size`; those beyond `base` are for extras, so that spares stay."""
-    newcomers = newcomers_of(facts)
     extra = [worker for worker in newcomers if worker.pod.extra]
     if size <= base or not extra:
         return newcomers
