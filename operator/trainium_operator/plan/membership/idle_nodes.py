@@ -23,6 +23,7 @@ from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.resting import grows_again_at
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true
+from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.view.extras import extras_alive, extras_usable
 from trainium_operator.plan.view.facts import sound_newcomers
 from trainium_operator.plan.view.price import price_of_a_change
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 600.0
@@ -120,9 +122,12 @@ def _kept(
     bound = sum(bool(worker.pod.node) for worker in alive)
     useful = facts.size.legal_at_most(min(room.base + bound, room.most)) - room.base
     held = max(0, min(useful, bound))
+    if any(worker.pod.extra and _failed(worker) for worker in facts.outsiders):
+        return _in_vain(facts, idle, held)  # another one would fail there too, and nobody is in a hurry
     if idle.asked_at is not None:
         return _asking(facts, idle, min(idle.wanted, limit), bound, held)
-    idle = idle.replaced(wanted=held)
+    found = room.usable >= held > facts.job.status.idle_nodes.taken
+    idle = idle.replaced(wanted=held, in_vain=0 if found else idle.in_vain)
     if held >= limit or losses or len(facts.members) < room.base or not _trains_on(facts, status):
         return idle, ()
     present = len(facts.members)
@@ -141,14 +146,21 @@ def _asking(
     """Some were asked for: they have their nodes, are waited for, or are not to be had."""
     assert idle.asked_at is not None
     if bound >= wanted:
-        return IdleNodesStatus(wanted=held), ()
+        return idle.replaced(wanted=held, asked_at=None), ()
     over = idle.asked_at + _patience(facts)
-    if facts.now < over:
-        return idle.replaced(wanted=wanted), (over,)
+    return (idle.replaced(wanted=wanted), (over,)) if facts.now < over else _in_vain(facts, idle, held)
+
+
+def _in_vain(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
+    """Keep what is there, and ask again after a pause that grows."""
     times = idle.in_vain + 1
     pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16))
     retry_at = facts.now + pause
     return IdleNodesStatus(wanted=held, in_vain=times, retry_at=retry_at), (retry_at,)
+
+
+def _failed(worker: Worker) -> bool:
+    return not worker.pod.deleting and (worker.gave_up or worker.pod.phase is PodPhase.FAILED)
 
 
 def _patience(facts: Facts) -> float:

@@ -94,7 +94,8 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             continue
         failure = _failure_of(facts, status, worker)
         if failure is not None:
-            status = status.replaced(failures=_counted(facts, status, failure))
+            if failure.node or not worker.pod.extra:  # a job does not end for want of what it need not have
+                status = status.replaced(failures=_counted(facts, status, failure))
             notes.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
         deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or not worker.ended))
     return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))

@@ -268,6 +268,23 @@ def test_capacity_that_comes_and_goes_every_minute_for_an_hour_does_not_flap_the
     assert spent["Capacity"] + spent["Preempted"] < 0.02 * cluster.status.goodput.wall_seconds
 
 
+def test_extras_that_fail_are_not_made_again_at_once_and_cost_no_budget() -> None:
+    cluster = started(nodes=2)
+    cluster.run(120)
+    cluster.nodes.update({name: node for name, node in FakeCluster(cluster.spec, 4).nodes.items() if name > "node-1"})
+    made: set[str] = set()
+    for _ in range(900):
+        cluster.run(1)
+        fresh = [name for name in extras(cluster) if cluster.pods[name].agent is not None]
+        made |= set(fresh)
+        for name in fresh:
+            cluster.kill_pod(name)
+    assert made
+    assert len(made) <= 32, f"{len(made)} extras were made in a quarter of an hour: two a minute at most"
+    assert cluster.status.phase is Phase.RUNNING
+    assert size(cluster) == 2
+
+
 def test_extras_have_the_class_of_lowest_priority_and_the_label() -> None:
     seen = running(
         2, job_spec=spec(workers={"replicas": 2, "maxReplicas": 3}, elasticity=TAKES, trainer={"steps": 10**6})
