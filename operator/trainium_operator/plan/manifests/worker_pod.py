@@ -98,7 +98,7 @@ def pod_template(job: JobView, settings: PlanSettings) -> Json:
     merged = merge_template(ours, _named(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
     labels = {
-        **(metadata.get("labels") or {}),
+        **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
         **names.object_labels(job.name, "worker"),
         **names.selector_labels(job.name),
     }
