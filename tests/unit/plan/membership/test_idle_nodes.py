@@ -302,3 +302,12 @@ def test_the_largest_size_is_one_that_saves_a_pass(replicas: int, most: int, bat
         workers={"replicas": replicas, "maxReplicas": most}, trainer={"batch": {"globalSize": batch}}, elasticity=TAKES
     )
     assert decide_size(job).most == best
+
+
+def test_a_template_cannot_say_that_a_worker_is_an_extra() -> None:
+    template = {"metadata": {"labels": {"trainium.dev/extra": "true", "team": "a"}}}
+    cluster = FakeCluster(spec(workers={"replicas": 2, "template": template}), 2)
+    cluster.run(10)
+    assert size(cluster) == 2
+    assert extras(cluster) == []
+    assert {pod.manifest["metadata"]["labels"]["team"] for pod in cluster.pods.values()} == {"a"}
