@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.rows import control, endings, nodes, pods, processes, storage, virtual
+from benchmarks.faults.rows import capacity, control, endings, nodes, pods, processes, storage, virtual
 
 if TYPE_CHECKING:
     from benchmarks.faults.row import Row
 
-_FAMILIES = (processes.ROWS, pods.ROWS, nodes.ROWS, endings.ROWS, storage.ROWS, control.ROWS, virtual.ROWS)
+_FAMILIES = (
+    processes.ROWS,
+    pods.ROWS,
+    nodes.ROWS,
+    endings.ROWS,
+    storage.ROWS,
+    control.ROWS,
+    virtual.ROWS,
+    capacity.ROWS,
+)
 ROWS: tuple[Row, ...] = tuple(
     sorted((row for family in _FAMILIES for row in family), key=lambda row: (row.number, row.part))
 )

@@ -19,6 +19,7 @@ from virtual_time import run_virtual
 
 from trainium_contract.wire.recorded_membership import recorded_text
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,20 +29,31 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 RESTART_SECONDS = 2.0
 NAME = "llama"
+_SETTINGS = Settings(extra_priority_class="idle-nodes")
 
 
 class World:
     """One job on a fake cluster, and the operator that looks after it."""
 
-    def __init__(self, *, nodes: int = 5, steps: int = 60, die_after_write: int | None = None, **workers: Any) -> None:
+    def __init__(
+        self,
+        *,
+        nodes: int = 5,
+        steps: int = 60,
+        die_after_write: int | None = None,
+        change: Json | None = None,
+        **workers: Any,
+    ) -> None:
+        """`change`: parts of the job's spec in place of the usual ones."""
         self.cluster = FakeCluster(wall_clock)
         self.cluster.graceful_pods = True
         self.cluster.after_write = self._observe
         self.workers = Workers(self.cluster, nodes=nodes, total_steps=steps)
         job = training_job(NAME, **({"replicas": 2, "spares": 1} | workers))
+        job["spec"] |= change or {}
         job["spec"]["trainer"]["steps"] = steps
         self.cluster.add(JOBS, job)
-        self.process = OperatorProcess(self.cluster, die_after_write=die_after_write)
+        self.process = OperatorProcess(self.cluster, die_after_write=die_after_write, settings=_SETTINGS)
         self.workers.operator = self.process
         self.memberships: dict[int, set[str]] = {}
         self.pod_names: list[str] = []
@@ -83,7 +95,7 @@ class World:
 
     async def new_operator(self) -> None:
         """A fresh process of the operator."""
-        self.process = OperatorProcess(self.cluster)
+        self.process = OperatorProcess(self.cluster, settings=_SETTINGS)
         self.workers.operator = self.process
         await self.process.start()
 
@@ -136,6 +148,18 @@ class World:
         node: str = self.members()[rank]["nodeName"]
         lose_node(self.workers, node)
         return node
+
+    def size(self) -> int:
+        """Nodes of the generation in force."""
+        return int(self.status().get("membership", {}).get("size", 0))
+
+    async def until_size(self, size: int, seconds: float = 240) -> None:
+        """Return when so many nodes train."""
+
+        def there() -> bool:
+            return self.size() == size and self.status().get("phase") == "Running"
+
+        await until(there, seconds, f"{size} nodes, it is {self.status()}")
 
     # --- nodes -----------------------------------------------------------------------------------------------------
 

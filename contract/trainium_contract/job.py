@@ -16,7 +16,7 @@ from pydantic import Field
 from trainium_contract.base import ContractModel, StatusModel, Text
 from trainium_contract.faults.causes import Cause
 from trainium_contract.sizes import BatchShape, likely_first
-from trainium_contract.spec.elasticity import ElasticitySpec
+from trainium_contract.spec.elasticity import ElasticitySpec, IdleNodesStatus
 from trainium_contract.spec.health import HealthSpec
 from trainium_contract.spec.managed_by import MAX_MANAGER
 from trainium_contract.spec.precompile import MAX_COMPILED, CompiledStatus, PrecompileSizes, PrecompileSpec
@@ -367,7 +367,9 @@ class TrainingJobStatus(StatusModel):
     spares: int = 0
     """Warm workers outside the membership."""
     desired: int = 0
-    """Size that the operator is working towards: of the requested nodes as many as save a pass."""
+    """Size that the operator is working towards: of the requested nodes as many as save a pass, and idle ones."""
+    idle_nodes: IdleNodesStatus = IdleNodesStatus()
+    """Nodes beyond those that were asked for."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the worker pods (scale subresource)."""
     membership: MembershipStatus = MembershipStatus()

@@ -33,6 +33,7 @@ from trainium_operator.cluster.fleet.fleet_reconciler import Fleet, FleetMeter
 from trainium_operator.cluster.lease import LeaseElector
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
+from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.cluster.reconciler import Reconciler
 from trainium_operator.coordinator.authentication import Authenticator
@@ -143,6 +144,7 @@ class Runtime:
             in_the_way=refusals.in_the_way,
             wall_clock=clock,
             fleet=self.fleet.current,
+            gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.pace.put),
         )
         self.reconciler = Reconciler(
             queue=self.queue,
@@ -348,4 +350,5 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
         image_pull_policy=settings.image_pull_policy,
         image_pull_secrets=tuple(name for name in settings.image_pull_secrets.split(",") if name),
         worker_user=settings.worker_user,
+        extra_priority_class=settings.extra_priority_class,
     )

@@ -25,6 +25,7 @@ from trainium_contract.wire.messages import (
     RestartRecord,
     WorkerPhase,
 )
+from trainium_contract.wire.worker_env import LABEL_EXTRA
 from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
 from trainium_operator.plan.model.job_id import JobId
@@ -73,6 +74,8 @@ class Workers:
         self.agents: dict[str, Agent] = {}
         """By pod uid."""
         self.lost_nodes: set[str] = set()
+        self.taken_nodes: set[str] = set()
+        """Nodes that somebody else's pods hold, or get as soon as an extra has left."""
         self.turns_per_step = 1
         self.cut_off = False
         """No agent reaches any operator."""
@@ -122,19 +125,33 @@ class Workers:
     def _kubelets(self) -> None:
         now = asyncio.get_running_loop().time()
         busy = {raw["spec"].get("nodeName") for _, _, raw in self._pods() if raw["status"]["phase"] in _ALIVE}
-        for namespace, name, raw in list(self._pods()):
+        for namespace, name, raw in sorted(self._pods(), key=lambda each: LABEL_EXTRA in each[2]["metadata"]["labels"]):
             node = raw["spec"].get("nodeName")
             if "deletionTimestamp" in raw["metadata"]:
                 since = self._asked_to_stop.setdefault(raw["metadata"]["uid"], now)
                 if node not in self.lost_nodes and now - since >= STOP_SECONDS:
                     self.cluster.remove(PODS, namespace, name)
             elif raw["status"]["phase"] == "Pending" and node is None:
-                free = [each for each in self.cluster.names(NODES, "") if each not in busy | self.lost_nodes]
+                free = [
+                    each
+                    for each in self.cluster.names(NODES, "")
+                    if each not in busy | self.lost_nodes | self.taken_nodes
+                ]
                 if free:
                     chosen = min(free, key=lambda each: int(each.removeprefix("node-")))
                     busy.add(chosen)
                     number = int(chosen.removeprefix("node-"))
                     self.cluster.change(PODS, namespace, name, bind(chosen, number))
+
+    def take_node(self, node: str) -> bool:
+        """A pod of somebody else, of the usual priority, gets the node unless a worker that was asked for has it."""
+        held = [each for each in self._pods() if each[2]["spec"].get("nodeName") == node]
+        if any(LABEL_EXTRA not in raw["metadata"]["labels"] for _, _, raw in held):
+            return False
+        self.taken_nodes.add(node)
+        for namespace, name, _ in held:
+            self.cluster.change(PODS, namespace, name, _preempt)
+        return True
 
     def _follow_pods(self) -> None:
         running: dict[str, dict[str, Any]] = {}
@@ -334,6 +351,11 @@ def bind(node: str, number: int) -> Callable[[dict[str, Any]], None]:
         }
 
     return change
+
+
+def _preempt(raw: dict[str, Any]) -> None:
+    raw["metadata"]["deletionTimestamp"] = "2026-01-01T01:00:00Z"
+    raw["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True"})
 
 
 def ended(code: int, reason: str, phase: str) -> Callable[[dict[str, Any]], None]:

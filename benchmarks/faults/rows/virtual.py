@@ -28,7 +28,7 @@ FAULTS_OF_A_LEMON = 3
 REASONS = ("NeuronHasError_HBM_UNCORRECTABLE_ERROR", "NeuronHasError_SRAM_UNCORRECTABLE_ERROR")
 
 
-def _told(
+def told(
     run: int,
     make: Callable[[], World],
     story: Callable[[World], Awaitable[None]],
@@ -68,7 +68,7 @@ def _each_write(_: Stage | None, session: Session) -> Iterator[Outcome]:
             world.judge(found, rungs=["Spare"], total=1)
 
         make = functools.partial(World, die_after_write=point)
-        yield _told(run, make, story, judge, f"after write {point}")
+        yield told(run, make, story, judge, f"after write {point}")
 
 
 def _half_an_hour(_: Stage | None, session: Session) -> Iterator[Outcome]:
@@ -96,7 +96,7 @@ def _half_an_hour(_: Stage | None, session: Session) -> Iterator[Outcome]:
             world.judge(found, rungs=["InPlace"] if fault else [], total=int(fault))
 
         note = f"crash of rank {rank} after {crash_at:.0f} s" if fault else "no fault"
-        yield _told(run, lambda: World(steps=4200), story, judge, note)
+        yield told(run, lambda: World(steps=4200), story, judge, note)
 
 
 def _api_outage(_: Stage | None, session: Session) -> Iterator[Outcome]:
@@ -119,7 +119,7 @@ def _api_outage(_: Stage | None, session: Session) -> Iterator[Outcome]:
         def judge(world: World, found: Findings) -> None:
             world.judge(found, rungs=[], total=0)
 
-        yield _told(run, lambda: World(steps=1600), story, judge, f"from second {at:.0f} on")
+        yield told(run, lambda: World(steps=1600), story, judge, f"from second {at:.0f} on")
 
 
 def _storm_of_errors(_: Stage | None, session: Session) -> Iterator[Outcome]:
@@ -140,7 +140,7 @@ def _storm_of_errors(_: Stage | None, session: Session) -> Iterator[Outcome]:
             world.judge(found, rungs=["Spare"], total=1)
             found.expect(world.writes < 400, f"{world.writes} writes were tried")
 
-        yield _told(run, lambda: World(steps=120), story, judge)
+        yield told(run, lambda: World(steps=120), story, judge)
 
 
 def _refused(dice: random.Random, method: str, path: str) -> Answer | None:
@@ -193,7 +193,7 @@ def _lemon(_: Stage | None, session: Session) -> Iterator[Outcome]:
             made = world.pod_affinity(world.pod_names[-1])
             assert node in made, f"a new pod may go to {node}, the lemon's newest name: {made}"
 
-        yield _told(run, lambda: World(nodes=8, steps=100_000), story, _never_lost)
+        yield told(run, lambda: World(nodes=8, steps=100_000), story, _never_lost)
 
 
 ROWS = (

@@ -85,7 +85,8 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
     cells = [
         (str(each.fewest) if each.fewest == each.most else f"{each.fewest}-{each.most}", str(each.trains),
          str(each.passes), f"{each.batch:,}", share(each.speed), share(each.filled), duration(each.step_seconds),
-         {True: "ready", False: "none", None: "-"}[each.compiled], "now" if each.current else "")
+         {True: "ready", False: "none", None: "-"}[each.compiled],
+         " ".join(["now"] * each.current + ["idle nodes"] * each.idle))
         for each in rows
     ]  # fmt: skip
     return table(columns, cells, width)

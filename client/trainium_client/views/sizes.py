@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from trainium_client.errors import ClientError
 from trainium_client.views.raw import mapping, number, objects, whole
 from trainium_contract.job import TrainingJobSpec
+from trainium_contract.spec.elasticity import IdleNodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +37,8 @@ class SizeRow:
     step_seconds: float | None
     """As it was measured at this size; None where the job has not been."""
     current: bool
+    idle: bool
+    """Beyond the nodes that were asked for: only where others leave them idle, and the job takes those."""
     compiled: bool | None
     """Whether its graphs are there; None where nobody knows, without `precompile`."""
 
@@ -76,6 +79,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             filled=shape.filled(size),
             step_seconds=measured.get(size),
             current=size == now,
+            idle=size > workers.replicas and spec.elasticity.idle_nodes is IdleNodes.TAKE,
             compiled=size in compiled if spec.precompile.enabled else None,
         )
         for size, following in pairwise((*useful, most + 1))

@@ -188,6 +188,11 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
+        "elasticity.idleNodes Take needs workers.maxReplicas: say to how many nodes the job may grow",
+        ".elasticity.idleNodes",
+    ),
+    Rule(
         f"{_OUT_OF_BOUNDS} || {_JUDGED_BEFORE} || {_with_cores(_divides(_NODES))}",
         "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline",
         ".workers.replicas",

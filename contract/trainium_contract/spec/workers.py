@@ -55,7 +55,8 @@ class WorkersSpec(ContractModel):
     min_replicas: NodeCount | None = None
     """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
     max_replicas: NodeCount | None = None
-    """Elastic ceiling for `kubectl scale` and autoscalers. Omitted: no bound of its own."""
+    """Elastic ceiling for `kubectl scale`, autoscalers, and growth onto idle nodes (elasticity.idleNodes). Omitted: no
+    bound of its own."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
     accelerator: AcceleratorSpec = AcceleratorSpec()

@@ -52,3 +52,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- with .Values.watchNamespace }}{{ $one = list . }}{{ end }}
 {{- concat .Values.watchNamespaces $one | uniq | join "," }}
 {{- end }}
+
+{{- /* PriorityClass of workers on idle nodes; empty where none are taken. */}}
+{{- define "trainium-operator.extraPriorityClass" -}}
+{{- $class := .Values.idleNodes.priorityClass -}}
+{{- if $class.name -}}
+{{- $class.name -}}
+{{- else if $class.create -}}
+{{- printf "%s-idle-nodes" (include "trainium-operator.fullname" .) -}}
+{{- end }}
+{{- end }}

@@ -22,6 +22,7 @@ from trainium_operator.plan.lifecycle.suspension import release, stay_active, su
 from trainium_operator.plan.lifecycle.ttl_after_finished import expire
 from trainium_operator.plan.membership.decide import decide_generation
 from trainium_operator.plan.membership.generation import adopt_recorded, begin_generation, keep_published
+from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
 from trainium_operator.plan.membership.resize import note_request
 from trainium_operator.plan.model.actions import Plan
 from trainium_operator.plan.model.answer import Answer
@@ -99,6 +100,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     else:
         answer = answer.having(stay_active(facts, answer.status))
         answer = answer.then(find_stragglers(facts, answer.status))
+        answer = answer.then(use_idle_nodes(facts, answer.status, losses))
         answer = answer.then(_decided(facts, answer.status, losses))
         withheld, given_back = withhold_pods(facts, answer.status)
         answer = answer.then(given_back)
@@ -138,7 +140,10 @@ def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
     desired = _within_quota(facts) or status.desired
     status = note_nodes(facts, note_request(facts, status, desired))
     avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
-    status = status.replaced(desired=desired, avoided_nodes=avoided, leaving_since=diagnosis.leaving_since)
+    idle = status.idle_nodes.replaced(taken=0)
+    status = status.replaced(
+        desired=desired, idle_nodes=idle, avoided_nodes=avoided, leaving_since=diagnosis.leaving_since
+    )
     return Answer(status=status, notes=diagnosis.notes, looks=facts.counts_from + diagnosis.looks)
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.spec.workers import MAX_NODES
 from trainium_operator.simulate.errors import InputError, told
 from trainium_operator.simulate.job import make_spec, parse_variation, read_job
 from trainium_operator.simulate.picture import draw_picture
@@ -45,6 +46,9 @@ def simulate(
     job: Annotated[Path, typer.Argument(help="The manifest of a TrainingJob.", show_default=False)],
     nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: the job's replicas.")] = None,
     spares: Annotated[str, typer.Option(help="Spares to try: 2, 0,2,4 or 0..4; default: the job's.")] = "",
+    idle_nodes: Annotated[
+        int, typer.Option(help="Nodes beside those that others use half of the time; for elasticity.idleNodes.")
+    ] = 0,
     failures: Annotated[
         str, typer.Option("--failures-per-1000-node-days", help="Rates to try (docs/simulate.md).")
     ] = "4,22",
@@ -61,8 +65,8 @@ def simulate(
     picture: Annotated[_File, typer.Option(help="Also draw a picture (PNG).")] = None,
 ) -> None:
     """Simulate a job's month with the operator's own plan: goodput, where the time goes, what each spare buys."""
-    _check(days, seeds, goal, output)
-    given = _Given(job, nodes, spares, failures, days, trace, stages, learn_from, model, mix, vary or [])
+    _check(days, seeds, goal, output, idle_nodes)
+    given = _Given(job, nodes, spares, idle_nodes, failures, days, trace, stages, learn_from, model, mix, vary or [])
     cases = tuple(_cases(given))
     # Plans make many short-lived objects and no circles: the collector would only search in vain.
     gc.set_threshold(100_000, 20, 20)
@@ -86,6 +90,7 @@ class _Given:
         job: Path,
         nodes: int | None,
         spares: str,
+        shared: int,
         failures: str,
         days: float,
         trace: Path | None,
@@ -96,6 +101,7 @@ class _Given:
         vary: list[str],
     ) -> None:
         self.job, self.nodes, self.days, self.trace, self.mix = job, nodes, days, trace, mix
+        self.shared = shared
         self.raw = read_job(job)
         self.spares = parse_counts(spares) if spares else (None,)
         self.rates = parse_rates(failures) if trace is None else (0.0,)
@@ -116,7 +122,7 @@ def _cases(given: _Given) -> Iterator[Case]:
         for rate, spares in itertools.product(given.rates, given.spares):
             changes: dict[str, Any] = dict(chosen)
             spec = make_spec(given.job, given.raw, nodes=given.nodes, spares=spares, changes=changes)
-            places = spec.workers.replicas + spec.workers.spares
+            places = spec.workers.replicas + spec.workers.spares + given.shared
             trace = None if given.trace is None else read_trace(given.trace, slots=places, model=given.model)
             yield Case(
                 spec=spec,
@@ -127,16 +133,19 @@ def _cases(given: _Given) -> Iterator[Case]:
                 rate=rate,
                 trace=trace,
                 variation=", ".join(f"{place}={value}" for place, value in chosen),
+                shared=given.shared,
             )
 
 
-def _check(days: float, seeds: int, goal: float | None, output: str) -> None:
+def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes: int) -> None:
     if not 0 < days <= MOST_DAYS:
         raise InputError(f"--days must be above 0 and at most {MOST_DAYS:g}, not {days:g}")
     if not 1 <= seeds <= 10_000:
         raise InputError(f"--seeds must be from 1 to 10,000, not {seeds}")
     if goal is not None and not 0 < goal < 1:
         raise InputError(f"--goal must be between 0 and 1, for instance 0.999, not {goal:g}")
+    if not 0 <= idle_nodes <= MAX_NODES:
+        raise InputError(f"--idle-nodes must be from 0 to {MAX_NODES:,}, not {idle_nodes}")
     if output not in ("table", "json"):
         raise InputError(f"--output must be table or json, not {output!r}")
 

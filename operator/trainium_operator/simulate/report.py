@@ -130,7 +130,8 @@ def _name(result: Result) -> str:
     case = result.case
     spares = f"{case.spares} spare" + ("" if case.spares == 1 else "s")
     rate = "the trace" if case.trace is not None else f"{case.rate:g} a 1,000 node-days"
-    return ", ".join(part for part in (spares, rate, case.variation) if part)
+    shared = f"{case.shared} shared" if case.shared else ""
+    return ", ".join(part for part in (spares, rate, shared, case.variation) if part)
 
 
 def _estimate(value: Estimate) -> str:
@@ -154,6 +155,7 @@ def _result(result: Result, gain: tuple[float, float] | None, goal: float | None
     return {
         "nodes": case.nodes,
         "spares": case.spares,
+        "sharedNodes": case.shared,
         "failuresPer1000NodeDays": None if traced else case.rate,
         "mix": None if traced else mix_of(case.rate, case.mix).value,
         "variation": case.variation or None,

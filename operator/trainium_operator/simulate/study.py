@@ -42,6 +42,8 @@ class Case:
     """Interruptions per 1,000 node-days; of no meaning with a trace."""
     trace: tuple[Fault, ...] | None = None
     variation: str = ""
+    shared: int = 0
+    """Nodes beside these that others use from time to time."""
 
     @property
     def nodes(self) -> int:
@@ -112,16 +114,24 @@ class Result:
 
 def simulate(case: Case, seed: int) -> Outcome:
     """One seed of one case."""
-    places = case.nodes + case.spares
+    places = case.nodes + case.spares + case.shared
     faults = case.trace
     if faults is None:
-        faults = draw(seed, slots=places, days=case.days, rate=case.rate, mix=case.mix, model=case.model)
+        faults = draw(
+            seed,
+            slots=places,
+            days=case.days,
+            rate=case.rate,
+            mix=case.mix,
+            model=case.model,
+            shared=case.shared,
+        )
     lemons = frozenset(
         slot
         for slot in range(places)
         if random.Random(f"{seed}/{slot}/lemon").random() < case.model.lemon_share  # noqa: S311 - a simulation
     )
-    setting = Setting(spec=case.spec, stages=case.stages, model=case.model, days=case.days)
+    setting = Setting(spec=case.spec, stages=case.stages, model=case.model, days=case.days, shared=case.shared)
     return World(setting, lemons=lemons).live(faults)
 
 

@@ -62,6 +62,8 @@ BAD_AT_CREATION = {
     "trainer: {batch: {tolerance: 0.1}, data: {tokenization: Online}}": (
         "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
     ),
+    "elasticity: {idleNodes: Take}": "elasticity.idleNodes Take needs workers.maxReplicas: say to how many nodes",
+    "elasticity: {idleNodes: Some}": 'supported values: "Leave", "Take"',
     "trainer: {batch: {microSize: -1}}": "spec.trainer.batch.microSize in body should be greater than or equal to 1",
     "workers: {accelerator: {coresPerNode: 0}}": "coresPerNode in body should be greater than or equal to 1",
     "trainer: {optimizer: {learningRate: 0}}": "learningRate in body should be greater than 0",

@@ -218,6 +218,24 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
     ]
 
 
+def test_sizes_beyond_what_was_asked_for_say_that_they_are_of_idle_nodes() -> None:
+    job: dict[str, Any] = {
+        "spec": {
+            "workers": {"replicas": 2, "maxReplicas": 4, "accelerator": {"device": "cpu"}},
+            "trainer": {"batch": {"globalSize": 12}},
+            "elasticity": {"idleNodes": "Take"},
+        }
+    }
+    rows = size_rows(job)
+    assert [(row.trains, row.speed, row.idle) for row in rows] == [
+        (4, 2.0, True),
+        (3, 1.5, True),
+        (2, 1.0, False),
+        (1, 0.5, False),
+    ]
+    assert show(sizes_page(rows, 120), width=120, colour=False).count("idle nodes") == 2
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: int) -> None:
     view, entries = screen(), interruptions(recorded("job")["status"])

@@ -35,7 +35,7 @@ from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods import disruption_budget
 
 NOW = 1_800_000_000.0
-SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443")
+SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443", extra_priority_class="idle-nodes")
 CA = "-----BEGIN CERTIFICATE-----\n"
 
 

@@ -14,7 +14,7 @@ from plan_world import STEPS_PER_SECOND, Pod
 
 from trainium_contract.faults.read import budget_of
 from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, LABEL_EXTRA
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, Plan, PublishMembership
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, FleetView, JobView, Observed, PodPhase, PodView
@@ -53,6 +53,7 @@ class FakeCluster(FaultyWorld):
         copy.nodes = {name: replace(node) for name, node in self.nodes.items()}
         copy.pods = {name: _copied(pod) for name, pod in self.pods.items()}
         copy.heard, copy.children, copy.stepped = dict(self.heard), dict(self.children), dict(self.stepped)
+        copy.others, copy.wishes = set(self.others), self.wishes
         copy.names_used, copy.published_members = set(self.names_used), dict(self.published_members)
         return copy
 
@@ -81,6 +82,7 @@ class FakeCluster(FaultyWorld):
             coordinator_since=self.operator_since,
             now=self.now,
             fleet=self.fleet,
+            wanted_elsewhere=self.gang_waits,
         )
 
     def reconcile(self, crash_after: int | None = None) -> Plan | None:
@@ -184,6 +186,7 @@ class FakeCluster(FaultyWorld):
             template_hash=manifest["metadata"]["annotations"]["trainium.dev/template-hash"],
             gang=manifest["metadata"]["annotations"].get("trainium.dev/gang", ""),
             kept_from=frozenset(manifest["metadata"]["annotations"].get(ANNOTATION_KEPT_FROM, "").split(",")) - {""},
+            extra=LABEL_EXTRA in manifest["metadata"]["labels"],
         )
         self.pods[name] = Pod(view, manifest, self.now)
 
@@ -221,7 +224,8 @@ class FakeCluster(FaultyWorld):
     def check(self) -> None:
         """What must hold at any time."""
         status, job = self.status, self.spec
-        limit = (status.desired or job.workers.replicas) + decide_size(job).reserve + job.workers.spares
+        asked = (status.desired or job.workers.replicas) - status.idle_nodes.taken
+        limit = asked + status.idle_nodes.wanted + decide_size(job).reserve + job.workers.spares
         live = [each for each in self.pods.values() if self._alive(each)]
         members = {member.pod_uid for member in self.membership.members} if self.membership else set()
         extra = sum(each.view.uid in members or each.view.ip != "" for each in live)

@@ -27,6 +27,8 @@ from trainium_contract.wire.messages import (
 from trainium_operator.plan.model.observed import AgentView, NodeReadiness, NodeView, PodPhase, PodView
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from trainium_contract.spec.precompile import CompiledSize
 
 START_SECONDS = 1.0
@@ -87,6 +89,12 @@ class FakeWorld:
         self.membership: Membership | None = None
         self.published: Membership | None = None
         self.heard: dict[str, AgentView] = {}
+        self.others: set[str] = set()
+        """Nodes that somebody else's pods hold."""
+        self.wishes = 0
+        """Pods of somebody else that wait for a node."""
+        self.gang_waits = 0
+        """Nodes that a gang of another job waits for."""
         self.scorns_preferences = False
         """Whether its scheduler puts pods on avoided nodes first, as one may for the sake of their neighbourhood."""
         self.stepped: dict[str, tuple[int, int]] = {}
@@ -120,24 +128,44 @@ class FakeWorld:
         return view.ready is NodeReadiness.TRUE and view.schedulable and not view.deleting and not tainted
 
     def _schedule(self) -> None:
-        taken = {
-            each.view.node
-            for each in self.pods.values()
-            if each.view.node and each.view.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)
-        }
-        for each in self.pods.values():
+        """Extras last; a pod that finds no node takes that of an extra, which saves and leaves first."""
+        held = [each for each in self.pods.values() if each.view.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)]
+        taken = {each.view.node for each in held if each.view.node} | self.others
+        extras = [each for each in held if each.view.extra and each.view.node and not each.view.deleting]
+        promised = sum(each.view.extra and each.view.disrupted for each in held)
+        for _ in range(self.wishes):
+            free = [name for name in self._free(taken) if self.nodes[name].up]
+            if free:
+                self.wishes -= 1
+                self.others.add(free[0])
+                taken.add(free[0])
+            elif promised:
+                promised -= 1
+            elif extras:
+                self._preempt(extras.pop())
+        for each in sorted(self.pods.values(), key=lambda each: each.view.extra):
             if each.view.node:
                 continue
-            shut = taken | each.view.kept_from
-            free = [name for name, node in self.nodes.items() if name not in shut and self._takes_pods(node)]
+            free = self._free(taken | each.view.kept_from)
             avoided = set(self.status.avoided_nodes)
             free.sort(key=lambda name: ((name in avoided) is not self.scorns_preferences, name))
             if not free:
                 each.view = replace(each.view, unschedulable_message="0 nodes are available")
+                if promised:
+                    promised -= 1
+                elif extras and not each.view.extra:
+                    self._preempt(extras.pop())
                 continue
             taken.add(free[0])
             each.view = replace(each.view, node=free[0], scheduled=True, unschedulable_message="")
             each.since = self.now
+
+    def _free(self, taken: Collection[str]) -> list[str]:
+        return [name for name, node in self.nodes.items() if name not in taken and self._takes_pods(node)]
+
+    def _preempt(self, extra: Pod) -> None:
+        extra.view = replace(extra.view, deleting=True, disrupted=True)
+        extra.since = self.now
 
     def _kubelets(self) -> None:
         for name, each in list(self.pods.items()):
@@ -292,7 +320,8 @@ class FakeWorld:
         if all(node.slowness == 1.0 for node in self.nodes.values()):
             return None
         own = self.nodes[pod.view.node].slowness / STEPS_PER_SECOND
-        return StepTiming(steps=10, step_seconds=own, own_seconds=own)
+        slowest = max(node.slowness for node in self.nodes.values()) / STEPS_PER_SECOND
+        return StepTiming(steps=10, step_seconds=slowest, own_seconds=own)
 
     def _talk(self) -> None:
         """Heartbeats of every agent that can reach the operator."""

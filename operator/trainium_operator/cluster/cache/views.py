@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_ours
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
 from trainium_operator.plan.faults.node_signals import bad_status
@@ -150,6 +150,7 @@ def pod_view(raw: Json) -> PodView:
         kept_from=frozenset(filter(None, str(annotations.get(ANNOTATION_KEPT_FROM, "")).split(","))),
         gang=annotations.get(ANNOTATION_GROUP, ""),
         pod_set=metadata.get("labels", {}).get(LABEL_POD_SET, ""),
+        extra=LABEL_EXTRA in metadata.get("labels", {}),
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.cluster.queue.pace import Pace
+    from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import AgentView, JobView, PodView
@@ -107,6 +108,7 @@ class Observer:
         creations_from: Callable[[str], float] = lambda _uid: 0.0,
         in_the_way: Callable[[str], Mapping[str, str]] = lambda _uid: {},
         fleet: Callable[[], FleetView] = FleetView,
+        gangs: WaitingGangs | None = None,
     ) -> None:
         self._creations_from = creations_from
         self._in_the_way = in_the_way
@@ -115,6 +117,7 @@ class Observer:
         self._ca_bundle = ca_bundle
         self._wall_clock = wall_clock
         self._fleet = fleet
+        self._gangs = gangs
 
     def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
         """One job as it is known now; children and pods of an earlier job of the same name are left out.
@@ -148,6 +151,7 @@ class Observer:
             in_the_way=self._in_the_way(job.uid),
             fleet=self._fleet().seen_from(job.namespace),
             quota=caches.kueue.quota(job),
+            wanted_elsewhere=self._gangs.nodes_wanted(job) if self._gangs is not None else 0,
             status_written=status_written,
         )
 

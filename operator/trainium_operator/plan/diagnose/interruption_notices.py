@@ -58,7 +58,9 @@ def heed_notices(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
     known = facts.job.status.leaving_since
     since = facts.now if known is None else known
     last_call = _last_call(facts, leaving, since)
-    shrink_at = min(since + facts.job.spec.recovery.rescale_after_seconds, last_call)
+    # Who has more than was asked for gives the node up at once.
+    beyond = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
+    shrink_at = min(since + (0.0 if beyond else facts.job.spec.recovery.rescale_after_seconds), last_call)
     departures: tuple[Loss, ...] = ()
     if any(worker is not None and worker.finished for _, worker in facts.members):
         pass  # the run ends; nobody takes a rank any more

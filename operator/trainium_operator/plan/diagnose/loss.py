@@ -31,6 +31,8 @@ class Loss:
     stays: bool = False
     """Its pod is deleted only after its rank has gone to another worker."""
 
+    missed: bool = True
+    """False: the others go on without it at once, and nobody on such a node is waited for."""
     blames_node: bool | None = None
     """Whether its node is suspected, where a rule of the job says so; None: as its cause says."""
 

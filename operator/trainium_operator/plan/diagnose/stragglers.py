@@ -1,9 +1,11 @@
 """Policy: members slower than the others are always told of, and handed over when that costs nothing but a spare.
 
+Where no spare is free and the others are faster without it (`faster_without`), it is left out.
+
 A member's pace is its own work in a step, without the wait for its peers, so that those who wait for a slow one do not
 look slow. It is held against the median member's. Invariants: nobody is evicted before it has been slow for
-`persistSteps`, for a load that all members bear, while an interruption is open, while nodes may not be acted on, or
-without a sound spare that is warm; one at a time; a member counts as slow until it is clearly not (hysteresis);
+`persistSteps`, for a load that all members bear, while an interruption is open or while nodes may not be acted on; one
+at a time; a member counts as slow until it is clearly not (hysteresis);
 differences too small to matter count never.
 """
 
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Rung, StragglerStatus
+from trainium_operator.plan.diagnose.faster_without import faster_without_one
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
@@ -71,12 +74,10 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> Answer:
 
 
 def evicted(facts: Facts) -> list[Loss]:
-    """The slowest of those who have been reported, when a spare takes over; it saves, and nothing is lost."""
+    """The slowest of those who have been reported, when a spare takes over or it is not missed; nothing is lost."""
     spec = facts.job.spec.recovery.stragglers
     slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
     if not slow or not spec.evict or facts.observed.fleet.frozen or not _steady(facts):
-        return []
-    if not any(not is_second_choice(facts, worker) for worker in facts.candidates):
         return []
     paces = {pod: ratio for pod, (_, ratio) in _paces(facts).items() if pod in slow and ratio >= spec.slowdown}
     if not paces:
@@ -89,7 +90,20 @@ def evicted(facts: Facts) -> list[Loss]:
         return []
     entry = slow[slowest].replaced(slowdown=round(paces[slowest], 2))
     message = _sentence(entry, last_step(facts))
-    return [Loss(member=member, worker=worker, cause=Cause.STRAGGLER, failed_at=facts.now, message=message, saves=True)]
+    replaced = any(not is_second_choice(facts, each) for each in facts.candidates)
+    if not replaced and not faster_without_one(facts):
+        return []
+    return [
+        Loss(
+            member=member,
+            worker=worker,
+            cause=Cause.STRAGGLER,
+            failed_at=facts.now,
+            message=message if replaced else f"{message}; the others are faster without it",
+            saves=True,
+            missed=replaced,
+        )
+    ]
 
 
 def _steady(facts: Facts) -> bool:

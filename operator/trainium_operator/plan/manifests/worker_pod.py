@@ -46,13 +46,25 @@ class Avoided:
     """Unless no other is left."""
 
 
-def worker_pods(job: JobView, settings: PlanSettings, ordinals: range, avoided: Avoided) -> list[Json]:
-    """Complete manifests of the pods with these ordinals, kept away from the avoided nodes.
+def worker_pods(
+    job: JobView, settings: PlanSettings, ordinals: range, avoided: Avoided, *, extras: int = 0
+) -> list[Json]:
+    """Complete manifests of the pods with these ordinals, kept away from the avoided nodes; the last ones are `extras`.
 
     They share what they have in common, so nobody may change them.
     """
     body = pod_template(job, settings)
-    return [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals]
+    plain = [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals[: len(ordinals) - extras]]
+    return plain + [
+        _as_extra(_worker_pod(job, body, ordinal, avoided), settings) for ordinal in ordinals[len(ordinals) - extras :]
+    ]
+
+
+def _as_extra(pod: Json, settings: PlanSettings) -> Json:
+    """The pod as one beyond those that were asked for: it gives way to any other, and takes no other's place."""
+    metadata = {**pod["metadata"], "labels": {**pod["metadata"]["labels"], env.LABEL_EXTRA: "true"}}
+    spec = {key: value for key, value in pod["spec"].items() if key not in ("priority", "preemptionPolicy")}
+    return {**pod, "metadata": metadata, "spec": {**spec, "priorityClassName": settings.extra_priority_class}}
 
 
 def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Json:
@@ -86,7 +98,7 @@ def pod_template(job: JobView, settings: PlanSettings) -> Json:
     merged = merge_template(ours, _named(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
     labels = {
-        **(metadata.get("labels") or {}),
+        **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
         **names.object_labels(job.name, "worker"),
         **names.selector_labels(job.name),
     }

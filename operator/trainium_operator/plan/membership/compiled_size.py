@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.membership.growth_gain import price_of_a_change
+from trainium_operator.plan.view.price import price_of_a_change
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Rung
+from trainium_operator.plan.view.price import price_of_a_change
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
-
-_NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
 
 
 def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size: int, *, beside: float = 0.0) -> bool:
@@ -27,12 +25,3 @@ def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size
         return True
     left = max(0, total - status.progress.step)
     return left * step * (1 - speed) > price + beside
-
-
-def price_of_a_change(status: TrainingJobStatus) -> float | None:
-    """Seconds from the newest decision on a membership to its first new step; None where none was measured."""
-    for entry in reversed(status.history):
-        if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:
-            waited = max(0.0, entry.decided_at - (entry.failed_at or entry.decided_at))
-            return max(0.0, entry.recovered_seconds - waited)
-    return None

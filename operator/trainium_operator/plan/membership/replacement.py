@@ -16,6 +16,7 @@ from trainium_operator.plan.history.interruptions import open_interruption, open
 from trainium_operator.plan.membership.compiled_size import size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
+from trainium_operator.plan.view.extras import staying
 from trainium_operator.plan.view.facts import newcomers_of
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ def replace_lost(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ..
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
     newcomers = newcomers_of(facts)
     available = len(survivors) + len(newcomers)
-    deadline = _wait_until(facts, status, available, waited=all(loss.stays for loss in losses))
+    deadline = _wait_until(facts, status, available, waited=all(loss.stays or not loss.missed for loss in losses))
     if deadline is not None:
         return Decision(status=status, looks=(deadline,))
     size = _size(facts, status, available)
     if size == 0:
         return Decision(status=status)
-    members = assign_ranks(survivors, newcomers, size, surroundings_of(facts))
+    members = assign_ranks(staying(facts, survivors, size), newcomers, size, surroundings_of(facts))
     used = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in used)
     saving = all(loss.saves for loss in losses if loss.cause is not Cause.FINISHED)

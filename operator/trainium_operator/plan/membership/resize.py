@@ -1,8 +1,8 @@
 """Policy: bring the membership to the desired size while nothing is lost: gracefully, so that no step is lost.
 
-On shrinking the highest ranks leave. On growing, spares join first and are refilled afterwards. A job that had to
-shrink grows back when it has rested and all workers are there, and to a partial size only after a longer wait; in any
-case only for what is worth a restart (`growth_gain`). What the user asks for is done at once.
+On shrinking extras leave, then the highest ranks. On growing, spares join first and are refilled afterwards. A job that
+had to shrink grows back when it has rested and all workers are there, and to a partial size only after a longer wait;
+in any case only for what is worth a restart (`growth_gain`). What the user asks for is done at once.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from trainium_operator.plan.membership.compiled_size import compile_seconds, pay
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
+from trainium_operator.plan.membership.resting import grows_again_at
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.extras import joining, staying
+from trainium_operator.plan.view.facts import newcomers_of, sound_newcomers
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
-_FLAPPING_SECONDS = 3600.0
-_LONGEST_REST = 8.0
-
 
 def note_request(facts: Facts, status: TrainingJobStatus, desired: int) -> TrainingJobStatus:
     """Remember that the user changed the size; until it is reached, a change of size is theirs."""
-    if facts.current is None or status.desired in (0, desired):
+    if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
     message = f"from {len(facts.current.members)} to {desired} nodes"
     return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
@@ -46,11 +45,14 @@ def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
         return Decision(status=status)
     if present == desired:
         return Decision(status=status)
-    newcomers = newcomers_of(facts)
+    asked = is_true(status, ConditionType.RESIZING)
+    newcomers = newcomers_of(facts) if asked else sound_newcomers(facts)
     size, looks = (desired, ()) if present > desired else _grown(facts, status, present, len(newcomers))
     if size == present:
         return Decision(status=status, looks=looks)
-    members = assign_ranks(facts.current.members, newcomers, size, surroundings_of(facts))
+    survivors = staying(facts, facts.current.members, size)
+    joined = joining(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
+    members = assign_ranks(survivors, joined, size, surroundings_of(facts))
     new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
     return Decision(status=_with_entry(facts, status, size), new=new, looks=looks)
 
@@ -85,22 +87,6 @@ def _target(facts: Facts, status: TrainingJobStatus, present: int, nodes: int, *
     return at_hand if at_hand > present else size
 
 
-def grows_again_at(facts: Facts, status: TrainingJobStatus) -> float:
-    """Until when growth that nobody asked for rests (Unix seconds): capacity that comes and goes must not flap the job.
-
-    `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
-    eightfold.
-    """
-    faults = [entry for entry in status.history if entry.rung not in (Rung.RESIZE, Rung.GROW, Rung.STOP)]
-    ends = [(entry.failed_at or 0.0) + (entry.recovered_seconds or 0.0) for entry in faults]
-    shrinks = sum(
-        entry.rung is Rung.SHRINK and end > facts.now - _FLAPPING_SECONDS
-        for entry, end in zip(faults, ends, strict=True)
-    )
-    factor = min(_LONGEST_REST, 2.0 ** max(0, shrinks - 1))
-    return max(ends, default=0.0) + facts.job.spec.recovery.rescale_after_seconds * factor
-
-
 def _last_change(status: TrainingJobStatus) -> float:
     """When the size in force was taken (Unix seconds), as far as the history goes back."""
     changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
@@ -116,18 +102,24 @@ def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJ
         return status
     if status.membership.generation != facts.current.generation:
         return status
-    requested = size < present or is_true(status, ConditionType.RESIZING)
+    requested = is_true(status, ConditionType.RESIZING)
     return open_interruption(
         facts,
         status,
         cause=Cause.RESIZE if requested else Cause.CAPACITY,
-        rung=Rung.RESIZE if requested else Rung.GROW,
+        rung=Rung.RESIZE if requested or size < present else Rung.GROW,
         failed_at=facts.now,
         attempt=status.membership.attempt,
-        message=f"from {present} to {size} nodes{_by_whom(facts, status)}",
+        message=f"from {present} to {size} nodes{_why(facts, status, size - present)}",
     )
 
 
-def _by_whom(facts: Facts, status: TrainingJobStatus) -> str:
-    queued = facts.grant is not None and status.desired < facts.size.desired
-    return f": the queue grants {status.desired} of {facts.size.desired}" if queued else ""
+def _why(facts: Facts, status: TrainingJobStatus, more: int) -> str:
+    if facts.grant is not None and status.desired < facts.size.desired:
+        return f": the queue grants {status.desired} of {facts.size.desired}"
+    taken = status.idle_nodes.taken
+    if more > 0 and taken:
+        return f": {taken} that were idle, beyond the {status.desired - taken} asked for"
+    if more < 0 and facts.observed.wanted_elsewhere:
+        return f": {-more} that were idle are given back, other jobs wait for {facts.observed.wanted_elsewhere}"
+    return ""

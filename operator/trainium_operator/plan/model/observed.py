@@ -99,6 +99,8 @@ class PodView:
     """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
     pod_set: str = ""
     """Pod set of Kueue that it was made for; empty without a queue."""
+    extra: bool = False
+    """It carries the label `worker_env.LABEL_EXTRA`: beyond what was asked for, on an idle node."""
 
 
 class NodeReadiness(StrEnum):
@@ -240,6 +242,8 @@ class PlanSettings:
     """Labels of network layers that nodes of the cluster carry."""
     kueue: KueueState = KueueState.OFF
     """Whether the operator works with Kueue."""
+    extra_priority_class: str = ""
+    """PriorityClass of workers on idle nodes, below that of any other pod; without one idle nodes are left alone."""
 
     def status_interval(self, workers: int) -> float:
         """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
@@ -273,5 +277,7 @@ class Observed:
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
     """What Kueue says of the job's quota; None when it cannot be asked."""
+    wanted_elsewhere: int = 0
+    """Nodes like those of this job that whole gangs of other jobs wait for: no scheduler preempts an extra for them."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""

@@ -14,6 +14,7 @@ from trainium_operator.plan.model.quota import SPARES, WORKERS
 if TYPE_CHECKING:
     from typing import Any
 
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -21,6 +22,12 @@ def spares_of(facts: Facts) -> int:
     """Pods to keep beside the desired size."""
     wanted = facts.size.reserve + facts.job.spec.workers.spares
     return wanted if facts.grant is None else min(wanted, facts.grant.spares)
+
+
+def extras_of(facts: Facts, status: TrainingJobStatus) -> int:
+    """Extras to keep beside what was asked for."""
+    wanted = status.idle_nodes.wanted
+    return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))
 
 
 def in_places(facts: Facts, manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Policy: keep desired + reserve + spares worker pods alive; remove what is lost, hopeless, outdated or too many.
+"""Policy: keep desired + reserve + spares worker pods alive, and extras; remove what is lost, hopeless or too many.
 
 How creation survives a crash: the status raises `nextPodOrdinal` first, then the pods below it are created. Ordinals
 whose creation was cut short are skipped, never used again; a pod whose creation was not noticed is at worst one too
@@ -24,7 +24,7 @@ from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.pods.admitted_places import in_places, spares_of
+from trainium_operator.plan.pods.admitted_places import extras_of, in_places, spares_of
 from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
@@ -55,11 +55,17 @@ def converge_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     staying = len(facts.member_uids - lost)
     moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
-    wanted = status.desired + spares_of(facts) + moving
-    missing = wanted - staying - len(outsiders)
-    if missing > 0:
-        return answer.then(_create(facts, status, missing))
-    surplus = _surplus(facts, status, outsiders, -missing)
+    beyond = extras_of(facts, status)
+    wanted = status.desired - status.idle_nodes.taken + spares_of(facts) + moving
+    extras = sum(worker.pod.extra for worker in outsiders) + sum(
+        worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost
+    )
+    # An extra more than is wanted stands for a worker that was asked for.
+    others = staying + len(outsiders) - min(extras, beyond)
+    missing, more = max(0, wanted - others), max(0, beyond - extras)
+    if missing + more > 0:
+        return answer.then(_create(facts, status, missing, more))
+    surplus = _surplus(facts, status, outsiders, others - wanted)
     return answer.then(Answer(status=status, actions=surplus))
 
 
@@ -88,7 +94,8 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             continue
         failure = _failure_of(facts, status, worker)
         if failure is not None:
-            status = status.replaced(failures=_counted(facts, status, failure))
+            if failure.node or not worker.pod.extra:  # a job does not end for want of what it need not have
+                status = status.replaced(failures=_counted(facts, status, failure))
             notes.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
         deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or not worker.ended))
     return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))
@@ -177,17 +184,18 @@ def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
     )
 
 
-def _create(facts: Facts, status: TrainingJobStatus, missing: int) -> Answer:
+def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> Answer:
+    """So many workers that were asked for, and so many beyond them."""
     allowed = max(backoff_until(status.failures, facts.now), facts.observed.creations_from)
     if facts.now < allowed:
         return Answer(status=status, looks=(allowed,))
     highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
     planned = status.next_pod_ordinal
     first = max(planned if planned <= names.LAST_ORDINAL else 0, highest + 1)
-    status = status.replaced(next_pod_ordinal=first + missing)
-    ordinals = range(first, first + missing)
+    ordinals = range(first, first + missing + extras)
+    status = status.replaced(next_pod_ordinal=ordinals.stop)
     avoided = Avoided(required=forbidden_nodes(facts, status), preferred=status.avoided_nodes)
-    manifests = in_places(facts, worker_pods(facts.job, facts.settings, ordinals, avoided))
+    manifests = in_places(facts, worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras))
     return create_pods(facts, status, manifests)
 
 
@@ -195,6 +203,10 @@ def _surplus(facts: Facts, status: TrainingJobStatus, outsiders: list[Worker], s
     """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
     steady = facts.current is None or (is_settled(facts) and not _is_left(facts, status))
     at_size = facts.current is None or len(facts.current.members) == status.desired
-    victims = sorted(outsiders, key=lambda worker: (not worker.never_ran, worker.warm, -worker.pod.ordinal))
+
+    def order(worker: Worker) -> tuple[bool, bool, bool, int]:
+        return not worker.pod.extra, not worker.never_ran, worker.warm, -worker.pod.ordinal
+
+    victims = sorted(outsiders, key=order)
     going = (worker for worker in victims[:surplus] if worker.never_ran or (steady and at_size))
     return tuple(action for worker in going for action in deletion(worker))

@@ -49,7 +49,8 @@ def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
         return Answer(status=status, actions=gone or (_ask(facts, quota, 0, needed_workers(facts.size)),))
     if grant.stand is not Stand.ADMITTED:
         return Answer(status=status, actions=tuple(_waits(facts, quota, base)))
-    return Answer(status=status, actions=(*_steps(facts, quota, grant), *_ready(quota, status)))
+    extras = status.idle_nodes.wanted
+    return Answer(status=status, actions=(*_steps(facts, quota, grant, extras), *_ready(quota, status)))
 
 
 def end_quota(facts: Facts, status: TrainingJobStatus) -> tuple[QuotaAction, ...]:
@@ -92,7 +93,7 @@ def _waits(facts: Facts, quota: QuotaView, base: WorkloadView) -> Iterator[Quota
             yield asked
 
 
-def _steps(facts: Facts, quota: QuotaView, grant: Grant) -> Iterator[QuotaAction]:
+def _steps(facts: Facts, quota: QuotaView, grant: Grant, extras: int) -> Iterator[QuotaAction]:
     held = [each for each in steps(quota) if each.holds]
     loose = [each for each in steps(quota) if not each.holds and not each.deleting]
     base = needed(quota)
@@ -103,7 +104,7 @@ def _steps(facts: Facts, quota: QuotaView, grant: Grant) -> Iterator[QuotaAction
         if room and not each.deleting and (each.is_true(WorkloadCondition.EVICTED) or not each.active):
             yield _return(each)
     selector = grant.placement(WORKERS).node_selector
-    wanted = steps_from(facts.size, covered, MOST_STEPS - len(held))
+    wanted = steps_from(facts.size, covered, MOST_STEPS - len(held), extras=extras)
     used = {each.part for each in quota.workloads}
     free = iter(part for part in range(1, 2 * MOST_STEPS + 2) if part not in used)
     for number, workers in enumerate(wanted):
@@ -112,15 +113,15 @@ def _steps(facts: Facts, quota: QuotaView, grant: Grant) -> Iterator[QuotaAction
             yield asked
     for each in loose[len(wanted) :]:
         yield DropQuota(each.name, each.uid)
-    yield from _too_many(facts, held, covered, grant)
+    yield from _too_many(facts, held, covered - facts.size.desired - extras, grant)
 
 
-def _too_many(facts: Facts, held: list[WorkloadView], covered: int, grant: Grant) -> Iterator[QuotaAction]:
-    """Give back the last step that a smaller job has no use for, when its pods are gone."""
+def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: Grant) -> Iterator[QuotaAction]:
+    """Give back the last step among `unneeded` workers that a smaller job has no use for, when its pods are gone."""
     for each in reversed(held):
         workers = each.asked.get(WORKERS, 0)
         unused = grant.workers + grant.spares - (workers if each.admitted else 0)
-        if covered - workers >= facts.size.desired and _pods(facts) <= unused and not each.deleting:
+        if unneeded >= workers and _pods(facts) <= unused and not each.deleting:
             yield DropQuota(each.name, each.uid)
             return
 

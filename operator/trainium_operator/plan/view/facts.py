@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
 from trainium_operator.plan.view.grant import granted
@@ -122,6 +123,14 @@ def _beats(observed: Observed, current: Membership) -> tuple[tuple[Member, Heart
 def newcomers_of(facts: Facts) -> tuple[Worker, ...]:
     """Workers that can join at once, those on suspected nodes last."""
     return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))
+
+
+def sound_newcomers(facts: Facts) -> tuple[Worker, ...]:
+    """Newcomers that a job may grow onto by itself: none on a node that was too slow a while ago."""
+    since = facts.now - facts.settings.avoid_node_seconds
+    records = facts.job.status.failures
+    slow = {each.node for each in records if each.cause is Cause.STRAGGLER and each.node and each.at > since}
+    return tuple(worker for worker in newcomers_of(facts) if worker.pod.node not in slow)
 
 
 def is_unfit(facts: Facts, worker: Worker) -> bool:

@@ -23,14 +23,15 @@ def needed_workers(size: SizeDecision) -> int:
     return next(filter(size.shape.is_legal, range(size.floor, size.desired + 1)), 0)
 
 
-def steps_from(size: SizeDecision, workers: int, most: int = MOST_STEPS) -> tuple[int, ...]:
-    """Workers of each further step, from so many workers up to the desired size; at most `most` steps."""
-    if size.shape is None or workers >= size.desired or most < 1:
+def steps_from(size: SizeDecision, workers: int, most: int = MOST_STEPS, *, extras: int = 0) -> tuple[int, ...]:
+    """Workers of each further step, from so many workers up to the desired size and `extras`; at most `most` steps."""
+    largest = size.desired + extras
+    if size.shape is None or workers >= largest or most < 1:
         return ()
-    elastic = size.floor < size.desired
-    between = size.shape.useful_sizes(workers + 1, size.desired) if elastic else ()
-    ends = [each for each in between if each < size.desired]
-    ends.append(size.desired)
+    elastic = size.floor < size.desired or workers >= size.desired
+    between = size.shape.useful_sizes(workers + 1, largest) if elastic else (size.desired,)
+    ends = [each for each in between if each < largest]
+    ends.append(largest)
     # Evenly thinned out, and the last is kept: that is the size which the job asks for.
     count = min(most, len(ends))
     ends = [ends[(number + 1) * len(ends) // count - 1] for number in range(count)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.sizes import SizeRule
+from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.sentences import sentence
 
@@ -27,6 +28,8 @@ class SizeDecision:
     """The legal size to work towards; 0 when there is none."""
     floor: int
     """The smallest size that the job may shrink to; equals `desired` for a rigid job."""
+    most: int = 0
+    """The best size that it may grow to where nodes are idle; `desired` where it leaves them."""
     reserve: int = 0
     """Nodes that were requested beside `desired` and would save no pass."""
     reason: Reason
@@ -38,7 +41,7 @@ class SizeDecision:
 
     def legal_at_most(self, nodes: int) -> int:
         """The best size for so many nodes that the job may run at; 0 when there is none."""
-        return self.shape.best(min(nodes, self.desired), self.floor) if self.shape else 0
+        return self.shape.best(min(nodes, max(self.desired, self.most)), self.floor) if self.shape else 0
 
     def data_parallel(self, nodes: int) -> int:
         """Data-parallel degree at this size."""
@@ -79,10 +82,12 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
             message=_none_legal(smallest, requested, shape),
             shape=shape,
         )
+    takes = spec.elasticity.idle_nodes is IdleNodes.TAKE
     reason, message = _told(workers.replicas, requested, largest, desired, shape)
     return SizeDecision(
         desired=desired,
         floor=floor,
+        most=shape.best(max(requested, workers.max_replicas or 0), smallest) if takes else desired,
         reserve=largest - desired,
         reason=reason,
         message=sentence(message),

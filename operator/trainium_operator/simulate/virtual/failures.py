@@ -24,6 +24,7 @@ Besides:
 * **Repair**: a reboot takes 10 minutes, half of lost nodes and all notices need no more. Another machine comes after 45
   minutes in the median with a long tail (log-normal, sigma 0.8; EKS waits 10 to 30 minutes before it acts, HyperPod
   then takes about 3; capacity may be absent). A switch is repaired in 30 minutes.
+* **Shared nodes** are idle for four hours and in use by others for four, on the average (assumed; exponential).
 * **A person** starts a job again that has ended with a verdict, after an hour.
 """
 
@@ -56,6 +57,8 @@ class FaultClass(StrEnum):
     STRAGGLER = "Straggler"
     API_OUTAGE = "ApiOutage"
     """The operator is away; training goes on."""
+    TAKEN = "Taken"
+    """Pods of somebody else, of the usual priority, need the node; nothing happens to one that the job asked for."""
 
 
 OF_MACHINES = frozenset({FaultClass.DEVICE_ERROR, FaultClass.NODE_LOST, FaultClass.STRAGGLER})
@@ -124,5 +127,9 @@ class FailureModel(ContractModel):
     """Median time until another machine takes the place of a broken one."""
     repair_sigma: Annotated[float, Field(ge=0, le=3)] = 0.8
     notice_seconds: Seconds = 120.0
+    idle_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
+    """How long a node that is shared with others (`--idle-nodes`) is idle, on the average."""
+    taken_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
+    """How long others then need it, on the average."""
     person_seconds: Seconds = 3600.0
     """Until a person starts a job again that has ended."""

@@ -32,6 +32,8 @@ class Slot:
     up: bool = True
     slowness: float = 1.0
     """How many times as long as elsewhere a step's own work takes here."""
+    taken: bool = False
+    """Somebody else's pods hold it."""
     repair: int = 0
     """Counts what is being repaired here: only the newest repair ends it."""
 
@@ -42,10 +44,12 @@ class Slot:
 
     @property
     def takes_pods(self) -> bool:
-        """Whether a scheduler would put a pod here."""
+        """Whether a scheduler would put a pod of ours here."""
         view = self.view
         shut = any(taint.effect in _KEEP_AWAY for taint in view.taints)
-        return view.ready is NodeReadiness.TRUE and view.schedulable and not view.deleting and not shut
+        return (
+            view.ready is NodeReadiness.TRUE and view.schedulable and not view.deleting and not shut and not self.taken
+        )
 
 
 class Nodes:

@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 _NEVER = 1e12
 _EVENT_SECONDS = 0.02
 """From a change until the operator's watches have shown it and it is planned."""
-_SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443", status_interval_seconds=_NEVER)
+_SETTINGS = PlanSettings(
+    image="trainer:1",
+    coordinator="coordinator.system.svc:8443",
+    status_interval_seconds=_NEVER,
+    extra_priority_class="idle-nodes",
+)
 _WRITES_ALL = replace(_SETTINGS, status_interval_seconds=0.001)
 _CA = "-----BEGIN CERTIFICATE-----\n"
 _PATIENCE = 0.03

@@ -81,8 +81,11 @@ class Outcome:
 
     @property
     def work(self) -> float:
-        """Steps that were kept, of those that an undisturbed run of the full size makes in the same time."""
-        return _ratio(self.work_seconds, self.days * DAY)
+        """Steps that were kept, of those that an undisturbed run of the full size makes in the same time.
+
+        On idle nodes, beyond that size, it can be more than 1.
+        """
+        return max(0.0, self.work_seconds / (self.days * DAY)) if self.days > 0 else 0.0
 
     def fleet(self, nodes: int) -> float:
         """What was paid for: work of so many nodes over all node time that the job held."""

@@ -45,17 +45,34 @@ class Fault:
     """The machine that comes is a lemon when this is below the share of lemons."""
 
 
-def draw(seed: int, *, slots: int, days: float, rate: float, mix: Mix, model: FailureModel) -> tuple[Fault, ...]:
-    """The faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days."""
+def draw(
+    seed: int, *, slots: int, days: float, rate: float, mix: Mix, model: FailureModel, shared: int = 0
+) -> tuple[Fault, ...]:
+    """The faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days.
+
+    The last `shared` of them are in use by others from time to time.
+    """
     faults: list[Fault] = []
     for slot in range(slots):
         for kind, per_second, thinned in _hazards(rate, mix, model):
             dice = random.Random(f"{seed}/{slot}/{kind}")  # noqa: S311 - a simulation
             faults += _stream(dice, slot, kind, per_second, days * DAY, model, thinned=thinned)
+    for slot in range(slots - shared, slots):
+        faults += _use(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
     outages = random.Random(f"{seed}/{FaultClass.API_OUTAGE}")  # noqa: S311 - a simulation
     per_second = model.outages_per_30_days / (30 * DAY) if rate > 0 else 0.0
     faults += _stream(outages, -1, FaultClass.API_OUTAGE, per_second, days * DAY, model, thinned=False)
     return tuple(sorted(faults))
+
+
+def _use(dice: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
+    """When others use a node, and for how long."""
+    whole = model.idle_seconds + model.taken_seconds
+    at = 0.0 if dice.random() < model.taken_seconds / whole else dice.expovariate(1 / model.idle_seconds)
+    while at < until:
+        lasts = dice.expovariate(1 / model.taken_seconds)
+        yield Fault(at=at, slot=slot, kind=FaultClass.TAKEN, lasts=lasts)
+        at += lasts + dice.expovariate(1 / model.idle_seconds)
 
 
 def worst_hazard(model: FailureModel) -> float:
@@ -116,6 +133,8 @@ def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: boo
             return model.straggler_seconds, True
         case FaultClass.API_OUTAGE:
             return model.outage_seconds, True
+        case FaultClass.TAKEN:
+            return model.taken_seconds, True
         case _:
             return 0.0, True
 

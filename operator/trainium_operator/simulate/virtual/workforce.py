@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest, WorkerPhase
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import AgentView, PodPhase, PodView
 
@@ -127,6 +127,7 @@ class Workforce:
             created=self._timeline.now,
             template_hash=annotations[ANNOTATION_TEMPLATE_HASH],
             kept_from=kept_from,
+            extra=LABEL_EXTRA in metadata["labels"],
         )
         self.pods[name] = Pod(view, avoided=frozenset(avoided))
         self.schedule()
@@ -162,12 +163,14 @@ class Workforce:
         if not waiting:
             return
         free = [slot for slot in self._nodes.slots if slot.number not in self._taken and slot.up and slot.takes_pods]
-        for pod in waiting:
+        for pod in sorted(waiting, key=lambda each: each.view.extra):
             open_to = [slot for slot in free if slot.name not in pod.view.kept_from]
             if not open_to:
                 if not pod.view.unschedulable_message:
                     pod.view = replace(pod.view, unschedulable_message=_NOWHERE)
                     self._changed()
+                    if not pod.view.extra:
+                        self._make_room(pod)
                 continue
             slot = min(open_to, key=lambda each: (each.name in pod.avoided, each.number))
             free.remove(slot)
@@ -175,6 +178,23 @@ class Workforce:
             pod.slot = slot
             pod.view = replace(pod.view, node=slot.name, scheduled=True, unschedulable_message="")
             self._timeline.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
+
+    def _make_room(self, pod: Pod) -> None:
+        """A pod that was asked for takes the node of an extra; called when it first finds no node."""
+        for other in list(self.pods.values()):
+            slot = other.slot
+            if slot is not None and slot.takes_pods and slot.name not in pod.view.kept_from and self.preempt(slot):
+                return
+
+    def preempt(self, slot: Slot) -> bool:
+        """The scheduler takes the place from an extra, which saves and leaves; False where none is there."""
+        for pod in self.on(slot):
+            if pod.view.extra and not pod.view.deleting:
+                pod.view = replace(pod.view, disrupted=True)
+                self.delete(pod.view.name, pod.view.uid, None)
+                self._changed()
+                return True
+        return False
 
     def _started(self, pod: Pod) -> None:
         slot = pod.slot

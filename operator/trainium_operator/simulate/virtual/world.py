@@ -46,10 +46,12 @@ class Setting:
     stages: StageTimes
     model: FailureModel
     days: float
+    shared: int = 0
+    """Nodes beside the job's own that others use from time to time."""
 
 
 class World:
-    """One job on one cluster, that has a place for each worker and each spare."""
+    """One job on one cluster, that has a place for each worker and each spare, and perhaps some that others use too."""
 
     def __init__(self, setting: Setting, *, lemons: frozenset[int] = frozenset()) -> None:
         spec, compiling = setting.spec, setting.stages.compile_seconds
@@ -61,7 +63,7 @@ class World:
         self._setting = setting
         self._end = EPOCH + setting.days * DAY
         self.nodes = Nodes(
-            spec.workers.replicas + spec.workers.spares,
+            spec.workers.replicas + spec.workers.spares + setting.shared,
             instance_type=spec.workers.accelerator.instance_type or "",
             model=setting.model,
             lemons=lemons,
@@ -172,6 +174,8 @@ class World:
                 self._give_notice(slot, fault)
             case FaultClass.STRAGGLER:
                 self._slow_down(slot, fault)
+            case FaultClass.TAKEN:
+                self._take(slot, fault)
             case _:
                 raise AssertionError(fault.kind)
 
@@ -227,6 +231,19 @@ class World:
                 self.run.pace_changed()
 
         self.timeline.after(fault.lasts, recover)
+
+    def _take(self, slot: Slot, fault: Fault) -> None:
+        """Others come and go; where the job has a worker that it asked for they go elsewhere."""
+        if any(not pod.view.extra for pod in self.workforce.on(slot)):
+            return
+        slot.taken = True
+        self.workforce.preempt(slot)
+
+        def leave() -> None:
+            slot.taken = False
+            self.workforce.schedule()
+
+        self.timeline.after(fault.lasts, leave)
 
     def _lose_operator(self, fault: Fault) -> None:
         self.faults[fault.kind] += 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
 
 if TYPE_CHECKING:
@@ -198,6 +199,33 @@ def _away(seconds: float) -> Callable[[FakeCluster], bool]:
     return apply
 
 
+def _takes(cluster: FakeCluster) -> bool:
+    return cluster.spec.elasticity.idle_nodes is IdleNodes.TAKE
+
+
+def _somebody_comes(cluster: FakeCluster) -> bool:
+    if not _takes(cluster) or cluster.others or cluster.wishes:
+        return False
+    cluster.wishes = 2
+    return True
+
+
+def _somebody_goes(cluster: FakeCluster) -> bool:
+    if not cluster.others and not cluster.wishes and not cluster.gang_waits:
+        return False
+    cluster.others.clear()
+    cluster.wishes = cluster.gang_waits = 0
+    cluster.dirty = True
+    return True
+
+
+def _gang_waits(cluster: FakeCluster) -> bool:
+    if not _takes(cluster) or cluster.gang_waits:
+        return False
+    cluster.gang_waits, cluster.dirty = 2, True
+    return True
+
+
 def _nothing(_cluster: FakeCluster) -> bool:
     return True
 
@@ -254,14 +282,19 @@ WISHES = (
     Letter("the user suspends the job", _suspend(True)),
     Letter("the user resumes the job", _suspend(False)),
 )
+OTHERS = (
+    Letter("pods of somebody else need two nodes", _somebody_comes),
+    Letter("a gang of another job waits for two nodes", _gang_waits),
+    Letter("nobody else needs nodes any more", _somebody_goes),
+)
 OPERATOR = (Letter("the operator is away for 15 s", _away(15.0)),)
 
 
 def alphabet(crash_points: tuple[int, ...] = CRASH_POINTS) -> tuple[Letter, ...]:
     """All letters; those that make the operator write also with its death in the midst of the writes."""
     waiting = Letter("nothing new", _nothing)
-    dying = (letter.dying(after) for letter in (*FAULTS, *MARKS, *WISHES, waiting) for after in crash_points)
-    return (*TIME, *FAULTS, *MARKS, *WISHES, *OPERATOR, *dying)
+    dying = (letter.dying(after) for letter in (*FAULTS, *MARKS, *WISHES, *OTHERS, waiting) for after in crash_points)
+    return (*TIME, *FAULTS, *MARKS, *WISHES, *OTHERS, *OPERATOR, *dying)
 
 
 def mend(cluster: FakeCluster) -> None:
@@ -269,6 +302,8 @@ def mend(cluster: FakeCluster) -> None:
     for name in cluster.first_nodes:
         cluster.clear_node(name)
     cluster.fleet, cluster.dirty = FleetView(), True
+    cluster.others.clear()
+    cluster.wishes = cluster.gang_waits = 0
     if cluster.spec.suspend:
         cluster.suspend(False)
     if cluster.spec.workers.replicas != 2:

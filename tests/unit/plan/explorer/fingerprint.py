@@ -56,6 +56,7 @@ class _Relative:
             (cluster.operator_up, self.age(cluster.operator_since, 20), cluster.dirty, self.due()),
             self.status(),
             cluster.status.compiled.sizes,
+            (self.idle(), len(cluster.others), cluster.wishes, cluster.gang_waits),
             members,
             membership.transition if membership else None,
             cluster.published.generation - self.generation if cluster.published else None,
@@ -102,6 +103,11 @@ class _Relative:
             bool(status.progress.step),
         )
 
+    def idle(self) -> tuple[Any, ...]:
+        idle = self.cluster.status.idle_nodes
+        retry = None if idle.retry_at is None else max(0, round(idle.retry_at - self.cluster.now))
+        return (idle.taken, idle.wanted, self.age(idle.asked_at), idle.in_vain, retry)
+
     def has_deadline(self) -> bool:
         spec = self.cluster.spec
         return spec.active_deadline_seconds is not None or spec.startup_deadline_seconds is not None
@@ -113,7 +119,7 @@ class _Relative:
         view = pod.view
         return (
             (self.nodes.get(view.node), view.phase, view.reason, view.exit_code, view.deleting, view.disrupted),
-            bool(view.unschedulable_message),
+            (bool(view.unschedulable_message), view.extra),
             self.age(pod.since, 5),
             None if pod.agent is None else self.agent(pod.agent),
         )

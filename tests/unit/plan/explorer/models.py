@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from plan_builders import spec
 from plan_cluster import FakeCluster
 
+from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.spec.precompile import CompiledSize, PrecompileSpec
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ def trains(
     return cluster
 
 
+def takes() -> FakeCluster:
+    """A job of two that has taken two idle nodes."""
+    made = _model(replicas=2, minReplicas=1, maxReplicas=4).spec
+    cluster = FakeCluster(made.replaced(elasticity=made.elasticity.replaced(idle_nodes=IdleNodes.TAKE)), NODES)
+    cluster.run(_WARM_SECONDS)
+    return cluster
+
+
 def compiles(*sizes: int) -> FakeCluster:
     """A job of four that compiles ahead and trains; its workers tell that these sizes are there."""
     made = _model(batch=8, replicas=4, minReplicas=1).spec
@@ -50,6 +59,8 @@ MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
     # With one node less two train, whose graphs are there, although three are faster.
     "compiled": (lambda: compiles(2),),
+    # Two more than asked for train, and are the first to go.
+    "idle": (takes,),
     # Over in the midst of what a letter begins, for training and for a start that has too few nodes.
     "deadline": (
         lambda: trains(spares=1, deadlines={"activeDeadlineSeconds": _WARM_SECONDS + 2}),

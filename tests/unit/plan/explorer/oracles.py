@@ -95,7 +95,9 @@ def at_rest(cluster: FakeCluster) -> bool:
         return True
     return (
         status.phase is Phase.RUNNING
-        and status.replicas == status.ready_replicas == status.desired == cluster.spec.workers.replicas
+        and status.replicas == status.ready_replicas == status.desired
+        and status.desired - status.idle_nodes.taken == cluster.spec.workers.replicas
+        and status.idle_nodes.taken == status.idle_nodes.wanted
         and status.spares == cluster.spec.workers.spares
         and len(cluster.pods) == status.desired + cluster.spec.workers.spares
         and all(entry.recovered_seconds is not None for entry in status.history)

@@ -374,3 +374,39 @@ def test_time_without_quota_does_not_count_towards_a_deadline(answer: tuple[Said
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
     assert (result.status.activity.since is None) == (not ends), "it begins anew with the next admission"
+
+
+TAKES = {"elasticity": {"idleNodes": "Take"}}
+
+
+def beyond(members: int, *workloads: WorkloadView, wanted: int = 0, extras: int = 0, **changes: Any) -> Observed:
+    """A job of two that trains on `members` nodes, of which the last `extras` are idle ones, and may have four."""
+    made = spec(workers={"replicas": 2, "maxReplicas": 4}, scheduling=QUEUE, trainer={"steps": 10**6}, **TAKES)
+    status = {"idle_nodes": {"wanted": wanted, "taken": extras}, "desired": members}
+    seen = running(members, job_spec=made, status=status, **changes)
+    placed = tuple(replace(each, pod_set=WORKERS, extra=each.ordinal >= members - extras) for each in seen.pods)
+    return in_queue(replace(seen, pods=placed), *workloads)
+
+
+def test_a_job_that_takes_idle_nodes_asks_for_steps_beyond_what_it_asked_for() -> None:
+    result = plan(beyond(2, workload(0, 2)), READY)
+    assert result.status.idle_nodes.wanted == 2
+    assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
+    assert created(result) == [], "no pod before it is granted"
+
+
+def test_a_step_beyond_is_used_by_an_extra_when_it_is_granted() -> None:
+    seen = beyond(2, workload(0, 2), workload(1, 1), pending(workload(2, 1)), wanted=2)
+    result = plan(seen, READY)
+    (made,) = of(result, CreatePod)
+    assert made.manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
+    assert result.status.desired == 2, "it grows when the extra is warm"
+
+
+def test_a_step_beyond_that_is_taken_back_shrinks_the_job_to_what_it_asked_for() -> None:
+    held = (workload(0, 2), workload(1, 1, said=EVICTED), workload(2, 1, said=EVICTED))
+    result = plan(beyond(4, *held, wanted=2, extras=2), READY)
+    (published,) = of(result, PublishMembership)
+    assert [member.pod_name for member in published.membership.members] == ["demo-w-0", "demo-w-1"]
+    assert published.membership.transition.value == "Graceful"
+    assert result.status.desired == 2

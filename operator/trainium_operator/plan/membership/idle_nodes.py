@@ -1,0 +1,174 @@
+"""Policy: nodes that nobody needs are taken beyond those that were asked for, and are the first to be given up.
+
+`elasticity.idleNodes: Take`. What is idle the scheduler says: workers of the lowest priority are asked for, up to
+`workers.maxReplicas`, and those that get a node are extras. Whoever needs the node has a higher priority, and the
+scheduler preempts an extra for it: like a notice on its node, that is a planned departure, which saves first. The job
+grows onto extras only to a size that saves a pass, when it has rested (`grows_again_at`), where the steps that are left
+repay the growth and the way back, and only after the extras have been there for as long as that takes to repay: nobody
+knows how long they stay, so it is as with skis to rent or to buy, and no more than twice the least is lost.
+
+Invariants: while the job lacks anything that it asked for nothing is asked for beyond it; nothing is ever waited for
+that is beyond it; extras that find no node, or save no pass, go after a while and are asked for again ever later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.job import ConditionType
+from trainium_contract.spec.elasticity import IdleNodes, IdleNodesStatus
+from trainium_operator.plan.membership.compiled_size import compile_seconds
+from trainium_operator.plan.membership.growth_gain import is_worth_growing
+from trainium_operator.plan.membership.resting import grows_again_at
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.conditions import is_true
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.view.extras import extras_alive, extras_usable
+from trainium_operator.plan.view.facts import sound_newcomers
+from trainium_operator.plan.view.price import price_of_a_change
+from trainium_operator.plan.view.progress import is_settled, past_steps
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+_FIRST_PAUSE_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 600.0
+_NEVER = IdleNodesStatus()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """How far the job may go beyond what was asked for, in nodes."""
+
+    base: int
+    """What was asked for."""
+    most: int
+    """The best size that it may have."""
+    usable: int
+    """Extras that train or can join at once, as many of them as a queue grants."""
+    available: int
+    """Workers that train or can join at once."""
+
+    def beyond(self, facts: Facts, workers: int) -> int:
+        """The best size for so many workers, of which `usable` may be extras; what was asked for at least."""
+        return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.most)))
+
+
+def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
+    """The status with the size to work towards and the extras to keep; `status.desired` is what was asked for."""
+    if facts.current is None or not status.desired:
+        return Answer(status=status.replaced(idle_nodes=_NEVER))
+    lost = {loss.member.pod_uid for loss in losses}
+    usable = extras_usable(facts, lost)
+    room = _Room(
+        base=status.desired,
+        most=_most(facts, status),
+        usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
+        available=len(facts.member_uids - lost) + len(sound_newcomers(facts)),
+    )
+    target, looks = _target(facts, status, room, losses)
+    idle, later = _kept(facts, status, room, losses)
+    idle = idle.replaced(taken=target - room.base)
+    return Answer(status=status.replaced(desired=target, idle_nodes=idle), looks=looks + later)
+
+
+def _most(facts: Facts, status: TrainingJobStatus) -> int:
+    """The best size that the job may have; what was asked for while others wait for nodes, or it for quota."""
+    takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
+    if not takes or facts.observed.wanted_elsewhere or status.desired < facts.size.desired:
+        return status.desired
+    return max(status.desired, facts.size.most)
+
+
+def _target(
+    facts: Facts, status: TrainingJobStatus, room: _Room, losses: tuple[Loss, ...]
+) -> tuple[int, tuple[float, ...]]:
+    """The size to work towards, and when to look again (Unix seconds)."""
+    if losses:
+        return room.beyond(facts, room.available), ()
+    present = len(facts.members)
+    kept, larger = room.beyond(facts, present), room.beyond(facts, room.available)
+    if larger <= max(kept, present) or not _trains_on(facts, status):
+        return kept, ()
+    due = _due(facts, status, present, larger)
+    if due is None:
+        return kept, ()
+    return (kept, (due,)) if facts.now < due else (larger, ())
+
+
+def _due(facts: Facts, status: TrainingJobStatus, present: int, size: int) -> float | None:
+    """When to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
+    price = price_of_a_change(status) or 0.0
+    if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
+        return None
+    speed = facts.size.speed(present, size)
+    there = max((worker.agent.first_heard for worker in extras_usable(facts, ()) if worker.agent), default=facts.now)
+    repaid = there + price / (1 - speed) if 0 < speed < 1 else there
+    return max(repaid, grows_again_at(facts, status))
+
+
+def _kept(
+    facts: Facts, status: TrainingJobStatus, room: _Room, losses: tuple[Loss, ...]
+) -> tuple[IdleNodesStatus, tuple[float, ...]]:
+    """How many extras to keep or to ask for, and when to look again (Unix seconds)."""
+    idle, limit = status.idle_nodes, room.most - room.base
+    if limit <= 0:
+        return _NEVER, ()
+    alive = extras_alive(facts)
+    bound = sum(bool(worker.pod.node) for worker in alive)
+    useful = facts.size.legal_at_most(min(room.base + bound, room.most)) - room.base
+    held = max(0, min(useful, bound))
+    if any(worker.pod.extra and _failed(worker) for worker in facts.outsiders):
+        return _in_vain(facts, idle, held)  # another one would fail there too, and nobody is in a hurry
+    if idle.asked_at is not None:
+        return _asking(facts, idle, min(idle.wanted, limit), bound, held)
+    found = room.usable >= held > facts.job.status.idle_nodes.taken
+    idle = idle.replaced(wanted=held, in_vain=0 if found else idle.in_vain)
+    if held >= limit or losses or len(facts.members) < room.base or not _trains_on(facts, status):
+        return idle, ()
+    present = len(facts.members)
+    price = price_of_a_change(status) or 0.0
+    if not is_worth_growing(facts, status, present, room.most, beside=price):
+        return idle, ()
+    since = max(idle.retry_at or 0.0, grows_again_at(facts, status), facts.observed.creations_from)
+    if facts.now < since:
+        return idle, (since,)
+    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _patience(facts),)
+
+
+def _asking(
+    facts: Facts, idle: IdleNodesStatus, wanted: int, bound: int, held: int
+) -> tuple[IdleNodesStatus, tuple[float, ...]]:
+    """Some were asked for: they have their nodes, are waited for, or are not to be had."""
+    assert idle.asked_at is not None
+    if bound >= wanted:
+        return idle.replaced(wanted=held, asked_at=None), ()
+    over = idle.asked_at + _patience(facts)
+    return (idle.replaced(wanted=wanted), (over,)) if facts.now < over else _in_vain(facts, idle, held)
+
+
+def _in_vain(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
+    """Keep what is there, and ask again after a pause that grows."""
+    times = idle.in_vain + 1
+    pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16))
+    retry_at = facts.now + pause
+    return IdleNodesStatus(wanted=held, in_vain=times, retry_at=retry_at), (retry_at,)
+
+
+def _failed(worker: Worker) -> bool:
+    return not worker.pod.deleting and (worker.gave_up or worker.pod.phase is PodPhase.FAILED)
+
+
+def _patience(facts: Facts) -> float:
+    """How long extras may wait for a node (seconds): as long as the job waits for capacity that it needs."""
+    return float(facts.job.spec.recovery.rescale_after_seconds)
+
+
+def _trains_on(facts: Facts, status: TrainingJobStatus) -> bool:
+    """Everybody trains, no size was asked for, and steps are left."""
+    finished = any(worker is not None and worker.finished for _, worker in facts.members)
+    return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)

@@ -1,0 +1,75 @@
+"""A job takes idle nodes, and a real scheduler gives them to whoever needs them: no step is lost, nobody waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_devcluster.story.metrics import every_sample_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+
+# Each worker takes all devices of a node, so that two jobs cannot share one.
+WHOLE_NODES = "accelerator: {device: cpu, resources: {aws.amazon.com/neuron: '16'}}"
+TAKES = f"""
+workers: {{replicas: 2, maxReplicas: 4, {WHOLE_NODES}}}
+elasticity: {{idleNodes: Take}}
+trainer: {{steps: 100000}}
+"""
+
+
+def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
+    """Whether the curves have the same steps and agree within a relative tolerance."""
+    return losses.keys() == reference.keys() and all(
+        abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
+    )
+
+
+def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
+    def reached(status: dict[str, Any]) -> bool:
+        there = status.get("membership", {})
+        return (
+            status.get("phase") == "Running" and there.get("size") == size and there.get("generation", 0) > generation
+        )
+
+    return reached
+
+
+def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(new_job: Callable[..., Job]) -> None:
+    job = new_job(change=TAKES)
+    if len(job.site.worker_nodes()) != 5:
+        pytest.skip("needs a cluster of five nodes with 16 devices each")
+    grown = job.until("growth onto idle nodes", at_size(4))
+    assert grown["idleNodes"]["taken"] == 2
+    extras = [pod for pod in job.pods() if "trainium.dev/extra" in pod["metadata"]["labels"]]
+    assert [pod["spec"]["priority"] for pod in extras] == [-10, -10]
+    job.until_step(job.log.newest + 5)
+
+    other = new_job("other", change=f"workers: {{replicas: 3, {WHOLE_NODES}}}\ntrainer: {{steps: 100000}}")
+    other.until("the other job on three nodes", at_size(3))
+    given = job.until("the size that was asked for", at_size(2))
+    assert given["restarts"]["byCause"].keys() <= {"Preempted"}
+    assert not given.get("failures"), "nobody is to blame"
+    job.until_step(job.log.newest + 5)
+
+    other.delete()
+    job.until("growth onto nodes that are idle again", at_size(4, given["membership"]["generation"]))
+    job.until_step(job.log.newest + 5)
+
+    status = job.status()
+    entries = [(entry["rung"], entry["cause"]) for entry in status["history"]]
+    assert entries[0] == ("Grow", "Capacity") == entries[-1], entries
+    assert [entry.get("stepsLost") for entry in status["history"]] == [0] * len(entries), entries
+    job.suspend()
+    job.until_phase("Suspended")
+    losses = job.losses()
+    assert every_sample_once(job.folder, max(losses), 12)
+    undisturbed = new_job("undisturbed", change="trainer: {steps: 100000}")
+    undisturbed.until_step(max(losses), seconds=600)
+    assert within(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)

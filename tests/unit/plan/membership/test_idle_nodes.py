@@ -1,0 +1,313 @@
+"""Idle nodes are taken where they save a pass, are the first to go, and cost neither a step nor anybody's place."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from plan_builders import planned, running, spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import Phase, Rung
+from trainium_contract.wire.messages import Transition
+from trainium_operator.plan.model.actions import CreatePod
+from trainium_operator.plan.model.observed import Taint
+from trainium_operator.plan.view.size import decide_size
+
+REST = 30
+TAKES = {"idleNodes": "Take"}
+
+
+def started(
+    *,
+    nodes: int,
+    replicas: int = 2,
+    most: int = 4,
+    batch: int = 24,
+    steps: int = 10**7,
+    rest: int = REST,
+    **workers: Any,
+) -> FakeCluster:
+    """A job that trains on what it asked for, and may take more."""
+    made = spec(
+        workers={"replicas": replicas, "maxReplicas": most, **workers},
+        recovery={"rescaleAfterSeconds": rest},
+        trainer={"steps": steps, "batch": {"globalSize": batch}},
+        elasticity=TAKES,
+    )
+    cluster = FakeCluster(made, nodes)
+    cluster.run(30)
+    return cluster
+
+
+def size(cluster: FakeCluster) -> int:
+    return cluster.status.membership.size
+
+
+def extras(cluster: FakeCluster) -> list[str]:
+    return sorted(name for name, pod in cluster.pods.items() if pod.view.extra)
+
+
+def graceful(cluster: FakeCluster) -> bool:
+    """Whether all ranks saved before the newest change."""
+    return cluster.membership is not None and cluster.membership.transition is Transition.GRACEFUL
+
+
+def rungs(cluster: FakeCluster) -> list[Rung]:
+    return [entry.rung for entry in cluster.status.history]
+
+
+def test_a_job_grows_onto_idle_nodes_and_says_so() -> None:
+    cluster = started(nodes=6)
+
+    assert size(cluster) == 4
+    assert cluster.status.phase is Phase.RUNNING
+    assert (cluster.status.desired, cluster.status.idle_nodes.taken, cluster.status.idle_nodes.wanted) == (4, 2, 2)
+    assert rungs(cluster) == [Rung.GROW]
+    assert cluster.status.history[0].cause is Cause.CAPACITY
+    assert "2 that were idle, beyond the 2 asked for" in cluster.status.history[0].message
+    assert graceful(cluster)
+    assert len(extras(cluster)) == 2
+    assert cluster.status.membership.speed == 2
+
+
+def test_a_job_that_leaves_idle_nodes_alone_is_as_before() -> None:
+    job = spec(workers={"replicas": 2, "maxReplicas": 4}, trainer={"steps": 10**7})
+    cluster = FakeCluster(job, 6)
+    cluster.run(60)
+    assert size(cluster) == 2
+    assert len(cluster.pods) == 2
+
+
+def test_only_as_many_nodes_are_taken_as_save_a_pass() -> None:
+    cluster = started(nodes=9, replicas=4, most=7, batch=8)  # 8 samples: two passes on 4 to 7 nodes
+    assert size(cluster) == 4
+    assert extras(cluster) == []
+    assert cluster.status.idle_nodes.asked_at is None
+
+
+def test_where_fewer_nodes_are_idle_the_best_size_for_them_is_taken_and_the_rest_is_given_up() -> None:
+    cluster = started(nodes=4, replicas=2, most=8, batch=8)  # with 3 nodes 3 passes, with 4 two, with 8 one
+    assert size(cluster) == 4
+    cluster.run(REST + 30)
+    assert len(extras(cluster)) == 2, "those that find no node go again"
+    assert cluster.status.idle_nodes.in_vain == 1
+    assert cluster.status.idle_nodes.retry_at is not None
+
+
+def test_an_extra_that_saves_no_pass_is_given_back() -> None:
+    cluster = started(nodes=5, replicas=4, most=8, batch=8)  # a fifth node saves no pass, eight do
+    cluster.run(REST + 30)
+    assert size(cluster) == 4
+    assert extras(cluster) == []
+
+
+def test_extras_that_find_no_node_are_asked_for_ever_later() -> None:
+    cluster = started(nodes=2)
+    seen: list[float] = []
+    waited = False
+    for _ in range(1500):
+        cluster.run(1)
+        waits = bool(extras(cluster))
+        if waits and not waited:
+            seen.append(cluster.now)
+        waited = waits
+    pauses = [after - before for before, after in itertools.pairwise(seen)]
+    assert len(seen) <= 6
+    assert pauses == sorted(pauses)
+    assert size(cluster) == 2
+    assert cluster.status.phase is Phase.RUNNING
+
+
+def test_who_needs_the_nodes_gets_them_and_no_step_is_lost() -> None:
+    cluster = started(nodes=4)
+    assert size(cluster) == 4
+
+    cluster.wishes = 2
+    cluster.run(20)
+
+    assert len(cluster.others) == 2
+    assert size(cluster) == 2
+    assert cluster.status.phase is Phase.RUNNING
+    assert graceful(cluster)
+    assert all(entry.rung in (Rung.GROW, Rung.SHRINK) for entry in cluster.status.history)
+    assert {entry.cause for entry in cluster.status.history[1:]} == {Cause.PREEMPTED}
+    assert cluster.status.failures == (), "nobody is to blame"
+
+
+def test_nodes_that_are_idle_again_are_taken_again_after_a_rest() -> None:
+    cluster = started(nodes=4)
+    cluster.wishes = 2
+    cluster.run(20)
+    cluster.others.clear()
+    cluster.run(5)
+    assert size(cluster) == 2
+    cluster.run(5 * REST)
+    assert size(cluster) == 4
+
+
+def test_a_gang_that_no_scheduler_preempts_for_gets_its_nodes_by_a_planned_shrink() -> None:
+    cluster = started(nodes=4)
+    cluster.gang_waits = 2
+    cluster.dirty = True
+    cluster.run(30)
+    assert size(cluster) == 2
+    assert extras(cluster) == []
+    entry = cluster.status.history[-1]
+    assert (entry.cause, entry.rung) == (Cause.CAPACITY, Rung.RESIZE)
+    assert graceful(cluster)
+    assert "are given back" in entry.message
+    cluster.run(300)
+    assert extras(cluster) == [], "while they wait nothing is asked for"
+
+
+def test_a_notice_on_an_extras_node_is_heeded_at_once() -> None:
+    cluster = started(nodes=4, rest=300)
+    assert size(cluster) == 4
+    node = cluster.pods[extras(cluster)[0]].view.node
+    cluster.mark_node(node, taint=Taint("aws-node-termination-handler/scheduled-maintenance"))
+    cluster.run(10)
+    assert size(cluster) == 3
+    assert node not in {pod.view.node for pod in cluster.members()}
+    assert graceful(cluster)
+
+
+def test_a_notice_on_the_node_of_another_member_costs_an_extra_and_no_wait() -> None:
+    cluster = started(nodes=4, rest=300)
+    member = next(pod for pod in cluster.members() if not pod.view.extra)
+    cluster.mark_node(member.view.node, taint=Taint("aws-node-termination-handler/scheduled-maintenance"))
+    before = cluster.status.membership.generation
+    cluster.run(2)
+    assert cluster.status.membership.generation > before, "nobody is waited for"
+    cluster.run(1200)
+    assert size(cluster) == 3
+    assert sum(not pod.view.extra for pod in cluster.members()) == 2, "its place is taken by one that was asked for"
+    assert graceful(cluster)
+
+
+def test_a_rigid_job_that_loses_a_node_goes_on_with_the_nodes_that_were_idle() -> None:
+    cluster = started(nodes=4, rest=600)
+    victim = next(pod for pod in cluster.members() if not pod.view.extra)
+    cluster.lose_node(victim.view.node)
+    cluster.run(60)
+    assert size(cluster) >= 2
+    assert cluster.status.phase is Phase.RUNNING
+
+
+def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
+    cluster = started(nodes=8, spares=1)
+    assert size(cluster) == 4
+    outside = [pod for pod in cluster.pods.values() if pod not in cluster.members()]
+    assert len(outside) == 1
+    assert not outside[0].view.extra
+
+    cluster.wishes = 5
+    cluster.run(30)
+    assert size(cluster) == 2
+    assert sum(not pod.view.extra for pod in cluster.pods.values()) == 3
+
+
+def test_nothing_is_asked_for_while_the_job_lacks_what_it_asked_for() -> None:
+    cluster = started(nodes=3, replicas=4, most=6, minReplicas=2)
+    cluster.run(4 * REST)
+    assert size(cluster) == 3
+    assert extras(cluster) == []
+
+
+def test_at_the_end_of_a_run_nothing_is_taken() -> None:
+    cluster = started(nodes=2, steps=1000)
+    cluster.nodes.update({name: node for name, node in FakeCluster(cluster.spec, 4).nodes.items() if name > "node-1"})
+    cluster.run(1000)
+    assert cluster.status.phase is Phase.COMPLETED
+    late = [entry for entry in cluster.status.history if entry.step_before > 900]
+    assert late == []
+
+
+def test_a_person_who_asks_for_more_gets_the_nodes_that_were_taken_as_their_own() -> None:
+    cluster = started(nodes=4)
+    before = [pod.view.name for pod in cluster.members()]
+    cluster.change(replicas=4)
+    cluster.run(20)
+    assert [pod.view.name for pod in cluster.members()] == before
+    assert (cluster.status.desired, cluster.status.idle_nodes.taken) == (4, 0)
+
+
+def test_a_job_that_no_longer_takes_them_gives_them_back() -> None:
+    cluster = started(nodes=4)
+    cluster.change(max_replicas=2)
+    cluster.run(20)
+    assert size(cluster) == 2
+    assert extras(cluster) == []
+    assert graceful(cluster)
+
+
+def test_a_suspended_job_keeps_nothing() -> None:
+    cluster = started(nodes=4)
+    cluster.suspend(True)
+    cluster.run(30)
+    assert cluster.pods == {}
+    cluster.suspend(False)
+    cluster.run(60)
+    assert size(cluster) == 4
+
+
+def test_capacity_that_comes_and_goes_every_minute_for_an_hour_does_not_flap_the_job() -> None:
+    cluster = started(nodes=4)
+    for minute in range(60):
+        if minute % 2:
+            cluster.others.clear()
+        else:
+            cluster.wishes = 2
+        cluster.run(60)
+    assert cluster.status.membership.generation <= 30
+    assert graceful(cluster)
+    assert cluster.status.failures == (), "nobody is to blame"
+    spent = cluster.status.goodput.lost_seconds
+    assert spent["Capacity"] + spent["Preempted"] < 0.02 * cluster.status.goodput.wall_seconds
+
+
+def test_extras_that_fail_are_not_made_again_at_once_and_cost_no_budget() -> None:
+    cluster = started(nodes=2)
+    cluster.run(120)
+    cluster.nodes.update({name: node for name, node in FakeCluster(cluster.spec, 4).nodes.items() if name > "node-1"})
+    made: set[str] = set()
+    for _ in range(900):
+        cluster.run(1)
+        fresh = [name for name in extras(cluster) if cluster.pods[name].agent is not None]
+        made |= set(fresh)
+        for name in fresh:
+            cluster.kill_pod(name)
+    assert made
+    assert len(made) <= 32, f"{len(made)} extras were made in a quarter of an hour: two a minute at most"
+    assert cluster.status.phase is Phase.RUNNING
+    assert size(cluster) == 2
+
+
+def test_extras_have_the_class_of_lowest_priority_and_the_label() -> None:
+    seen = running(
+        2, job_spec=spec(workers={"replicas": 2, "maxReplicas": 3}, elasticity=TAKES, trainer={"steps": 10**6})
+    )
+    asked = [action.manifest for action in planned(seen).actions if isinstance(action, CreatePod)]
+    assert [pod["spec"].get("priorityClassName") for pod in asked] == ["idle-nodes"]
+    assert asked[0]["metadata"]["labels"]["trainium.dev/extra"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "most", "batch", "best"), [(4, 8, 8, 8), (4, 7, 8, 4), (3, 5, 12, 4), (2, 2, 8, 2)]
+)
+def test_the_largest_size_is_one_that_saves_a_pass(replicas: int, most: int, batch: int, best: int) -> None:
+    job = spec(
+        workers={"replicas": replicas, "maxReplicas": most}, trainer={"batch": {"globalSize": batch}}, elasticity=TAKES
+    )
+    assert decide_size(job).most == best
+
+
+def test_a_template_cannot_say_that_a_worker_is_an_extra() -> None:
+    template = {"metadata": {"labels": {"trainium.dev/extra": "true", "team": "a"}}}
+    cluster = FakeCluster(spec(workers={"replicas": 2, "template": template}), 2)
+    cluster.run(10)
+    assert size(cluster) == 2
+    assert extras(cluster) == []
+    assert {pod.manifest["metadata"]["labels"]["team"] for pod in cluster.pods.values()} == {"a"}
