@@ -70,6 +70,7 @@ class ReviewDesk:
         """The review's answer. Raises FloodedError, at once."""
         await self._turn(lane)
         try:
+            self._keep_out_floods(lane)  # by those that were refused while it waited
             return await review()
         finally:
             self._in_hand -= 1
@@ -85,9 +86,11 @@ class ReviewDesk:
         while len(self._refused) > REMEMBERED:
             self._refused.popitem(last=False)
 
-    def _is_flooded(self, lane: Lane) -> bool:
+    def _keep_out_floods(self, lane: Lane, *, full: bool = False) -> None:
         known = self._refused.get(lane)
-        return known is not None and known.times >= MOST_REFUSALS and self._clock() - known.since < WINDOW_SECONDS
+        often = known is not None and known.times >= MOST_REFUSALS and self._clock() - known.since < WINDOW_SECONDS
+        if full or often:
+            raise FloodedError(f"too much that is not known comes from {lane.source or 'this address'}")
 
     async def _turn(self, lane: Lane) -> None:
         queue = self._holders if lane.holder else self._strangers
@@ -95,8 +98,7 @@ class ReviewDesk:
         full = waiting >= MOST_WAITING_IN_LANE or (
             not lane.holder and self._waiting_strangers >= MOST_STRANGERS_WAITING
         )
-        if full or self._is_flooded(lane):
-            raise FloodedError(f"too much that came from {lane.source or 'this address'} was refused")
+        self._keep_out_floods(lane, full=full)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.setdefault(lane, deque()).append(turn)
         self._waiting_strangers += not lane.holder

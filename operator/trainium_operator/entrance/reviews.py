@@ -60,7 +60,9 @@ class _Remembered(Generic[T]):
 class Reviews(Generic[T]):
     """Answers to questions of one kind; `wall_clock` in Unix seconds."""
 
-    def __init__(self, desk: ReviewDesk, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, desk: ReviewDesk, wall_clock: Callable[[], float], *, remembered: int = REMEMBERED) -> None:
+        """`remembered`: how many answers of yes."""
+        self._remembered = remembered
         self._desk = desk
         self._wall_clock = wall_clock
         self._known: OrderedDict[bytes, _Remembered[T]] = OrderedDict()
@@ -119,7 +121,7 @@ class Reviews(Generic[T]):
         # An expiry that is over: the API server has just accepted it, so it is our clock that is wrong.
         expires = None if said.expires is not None and said.expires <= now else said.expires
         self._refused.pop(digest, None)
-        _remember(self._known, digest, _Remembered(said.value, now, expires), REMEMBERED)
+        _remember(self._known, digest, _Remembered(said.value, now, expires), self._remembered)
         return said.value
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 AT_ONCE = 8
 STRANGERS_AT_ONCE = 2
 """Reviews under way; fewer than of agents, whose training waits."""
-USERS_KNOWN = 1_024
+REMEMBERED = 1_024
+"""Tokens, rights and users, each; a tenant has as many tokens as it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Access:
         self._tokens = tokens
         self._rights = rights
         desk = ReviewDesk(wall_clock, at_once=AT_ONCE, strangers_at_once=STRANGERS_AT_ONCE)
-        self._users: Reviews[User] = Reviews(desk, wall_clock)
-        self._allowed: Reviews[bool] = Reviews(desk, wall_clock)
+        self._users: Reviews[User] = Reviews(desk, wall_clock, remembered=REMEMBERED)
+        self._allowed: Reviews[bool] = Reviews(desk, wall_clock, remembered=REMEMBERED)
         self._known: OrderedDict[str, None] = OrderedDict()
         """Names of users who were allowed something."""
 
@@ -77,7 +78,7 @@ class Access:
             raise RefusedError(f"{user.name} may not {deed}")
         self._known[user.name] = None
         self._known.move_to_end(user.name)
-        while len(self._known) > USERS_KNOWN:
+        while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return user
 

@@ -202,6 +202,13 @@ async def test_a_source_of_bad_tokens_is_asked_about_no_more() -> None:
         assert (await world.get(hostile, "tenant"))[0] == 429
 
 
+async def test_tokens_that_come_at_once_count_like_those_that_come_one_by_one() -> None:
+    async with readers_world(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
+        answers = await asyncio.gather(*(world.get(hostile, f"bad-{number}") for number in range(60)))
+        assert {status for status, _ in answers} == {401, 429}
+        assert 10 <= len(world.reviews) < 10 + access.STRANGERS_AT_ONCE
+
+
 async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
     """Every pod has one: it is a stranger's like any other, also for the limits of its connection."""
     async with readers_world(FakeCluster()) as world:
