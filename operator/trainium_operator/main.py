@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from trainium_operator.cluster.api.transport import KubernetesTransport
+    from trainium_operator.readers.server import ReadersServer
     from trainium_operator.runtime import Runtime
     from trainium_operator.settings import Settings
 
@@ -115,6 +116,10 @@ class Supervisor:
         self._spawn(group, self._lead(), "lease")
         self._spawn(group, runtime.keeper.run(lambda: runtime.elector.leading), "certificates")
         self._spawn(group, self._serve_agents(host), "coordinator")
+        if runtime.readers is not None:
+            self._spawn(group, self._serve_readers(runtime.readers, host), "readers")
+            if runtime.mounted is not None:
+                self._spawn(group, runtime.mounted.run(), "mounted certificate")
         self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
         self._spawn(group, runtime.fleet.run(), "fleet")
@@ -154,9 +159,17 @@ class Supervisor:
     async def _serve_agents(self, host: str) -> None:
         """Listen as soon as there is a certificate, on followers too: they answer 503, so agents try the next."""
         runtime = self._runtime
-        await runtime.keeper.loaded.wait()
-        port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.context)
+        await runtime.keeper.tls.loaded.wait()
+        port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.tls.context)
         logger.info("agents are served on port %d", port)
+
+    async def _serve_readers(self, readers: ReadersServer, host: str) -> None:
+        """Listen as soon as there is a certificate."""
+        runtime = self._runtime
+        tls = runtime.keeper.tls if runtime.mounted is None else runtime.mounted.tls
+        await tls.loaded.wait()
+        port = await readers.start(host, runtime.settings.https_port, tls.context)
+        logger.info("readers are served on port %d", port)
 
     async def _work(self) -> None:
         await self._runtime.leading.wait()
@@ -218,7 +231,7 @@ class Supervisor:
         await runtime.recorder.flush(2.0)
         self._kopf_stop.set()
         await self._end("kopf", patience=KOPF_STOP_SECONDS)
-        await runtime.health.stop()
+        await self._stop_reading()
         for task in self._tasks:
             task.cancel()
 
@@ -230,7 +243,12 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await runtime.coordinator.stop()
-                await runtime.health.stop()
+                await self._stop_reading()
+
+    async def _stop_reading(self) -> None:
+        if self._runtime.readers is not None:
+            await self._runtime.readers.stop()
+        await self._runtime.health.stop()
 
     async def _end(self, name: str, *, patience: float = 0.0) -> None:
         task = next(task for task in self._tasks if task.get_name() == name)

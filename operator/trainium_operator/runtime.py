@@ -17,14 +17,22 @@ from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ApiError
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import (
+    ACCESS_REVIEWS,
+    CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    JOBS,
+    NODES,
+    PODS,
+    TOKEN_REVIEWS,
+)
 from trainium_operator.cluster.cache.discovery import Discovery
 from trainium_operator.cluster.cache.kueue import Kueue
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.cluster.cache.store import Store
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
-from trainium_operator.cluster.coordinator_ports import KubernetesSecret, TokenReviewer, WorkerPods
+from trainium_operator.cluster.coordinator_ports import KubernetesSecret, Reviewer, WorkerPods
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction
 from trainium_operator.cluster.execute.events import EventRecorder
@@ -42,10 +50,14 @@ from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.health import HealthServer
+from trainium_operator.entrance.mounted_certificate import MountedCertificate
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.observed import PlanSettings
 from trainium_operator.plan.plan import plan
+from trainium_operator.readers.access import Access
+from trainium_operator.readers.exposition import Exposition
+from trainium_operator.readers.health import HealthServer
+from trainium_operator.readers.server import ReadersServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -105,10 +117,11 @@ class Runtime:
             wall_clock=wall_clock,
             on_new_bundle=self.enqueue_all,
         )
+        token_reviewer = Reviewer(self.api, TOKEN_REVIEWS)
         self.coordinator = CoordinatorServer(
             self.state,
             Authenticator(
-                TokenReviewer(self.api).review,
+                token_reviewer.review,
                 WorkerPods(self.caches.pods.store, self.caches.jobs.store),
                 wall_clock=clock,
             ),
@@ -121,7 +134,16 @@ class Runtime:
         self.prober = Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, address_of=self._address_of
         )
-        self.health = HealthServer(live=self.live_problem, ready=self.ready_problem, metrics=self._exposition)
+        exposition = Exposition(self._exposition, clock)
+        self.health = HealthServer(
+            live=self.live_problem, ready=self.ready_problem, metrics=None if settings.secure_metrics else exposition
+        )
+        self.mounted = MountedCertificate(settings.https_certificate) if settings.https_certificate else None
+        """The certificate of the HTTPS port, where it is not the coordinator's."""
+        self.readers: ReadersServer | None = None
+        if settings.secure_metrics:
+            access = Access(token_reviewer.review, Reviewer(self.api, ACCESS_REVIEWS).review, wall_clock=clock)
+            self.readers = ReadersServer(access, exposition, on_answer=self.metrics.read)
         self.plan_settings = plan_settings(settings, namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
         self.discovery = Discovery(self.api, nodes, on_change=self._discovered)
@@ -169,7 +191,7 @@ class Runtime:
         since = asyncio.get_running_loop().time()
         await self.caches.synced()
         await self._retried(lambda: self.caches.catch_up(since, records_only=True))
-        await self.keeper.loaded.wait()
+        await self.keeper.tls.loaded.wait()
         self._begin_serving()
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)

@@ -75,6 +75,13 @@ class Settings:
         "taken",
     )
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
+    secure_metrics: bool = _setting(
+        False, "serve /metrics at the HTTPS port only, to whom the API server lets get the nonResourceURL /metrics"
+    )
+    https_port: int = _setting(8444, "port for readers (HTTPS), open where something is served there; 0: any free one")
+    https_certificate: str = _setting(
+        "", "folder with tls.crt and tls.key for the HTTPS port; default: the coordinator's certificate"
+    )
     named_jobs: int = _setting(0, "jobs that have metrics of their own, by namespace and name; 0: none")
     bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
     workers: int = _setting(
@@ -109,6 +116,13 @@ class Settings:
             ("--resync", self.resync, self.resync > 0, "above 0 seconds"),
             ("--coordinator-port", self.coordinator_port, 0 <= self.coordinator_port <= 65535, "from 0 to 65535"),
             ("--metrics-port", self.metrics_port, 0 <= self.metrics_port <= 65535, "from 0 to 65535"),
+            ("--https-port", self.https_port, 0 <= self.https_port <= 65535, "from 0 to 65535"),
+            (
+                "--https-port",
+                self.https_port,
+                self.https_port not in {self.metrics_port, self.coordinator_port} - {0} or not self.secure_metrics,
+                "another port than --metrics-port and --coordinator-port",
+            ),
             ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MOST_NAMED_JOBS, f"from 0 to {MOST_NAMED_JOBS}"),
             (
                 "--watch-namespaces",

@@ -2,7 +2,8 @@
 
 Has: versions, uids, optimistic locking, list paging and label selectors, watches with bookmarks and 410, status
 subresource, server-side apply that removes what its manager no longer applies, uid preconditions, graceful deletion of
-pods, garbage collection by owner, TokenReview. Has faults: failing requests, dropped and stalled streams, compaction.
+pods, garbage collection by owner, TokenReview, SubjectAccessReview. Has faults: failing requests, dropped and stalled
+streams, compaction.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class FakeCluster:
         self.faults: list[Fault] = []
         self.after_write: Callable[[Write], None] = lambda _: None
         self.tokens: dict[str, Json] = {}
+        """The user of each valid token."""
+        self.may: Callable[[Json], bool] = lambda _spec: False
+        """The authoriser, by the spec of a SubjectAccessReview."""
         self._clock = clock
         self.graceful_pods = False
         self.served: dict[str, tuple[str, ...]] = {}
@@ -221,6 +225,8 @@ class FakeCluster:
     ) -> Answer:
         if resource.plural == "tokenreviews":
             return _ok(self._review(body))
+        if resource.plural == "subjectaccessreviews":
+            return _ok({**body, "status": {"allowed": self.may(body["spec"])}})
         if method == "POST":
             return self._create(resource, namespace, body)
         if method == "GET" and not name:
@@ -330,7 +336,7 @@ class FakeCluster:
         user = self.tokens.get(body["spec"]["token"])
         if user is None:
             return {**body, "status": {"authenticated": False, "error": "unknown token"}}
-        return {**body, "status": {"authenticated": True, "audiences": body["spec"]["audiences"], "user": user}}
+        return {**body, "status": {"authenticated": True, "audiences": body["spec"].get("audiences", []), "user": user}}
 
     def _store(self, kind: str, resource: Resource, raw: Json) -> Json:
         self.version = next(self._version)

@@ -56,6 +56,8 @@ def busy() -> Metrics:
             metrics.planned(view(phase.value), status)
     for code in (200, 401, 403):
         metrics.message("heartbeat", code)
+    for code in (200, 401, 403, 429):
+        metrics.read("/metrics", code)
     metrics.request("GET", 200, 0.01)
     metrics.reconciled(0.1, "ConflictError")
     metrics.fleet([Machine(machine=state.value, node="a", state=state) for state in MachineState], frozen=True)

@@ -131,7 +131,7 @@ class OperatorProcess:
             await runtime.elector.acquire()
             async with asyncio.TaskGroup() as group:
                 group.create_task(runtime.elector.hold())
-                runtime.keeper.loaded.set()  # nobody connects here, and nothing is discovered
+                runtime.keeper.tls.loaded.set()  # nobody connects here, and nothing is discovered
                 runtime.discovery.known.set()
                 await runtime.take_over()
                 self.began_to_lead = asyncio.get_running_loop().time()

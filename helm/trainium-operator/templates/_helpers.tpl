@@ -30,6 +30,39 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (ternary (include "trainium-operator.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
 {{- end }}
 
+{{- /* Whether anything is served at the HTTPS port for readers. */}}
+{{- define "trainium-operator.readers" -}}
+{{- if .Values.metrics.secure }}true{{ end }}
+{{- end }}
+
+{{- /* Secret with the certificate of the HTTPS port; empty: the coordinator's certificate. */}}
+{{- define "trainium-operator.httpsSecret" -}}
+{{- if .Values.https.certificateSecret }}
+{{- .Values.https.certificateSecret }}
+{{- else if .Values.https.issuer.name }}
+{{- include "trainium-operator.fullname" . }}-https
+{{- end }}
+{{- end }}
+
+{{- /* How a monitor reads over HTTPS. The name is one that the certificate has. */}}
+{{- define "trainium-operator.scrape" -}}
+scheme: https
+tlsConfig:
+  {{- $own := include "trainium-operator.httpsSecret" . }}
+  {{- $service := printf "%s-metrics" (include "trainium-operator.fullname" .) }}
+  serverName: {{ ternary $service (include "trainium-operator.coordinator" .) (ne $own "") }}.{{ .Release.Namespace }}.svc
+  ca:
+    secret:
+      name: {{ default (printf "%s-tls" (include "trainium-operator.coordinator" .)) $own }}
+      key: ca.crt
+{{- with .Values.metrics.tokenSecret.name }}
+authorization:
+  credentials:
+    name: {{ . }}
+    key: {{ $.Values.metrics.tokenSecret.key }}
+{{- end }}
+{{- end }}
+
 {{- define "trainium-operator.coordinator" -}}
 {{ include "trainium-operator.fullname" . }}-coordinator
 {{- end }}

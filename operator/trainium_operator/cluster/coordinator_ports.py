@@ -1,25 +1,29 @@
-"""What the coordinator needs from the cluster, behind its own small protocols."""
+"""What the operator's servers need from the cluster, behind their own small protocols."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotFoundError
-from trainium_operator.cluster.api.resources import SECRETS, TOKEN_REVIEWS
-from trainium_operator.coordinator.authentication import ReviewUnavailableError
+from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, NotFoundError
+from trainium_operator.cluster.api.resources import SECRETS
 from trainium_operator.coordinator.certificate_keeper import SecretConflictError, SecretUnavailableError
+from trainium_operator.entrance.errors import ReviewUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.store import Store
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import PodView
 
+
+logger = logging.getLogger(__name__)
 
 REVIEW_SECONDS = 5.0
 """An agent waits for 3; what takes longer must not keep others from being asked about."""
@@ -63,19 +67,24 @@ class KubernetesSecret:
         return str(self._object["metadata"]["resourceVersion"])
 
 
-class TokenReviewer:
-    """Asks the API server about tokens."""
+class Reviewer:
+    """Asks the API server about tokens (TOKEN_REVIEWS), or what a user may do (ACCESS_REVIEWS)."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Api, kind: Resource) -> None:
         self._api = api
+        self._kind = kind
+        self._told = False
 
-    async def review(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Status of a TokenReview. Raises ReviewUnavailableError."""
-        full = {"apiVersion": TOKEN_REVIEWS.api_version, "kind": TOKEN_REVIEWS.kind, **body}
+    async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Status of a review with this spec. Raises ReviewUnavailableError."""
+        body = {"apiVersion": self._kind.api_version, "kind": self._kind.kind, "spec": spec}
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
-                answer = await self._api.create(TOKEN_REVIEWS, "", full, attempts=2)
+                answer = await self._api.create(self._kind, "", body, attempts=2)
         except (ApiError, TimeoutError) as error:
+            if isinstance(error, ForbiddenError) and not self._told:
+                self._told = True  # once: whoever sends tokens must not fill the log
+                logger.warning("the operator may not create %s: see the rights in docs/install.md", self._kind.plural)
             # The message of a refused request could repeat the request: only its class is told on.
             raise ReviewUnavailableError(type(error).__name__) from None
         status: dict[str, Any] = answer.get("status") or {}

@@ -22,6 +22,8 @@ class Scope(StrEnum):
     TAINTS = "Taints"
     """Resources without a namespace, only where `--taint-nodes` is on: a ClusterRole of its own."""
 
+    READERS = "Readers"
+    """Resources without a namespace, only where something is served to readers over HTTPS: a ClusterRole of its own."""
     KUEUE = "Kueue"
     """In every namespace whose jobs are served, only where `--kueue` is on."""
     KUEUE_CLUSTER = "KueueCluster"
@@ -119,6 +121,13 @@ RIGHTS: tuple[Right, ...] = (
     Right("", "nodes", ("patch",), "the taint of nodes in quarantine, where that is switched on", Scope.TAINTS),
     Right(
         "authentication.k8s.io", "tokenreviews", ("create",), "who an agent is, from its projected token", Scope.CLUSTER
+    ),
+    Right(
+        "authorization.k8s.io",
+        "subjectaccessreviews",
+        ("create",),
+        "what somebody may read at the HTTPS port",
+        Scope.READERS,
     ),
     Right(
         "coordination.k8s.io",

@@ -1,8 +1,7 @@
 """Keeps the coordinator's certificates: in a Secret that all replicas share, and loaded in the running server.
 
-Invariants: only the leader writes, and only over the version that it read; followers take what they find. The TLS
-context is the same object for the life of the process: a renewed certificate serves new connections and leaves the
-others alone. Keys are in memory and in the Secret, never in a file system.
+Invariants: only the leader writes, and only over the version that it read; followers take what they find. Keys are in
+memory and in the Secret, never in a file system.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import ssl
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.coordinator.certificates import Material, UnusableMaterialError, renewed
+from trainium_operator.entrance.tls import ServerTls, UnusableCertificateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +54,7 @@ class CertificateKeeper:
         wall_clock: Callable[[], float],
         on_new_bundle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.loaded = asyncio.Event()
-        """A certificate is in `context`."""
+        self.tls = ServerTls()
         self._box = box
         self._names = tuple(names)
         self._wall_clock = wall_clock
@@ -82,7 +77,7 @@ class CertificateKeeper:
             except SecretUnavailableError as error:
                 logger.warning("certificates: %s", error)
             self._check.clear()
-            pause = CHECK_SECONDS if self.loaded.is_set() else FIRST_CHECK_SECONDS
+            pause = CHECK_SECONDS if self.tls.loaded.is_set() else FIRST_CHECK_SECONDS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._check.wait()
@@ -112,20 +107,11 @@ class CertificateKeeper:
             self._load(held)
 
     def _load(self, material: Material) -> None:
-        with _as_file(material.server_cert) as certificate, _as_file(material.server_key) as key:
-            self.context.load_cert_chain(certificate, key)
+        try:
+            self.tls.load(material.server_cert, material.server_key)
+        except UnusableCertificateError as error:
+            logger.warning("the certificate in the Secret: %s", error)
+            return
         old, self._material = self._material, material
-        self.loaded.set()
         if old is None or old.ca_bundle != material.ca_bundle:
             self._on_new_bundle()
-
-
-@contextlib.contextmanager
-def _as_file(content: bytes) -> Iterator[str]:
-    """A path at which `ssl` can read this; in memory only, so it works on a read-only file system too."""
-    descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)

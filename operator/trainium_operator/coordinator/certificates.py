@@ -60,11 +60,13 @@ class Material:
         try:
             material = cls(data[CA_KEY], data[CA_CERT], data[SERVER_KEY], data[SERVER_CERT])
             _key(material.ca_key)
-            _key(material.server_key)
             x509.load_pem_x509_certificates(material.ca_bundle)
-            x509.load_pem_x509_certificate(material.server_cert)
+            held = x509.load_pem_x509_certificate(material.server_cert).public_key()
+            key = _key(material.server_key).public_key()
         except (KeyError, ValueError, TypeError) as error:
             raise UnusableMaterialError(f"missing or damaged: {type(error).__name__}") from error
+        if key != held:
+            raise UnusableMaterialError("the key is not that of the certificate")
         return material
 
 

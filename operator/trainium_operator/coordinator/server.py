@@ -29,17 +29,12 @@ from trainium_contract.wire.messages import (
     RegisterRequest,
     RegisterResponse,
 )
-from trainium_operator.coordinator.authentication import (
-    RefusedError,
-    ReviewUnavailableError,
-    UnauthenticatedError,
-)
-from trainium_operator.coordinator.door import BROKEN, Door, Visit
-from trainium_operator.coordinator.guests import Guests
 from trainium_operator.coordinator.reading import read_message
-from trainium_operator.coordinator.review_desk import FloodedError
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
+from trainium_operator.entrance.door import BROKEN
+from trainium_operator.entrance.errors import RefusedError
+from trainium_operator.entrance.reception import RETRY_AFTER, Reception, refusal_of
 
 if TYPE_CHECKING:
     import ssl
@@ -48,7 +43,6 @@ if TYPE_CHECKING:
     from trainium_contract.base import MessageModel
     from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.authentication import Authenticator, Caller
-    from trainium_operator.coordinator.guests import Guest
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.job_id import JobId
 
@@ -58,19 +52,13 @@ LARGEST_BODY = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 BODY_SECONDS = 5.0
 """Until a body that was begun is there; agents wait for an answer for 3 s."""
-FREE_REFUSALS = 3
-"""Over one connection of a stranger; the next come late, and reach no log."""
-FLOOD_SECONDS = 1.0
 LONGEST_POLL = 60.0
 SHORTEST_POLL = 0.5
 """A poll is held for this share of the time that it asks for, or longer."""
-SHUTDOWN_SECONDS = 2.0
 DUE_SECONDS = 2.5
 """How long a registration waits for a lead that is due; shorter than agents wait for an answer."""
 LARGEST_WELCOME = 64
 """Members of a membership that the answer to a registration carries."""
-_STRANGERS_FAULT = frozenset({400, 401, 403, 404, 405, 408, 413, 429})
-RETRY_AFTER = {"Retry-After": "1"}
 _JSON = "application/json"
 
 
@@ -99,36 +87,30 @@ class CoordinatorServer:
         self._notify = notify
         self._until_serving = until_serving
         self._heartbeat_seconds = heartbeat_seconds
-        self._on_message = on_message
         self._on_news = on_news
         self._phrasebook = Phrasebook()
-        self._guests = Guests()
-        self._door = Door(self._guests)
-        self._runner: web.AppRunner | None = None
+        self.reception = Reception(
+            self._answered, on_answer=lambda path, status: on_message(path.rpartition("/")[2], status)
+        )
 
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen; returns the port, which matters when 0 was asked for. Raises OSError."""
-        application = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._answer_errors])
-        application.router.add_post(REGISTER_PATH, self._register)
-        application.router.add_post(HEARTBEAT_PATH, self._heartbeat)
-        application.router.add_get(MEMBERSHIP_PATH, self._membership)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-        await self._runner.setup()
-        assert self._runner.server is not None
-        return self._door.open(self._runner.server, host, port, context)
+        routes = (
+            web.post(REGISTER_PATH, self._register),
+            web.post(HEARTBEAT_PATH, self._heartbeat),
+            web.get(MEMBERSHIP_PATH, self._membership),
+        )
+        return await self.reception.open(routes, host, port, context, largest_body=LARGEST_BODY)
 
     async def stop(self) -> None:
         """End long polls with 503 and close."""
         self._state.close()
-        await self._door.shut()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self.reception.close()
 
     async def _sender(self, request: web.Request) -> Caller:
         """The worker pod that sent the request, by its token alone."""
         caller = await self._authenticator.identify(request.headers.get("Authorization", ""), request.remote or "")
-        if isinstance(request.protocol, Visit):
-            self._guests.proved(request.protocol.guest, caller.pod_uid)
+        self.reception.proved(request, caller.pod_uid)
         return caller
 
     async def _body(self, request: web.Request) -> bytes:
@@ -199,28 +181,6 @@ class CoordinatorServer:
             return web.Response(body=spoken.packed, content_type=_JSON, headers={"Content-Encoding": "gzip"})
         return web.Response(body=spoken.plain, content_type=_JSON)
 
-    @web.middleware
-    async def _answer_errors(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        guest = request.protocol.guest if isinstance(request.protocol, Visit) else None
-        if guest is not None:
-            self._guests.asked(guest)
-        response = await self._answered(request, handler)
-        if guest is not None:
-            if response.status in _STRANGERS_FAULT and not guest.pod_uid:
-                await self._slow_down(guest, response)
-            self._guests.answered(guest)
-        self._on_message(request.path.rpartition("/")[2], response.status)
-        return response
-
-    async def _slow_down(self, guest: Guest, response: web.StreamResponse) -> None:
-        """A stranger who is refused again and again waits for it, can send nothing meanwhile, and has to come anew."""
-        guest.refusals += 1
-        if guest.refusals > FREE_REFUSALS:
-            await asyncio.sleep(FLOOD_SECONDS)
-            response.force_close()
-
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
@@ -230,14 +190,6 @@ class CoordinatorServer:
             return await handler(request)
         except (ValidationError, _BadMessageError) as error:
             return _refusal(400, _sentence(error))
-        except UnauthenticatedError as error:
-            return _refusal(401, str(error), headers={"WWW-Authenticate": "Bearer"})
-        except FloodedError as error:
-            return _refusal(429, f"{error}; try again in a minute", headers={"Retry-After": "60"})
-        except RefusedError as error:
-            if not isinstance(request.protocol, Visit) or request.protocol.guest.refusals < FREE_REFUSALS:
-                logger.warning("refused %s: %s", request.path, error)
-            return _refusal(403, str(error))
         except NotRegisteredError:
             return _refusal(404, "this agent has not registered with this coordinator; register first")
         except FutureGenerationError as error:
@@ -245,18 +197,17 @@ class CoordinatorServer:
             return _refusal(400, str(error))
         except OldGenerationError as error:
             return _refusal(409, str(error), generation=error.current)
-        except ReviewUnavailableError:
-            return _refusal(503, "the API server cannot check the token now; try again", headers=RETRY_AFTER)
-        except web.HTTPException as error:
-            return _refusal(error.status, error.reason)
-        except asyncio.CancelledError:
-            raise
-        except BROKEN as error:
-            logger.info("%s: the connection broke before the request was read (%s)", request.path, type(error).__name__)
-            return _refusal(400, "the request did not come to its end")
-        except Exception:
-            logger.exception("answering %s failed", request.path)
-            return _refusal(500, "defect in the coordinator; its log has the details")
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is None:
+                logger.exception("answering %s failed", request.path)
+                return _refusal(500, "defect in the coordinator; its log has the details")
+            if isinstance(error, RefusedError) and self.reception.is_new_to_refusals(request):
+                logger.warning("refused %s: %s", request.path, error)
+            if isinstance(error, BROKEN):
+                broke = type(error).__name__
+                logger.info("%s: the connection broke before the request was read (%s)", request.path, broke)
+            return _refusal(refusal.status, refusal.sentence, headers=refusal.headers)
 
     async def _serves_soon(self, request: web.Request) -> bool:
         """Hold a registration while the lead is due; whether it was taken over meanwhile."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import JobView, NodeView
 
 PREFIX = "trainingjob_operator_"
+READ = ("metrics",)
+"""What there is to read over HTTPS, by the first part of its path."""
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -70,6 +72,7 @@ class Metrics:
         )
         self._problems = gauge("node_problems", "What nodes report of themselves", "source", "severity")
         self._messages = counter("agent_messages_total", "Messages from agents", "kind", "code")
+        self._reads = counter("https_requests_total", "Requests at the HTTPS port for readers", "page", "code")
         self._of_jobs = JobMetrics(self.registry, PREFIX, wall_clock, most_named=named_jobs)
         self._of_agents = AgentMetrics(self.registry, PREFIX)
 
@@ -82,6 +85,11 @@ class Metrics:
         """One message of an agent was answered."""
         known = kind if kind in ("register", "heartbeat", "membership") else "other"
         self._messages.labels(known, str(status)).inc()
+
+    def read(self, path: str, status: int) -> None:
+        """One request of a reader was answered."""
+        page = path.split("/")[1] if path.startswith("/") else ""
+        self._reads.labels(page if page in READ else "other", str(status)).inc()
 
     def served(self, counts: Mapping[str, int]) -> None:
         """How many of the served namespaces are in which state."""

@@ -13,7 +13,7 @@ from trainium_contract.job import Phase, Rung
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
-from trainium_operator.monitoring.metrics import PREFIX, Metrics
+from trainium_operator.monitoring.metrics import PREFIX, READ, Metrics
 from trainium_operator.monitoring.named_job_metrics import MEASURES, Families
 from trainium_operator.plan.fleet.memory import MachineState
 
@@ -39,6 +39,7 @@ _LABELS = {
     "job_name": "name of the job",
     "kind": _values(("register", "heartbeat")),
     "measure": f"{_values(MEASURES)} ([definitions](goodput.md#definitions))",
+    "page": _values((*READ, "other")),
     "phase": f"of a job: {_values(Phase)}; of `hangs_total`, what the rank was at: {_values(TrainerPhase)}",
     "result": _values(("Complete", "Failed")),
     "rung": f"how far the answer went: {_values(Rung)}",
@@ -54,10 +55,10 @@ _LABELS = {
 
 _BEGINNING = """# Metrics
 
-What the operator exposes at `http://POD:8080/metrics`. How to scrape it, alerts and dashboards:
-[watch](watch.md#metrics). Only the leader's counters move. No label is a pod, a node or a rank, so the number of time
-series does not grow with them. Times are in seconds; sums of them are those of the ledgers of the jobs that exist, and
-outlive the operator."""
+What the operator exposes at `http://POD:8080/metrics`, or [over HTTPS](watch.md#over-https). How to scrape it, alerts
+and dashboards: [watch](watch.md#metrics). Only the leader's counters move. No label is a pod, a node or a rank, so the
+number of time series does not grow with them. Times are in seconds; sums of them are those of the ledgers of the jobs
+that exist, and outlive the operator."""
 
 
 _OF_JOBS = """With `metrics.namedJobs` ([how](watch.md#of-single-jobs)); names begin with the same prefix.

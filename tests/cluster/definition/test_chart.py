@@ -14,6 +14,7 @@ import yaml
 from trainium_contract.sizes import INSTANCES
 from trainium_operator import generate
 from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
+from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.ya
 EVERYTHING = (
     "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
     "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
+    "metrics.secure=true,metrics.tokenSecret.name=scraper,https.issuer.name=ca,"
     "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
 )
 
@@ -50,7 +52,7 @@ def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     return {
         (group, resource, verb, name)
         for rule in role["rules"]
-        for group in rule["apiGroups"]
+        for group in rule.get("apiGroups", ())
         for resource in rule["resources"]
         for verb in rule["verbs"]
         for name in rule.get("resourceNames", [""])
@@ -129,10 +131,70 @@ def test_nodes_may_be_written_only_where_that_is_switched_on(api: Api) -> None:
     assert parse_settings(container["args"], {}).taint_nodes
 
 
+def test_others_rights_may_be_asked_about_only_where_readers_are_served_over_https(api: Api) -> None:
+    names = [each["metadata"]["name"] for each in rendered(api)]
+    assert not {f"{NAME}-readers", f"{NAME}-metrics-reader", f"{NAME}-https"} & set(names)
+    documents = rendered(api, "metrics.secure=true")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-readers")) == used(Scope.READERS)
+    assert only(documents, "ClusterRoleBinding", f"{NAME}-readers")["subjects"][0]["namespace"] == "system"
+    assert only(documents, "ClusterRole", f"{NAME}-metrics-reader")["rules"] == [
+        {"nonResourceURLs": ["/metrics"], "verbs": ["get"]}
+    ]
+    assert f"{NAME}-metrics-reader" not in [one["metadata"]["name"] for one in documents if "Binding" in one["kind"]]
+    named = rendered(api, "metrics.secure=true,metrics.readers[0].kind=User,metrics.readers[0].name=ann")
+    assert only(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
+
+
+def endpoint(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    spec = only(documents, kind, NAME)["spec"]
+    (found,) = spec["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
+    return dict(found)
+
+
+def test_a_monitor_reads_over_https_with_a_name_of_the_certificate_its_authority_and_a_token(api: Api) -> None:
+    monitors = "metrics.serviceMonitor.create=true,metrics.podMonitor.create=true"
+    plain = rendered(api, monitors)
+    assert endpoint(plain, "ServiceMonitor") == {"port": "metrics", "path": "/metrics", "interval": "30s"}
+    (port,) = only(plain, "Service", f"{NAME}-metrics")["spec"]["ports"]
+    assert port["targetPort"] == "metrics"
+
+    own = rendered(api, "metrics.secure=true,metrics.serviceMonitor.create=true")
+    asked = endpoint(own, "ServiceMonitor")
+    assert (asked["port"], asked["scheme"]) == ("https", "https")
+    assert asked["bearerTokenFile"] == "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    assert asked["tlsConfig"]["serverName"] in server_names(f"{NAME}-coordinator", "system")
+    assert asked["tlsConfig"]["ca"]["secret"] == {"name": f"{NAME}-coordinator-tls", "key": "ca.crt"}
+    (port,) = only(own, "Service", f"{NAME}-metrics")["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (8444, "https")
+
+    issued = rendered(api, f"metrics.secure=true,{monitors},metrics.tokenSecret.name=scraper,https.issuer.name=ca")
+    certificate = only(issued, "Certificate", f"{NAME}-https")["spec"]
+    for kind in ("ServiceMonitor", "PodMonitor"):
+        asked = endpoint(issued, kind)
+        assert "bearerTokenFile" not in asked
+        assert asked["authorization"] == {"credentials": {"name": "scraper", "key": "token"}}
+        assert asked["tlsConfig"]["serverName"] in certificate["dnsNames"]
+        assert asked["tlsConfig"]["ca"]["secret"]["name"] == certificate["secretName"]
+    template = only(issued, "Deployment", NAME)["spec"]["template"]["spec"]
+    (container,) = template["containers"]
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "https"]
+    (volume,) = [one for one in template["volumes"] if one["name"] == "https"]
+    assert parse_settings(container["args"], {}).https_certificate == mount["mountPath"]
+    assert volume["secret"]["secretName"] == certificate["secretName"]
+
+
+def test_a_pod_monitor_that_could_send_no_token_is_refused(api: Api) -> None:
+    settings = "metrics.secure=true,metrics.podMonitor.create=true"
+    done = api.run("helm", "template", RELEASE, api.chart, "--set", settings)
+    assert done.returncode != 0
+    assert "needs metrics.tokenSecret.name" in done.stderr
+
+
 def test_no_role_of_the_chart_has_a_wildcard(api: Api) -> None:
     for document in rendered(api, EVERYTHING):
         if document["kind"] in {"Role", "ClusterRole"}:
             assert not [right for right in granted(document) if "*" in right]
+            assert not [rule for rule in document["rules"] if "*" in rule.get("nonResourceURLs", ())]
 
 
 def test_alerts_and_dashboards_are_made_as_they_are_in_the_files(api: Api) -> None:
@@ -164,7 +226,9 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     assert parsed.namespaces == (("training", "research") if settings == EVERYTHING else ())
     assert parsed.named_jobs == (50 if settings == EVERYTHING else 0)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"coordinator": parsed.coordinator_port, "metrics": parsed.metrics_port}
+    assert parsed.secure_metrics == (settings == EVERYTHING)
+    https = {"https": parsed.https_port} if parsed.secure_metrics else {}
+    assert ports == {"coordinator": parsed.coordinator_port, "metrics": parsed.metrics_port, **https}
 
 
 def test_agents_find_every_operator_pod_by_the_coordinators_name(api: Api) -> None:

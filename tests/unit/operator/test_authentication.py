@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
-from trainium_operator.coordinator.authentication import (
-    Authenticator,
-    RefusedError,
-    ReviewUnavailableError,
-    UnauthenticatedError,
-)
+from trainium_operator.coordinator.authentication import Authenticator
+from trainium_operator.entrance.errors import RefusedError, ReviewUnavailableError, UnauthenticatedError
 from trainium_operator.plan.model.job_id import JobId
 
 JOB_A = JobId("team", "job-a", "uid-a")
@@ -44,14 +40,14 @@ class World:
         self.now = 1000.0
         self.answers: dict[str, Any] = {"good": status()}
         self.reviews: list[str] = []
-        self.bodies: list[dict[str, Any]] = []
+        self.specs: list[dict[str, Any]] = []
         self.authenticator = Authenticator(self.review, Pods(), wall_clock=lambda: self.now)
 
-    async def review(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.reviews.append(body["spec"]["token"])
-        self.bodies.append(body)
+    async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
+        self.reviews.append(spec["token"])
+        self.specs.append(spec)
         await asyncio.sleep(0)
-        answer = self.answers.get(body["spec"]["token"], {"authenticated": False})
+        answer = self.answers.get(spec["token"], {"authenticated": False})
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -64,7 +60,7 @@ class World:
 async def test_a_pod_may_speak_for_itself_in_its_own_job() -> None:
     world = World()
     assert await world.admit() == JOB_A
-    assert world.bodies[0]["spec"]["audiences"] == [TOKEN_AUDIENCE]
+    assert world.specs[0]["audiences"] == [TOKEN_AUDIENCE]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ async def test_the_leader_fills_the_empty_secret_and_followers_take_it() -> None
     box, clock = Box(), Clock()
     leader, follower = keeper(box, clock), keeper(box, clock)
     await follower.refresh(write=False)
-    assert not follower.loaded.is_set()
+    assert not follower.tls.loaded.is_set()
     assert follower.ca_bundle == ""
     await leader.refresh(write=True)
     await follower.refresh(write=False)
@@ -171,7 +171,7 @@ async def test_the_leader_fills_the_empty_secret_and_followers_take_it() -> None
 async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_bundle_is_told() -> None:
     box, clock, told = Box(), Clock(), []
     kept = keeper(box, clock, on_new_bundle=lambda: told.append(clock.now))
-    context = kept.context
+    context = kept.tls.context
     await kept.refresh(write=True)
     clock.now += 21 * DAY
     await kept.refresh(write=True)
@@ -179,7 +179,7 @@ async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_b
     clock.now += 224 * DAY
     await kept.refresh(write=True)
     assert len(told) == 2
-    assert kept.context is context
+    assert kept.tls.context is context
     assert box.writes == 3
 
 
@@ -189,7 +189,7 @@ async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote() -> None:
     theirs = box.interloper["ca.crt"].decode()
     kept = keeper(box, clock)
     task = asyncio.create_task(kept.run(lambda: True))
-    await asyncio.wait_for(kept.loaded.wait(), 5)
+    await asyncio.wait_for(kept.tls.loaded.wait(), 5)
     task.cancel()
     assert kept.ca_bundle == theirs
 
@@ -199,9 +199,23 @@ async def test_a_damaged_secret_is_made_anew_by_the_leader_only() -> None:
     box.data = {"ca.crt": b"garbage"}
     kept = keeper(box, clock)
     await kept.refresh(write=False)
-    assert not kept.loaded.is_set()
+    assert not kept.tls.loaded.is_set()
     await kept.refresh(write=True)
-    assert kept.loaded.is_set()
+    assert kept.tls.loaded.is_set()
+
+
+async def test_a_key_of_another_certificate_counts_as_damage() -> None:
+    box, clock = Box(), Clock()
+    other = renewed(None, ("localhost",), clock.now)
+    kept = keeper(box, clock)
+    await kept.refresh(write=True)
+    box.data = {**box.data, "tls.key": other.server_key}
+    follower = keeper(box, clock)
+    await follower.refresh(write=False)
+    assert not follower.tls.loaded.is_set()
+    await kept.refresh(write=True)
+    await follower.refresh(write=False)
+    assert follower.tls.loaded.is_set()
 
 
 async def test_a_running_server_shows_the_renewed_certificate_to_new_connections() -> None:
@@ -209,7 +223,7 @@ async def test_a_running_server_shows_the_renewed_certificate_to_new_connections
     clock.now = time.time()
     kept = keeper(box, clock)
     await kept.refresh(write=True)
-    served = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0, ssl=kept.context)
+    served = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0, ssl=kept.tls.context)
     port = served.sockets[0].getsockname()[1]
 
     async def shown() -> bytes:

@@ -35,6 +35,8 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--workers", "0"], "--workers must be at least 1, not 0"),
         (["--status-interval", "0"], "--status-interval must be above 0 seconds"),
         (["--coordinator-port", "70000"], "--coordinator-port must be from 0 to 65535"),
+        (["--https-port", "-1"], "--https-port must be from 0 to 65535, not -1"),
+        (["--secure-metrics", "true", "--https-port", "8080"], "--https-port must be another port than --metrics-port"),
         (["--log-level", "loud"], "--log-level must be one of debug, info"),
         (["--workers", "many"], "invalid int value: 'many'"),
         (["--watch-namespaces", "ml,Research"], "--watch-namespaces must be at most 50 names of namespaces"),

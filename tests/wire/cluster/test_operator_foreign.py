@@ -16,7 +16,7 @@ from virtual_time import run_virtual, settle
 
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.coordinator_ports import WorkerPods
-from trainium_operator.coordinator.authentication import RefusedError
+from trainium_operator.entrance.errors import RefusedError
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def test_an_agent_in_another_namespace_cannot_speak_in_a_job_whose_uid_it_copied
         }
         audiences = ["trainium-coordinator"]
 
-        async def review(body: dict[str, Any]) -> dict[str, Any]:
-            audiences[:] = body["spec"]["audiences"]
+        async def review(spec: dict[str, Any]) -> dict[str, Any]:
+            audiences[:] = spec["audiences"]
             user = {"username": "system:serviceaccount:elsewhere:default", "extra": extra}
             return {"authenticated": True, "audiences": audiences, "user": user}
 

@@ -18,9 +18,10 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
 from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, Transition
-from trainium_operator.coordinator.authentication import Caller, RefusedError, UnauthenticatedError
+from trainium_operator.coordinator.authentication import Caller
 from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.entrance.errors import RefusedError, UnauthenticatedError
 from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ import pytest
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
-from trainium_operator.coordinator.authentication import Authenticator, ReviewUnavailableError
+from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.entrance.errors import ReviewUnavailableError
 from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:
@@ -90,11 +91,11 @@ class World:
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
 
-    async def review(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
         if not self.api_up:
             raise ReviewUnavailableError
-        pod = body["spec"]["token"].removeprefix("token-of-")
-        if pod == body["spec"]["token"]:
+        pod = spec["token"].removeprefix("token-of-")
+        if pod == spec["token"]:
             return {"authenticated": False}
         extra = {
             "authentication.kubernetes.io/pod-name": [pod],

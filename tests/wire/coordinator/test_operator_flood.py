@@ -21,16 +21,17 @@ from fake_http import FakeServer
 from fake_kubernetes import FakeCluster
 
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import LEASES
+from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import connect
-from trainium_operator.cluster.coordinator_ports import TokenReviewer
+from trainium_operator.cluster.coordinator_ports import Reviewer
 from trainium_operator.cluster.lease import LeaseElector
-from trainium_operator.coordinator import door, guests, server
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificates import renewed, server_names
-from trainium_operator.coordinator.review_desk import AT_ONCE, STRANGERS_AT_ONCE
-from trainium_operator.coordinator.server import FREE_REFUSALS, CoordinatorServer
+from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.entrance import door, guests, reception
+from trainium_operator.entrance.reception import FREE_REFUSALS
+from trainium_operator.entrance.review_desk import AT_ONCE, STRANGERS_AT_ONCE
 from trainium_operator.main import LEASE_CONNECTIONS
 from trainium_operator.plan.model.job_id import JobId
 
@@ -141,10 +142,7 @@ class World:
         return await asyncio.gather(*sent)
 
     def open_connections(self) -> int:
-        runner = self.server._runner
-        assert runner is not None
-        assert runner.server is not None
-        return len(runner.server.connections)
+        return self.server.reception.connections
 
 
 @asynccontextmanager
@@ -158,7 +156,9 @@ async def leading(folder: Path) -> AsyncIterator[World]:
     world.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
     await world.elector.acquire()
     holding = asyncio.create_task(world.elector.hold())
-    authenticator = Authenticator(world.counted(TokenReviewer(Api(transport)).review), world, wall_clock=time.time)
+    authenticator = Authenticator(
+        world.counted(Reviewer(Api(transport), TOKEN_REVIEWS).review), world, wall_clock=time.time
+    )
     world.server = CoordinatorServer(
         CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
     )
@@ -236,7 +236,7 @@ async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """The same bad token over and over, or one of a pod that is no worker: both are remembered, so cost no review."""
-    monkeypatch.setattr(server, "FLOOD_SECONDS", GENEROUS)
+    monkeypatch.setattr(reception, "FLOOD_SECONDS", GENEROUS)
     async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
         assert set(await world.register(agents)) == {200}
         monkeypatch.setattr(World, "job_of", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA)
@@ -268,9 +268,9 @@ async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
             if kind % 2:
                 writer.write(b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
             writers.append(writer)
-        assert world.server._guests.strangers <= 100
+        assert world.server.reception.guests.strangers <= 100
         assert set(await world.beat(agents)) == {200}
-        await reached(lambda: world.server._guests.strangers == 0, "strangers are closed")
+        await reached(lambda: world.server.reception.guests.strangers == 0, "strangers are closed")
         assert world.open_connections() <= 2 * AGENTS
         assert set(await world.beat(agents)) == {200}
         for writer in writers:

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
@@ -116,6 +117,34 @@ async def test_with_a_list_of_namespaces_it_watches_the_jobs_of_each_by_itself_a
         assert cluster.names(PODS, "grey") == []
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.ended() == 0
+
+
+async def test_metrics_are_served_over_https_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    cluster = made()
+    cluster.tokens["good"] = {"username": "prometheus", "groups": []}
+    cluster.may = lambda spec: spec["nonResourceAttributes"]["path"] == "/metrics"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        plain = probe.getsockname()[1]
+    ours = ("--secure-metrics", "true", "--https-port", "0", "--metrics-port", str(plain))
+    async with operated(cluster, tmp_path, *ours) as operator:
+        port = int((await operator.says("readers are served on port")).rpartition(" ")[2])
+        bundle = cluster.get(SECRETS, "system", SECRET)["data"]["ca.crt"]
+        trust = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
+        async with aiohttp.ClientSession() as session:
+
+            async def get(url: str, **headers: str) -> tuple[int, str]:
+                async with session.get(url, ssl=trust, headers=headers) as response:
+                    return response.status, await response.text()
+
+            status, text = await get(f"https://127.0.0.1:{port}/metrics", Authorization="Bearer good")
+            assert (status, "trainingjob_operator_leader" in text) == (200, True)
+            assert (await get(f"https://127.0.0.1:{port}/metrics"))[0] == 401
+            assert (await get(f"http://127.0.0.1:{plain}/livez"))[0] == 200
+            assert (await get(f"http://127.0.0.1:{plain}/metrics"))[0] == 404
+        operator.process.send_signal(signal.SIGTERM)
+        assert await operator.ended() == 0, operator.log()
+        assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
 
 
 async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_path: Path) -> None:

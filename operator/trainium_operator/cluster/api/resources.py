@@ -65,5 +65,7 @@ DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisrup
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
+ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False)
+REVIEWS = (TOKEN_REVIEWS, ACCESS_REVIEWS)
 
-ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, TOKEN_REVIEWS)
+ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, *REVIEWS)

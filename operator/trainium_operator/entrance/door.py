@@ -1,4 +1,4 @@
-"""The listening socket of the coordinator: connections are counted before the first byte of TLS is read.
+"""A listening socket: connections are counted before the first byte of TLS is read.
 
 Invariants: a handshake takes `HANDSHAKE_SECONDS` at most; request lines, headers and their number are bounded while
 they are read; nothing that comes is unpacked; errors of strangers reach no log.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Coroutine
 
-    from trainium_operator.coordinator.guests import Guest, Guests
+    from trainium_operator.entrance.guests import Guest, Guests
 
 HANDSHAKE_SECONDS = 10.0
 BACKLOG = 1024

@@ -1,11 +1,12 @@
-"""Who may hold a connection to the coordinator, and how many.
+"""Who may hold a connection to one of the operator's servers, and how many.
 
-A connection belongs to a stranger until a valid token came over it, and to that token's pod from then on.
-Invariants: a stranger stays `STRANGER_SECONDS` at most, whatever it sends and however slowly; at `MOST_STRANGERS` the
-address with most of them loses its oldest, and where nobody has more than `FEW` no more are let in until one has gone;
-a pod has at most `MOST_OF_POD`; an address of which `MOST_IN_VAIN` connections came to nothing within `WINDOW_SECONDS`
-is closed at once until they are over. So what a flood holds is bounded, and an agent's own connections are not part of
-it.
+A connection belongs to a stranger until a valid token came over it, and to that token's holder (a pod, a user) after
+that.
+Invariants: a stranger stays `STRANGER_SECONDS` at most, whatever it sends and however slowly; at `MOST_STRANGERS` (or
+what the server sets) the address with most of them loses its oldest, and where nobody has more than `FEW` no more are
+let in until one has gone; a holder has at most `MOST_OF_HOLDER`; an address of which `MOST_IN_VAIN` connections came to
+nothing within `WINDOW_SECONDS` is closed at once until they are over. So what a flood holds is bounded, and a known
+holder's own connections are not part of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STRANGER_SECONDS = 15.0
 """Of its own time: while it waits for us, as for a review of its token, the clock stands."""
 MOST_STRANGERS = 1_024
 FEW = 8
-MOST_OF_POD = 16
-"""An agent has two: its long poll and its heartbeats."""
+MOST_OF_HOLDER = 16
+"""An agent has two, its long poll and its heartbeats; a browser has six."""
 MOST_IN_VAIN = 512
 WINDOW_SECONDS = 10.0
 REMEMBERED = 4_096
@@ -35,7 +36,7 @@ class Guest:
 
     source: str
     close: Callable[[], None]
-    pod_uid: str = ""
+    holder: str = ""
     refusals: int = 0
     """Requests that were refused while it was a stranger's."""
     timer: asyncio.TimerHandle | None = None
@@ -44,11 +45,14 @@ class Guest:
 class Guests:
     """All connections of one server; within one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_strangers: int | None = None, *, most_in_vain: int | None = None) -> None:
+        """`MOST_STRANGERS` and `MOST_IN_VAIN` unless told otherwise; `most_in_vain=0`: without that limit."""
+        self._most_in_vain = MOST_IN_VAIN if most_in_vain is None else most_in_vain
+        self._most_strangers = MOST_STRANGERS if most_strangers is None else most_strangers
         self._strangers: dict[str, dict[Guest, None]] = {}
         """By address, oldest first."""
         self._count = 0
-        self._of_pod: dict[str, dict[Guest, None]] = {}
+        self._of_holder: dict[str, dict[Guest, None]] = {}
         self._in_vain: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._room = asyncio.Event()
         self._room.set()
@@ -66,13 +70,13 @@ class Guests:
         """A connection was accepted; None when it must be closed at once."""
         loop = asyncio.get_running_loop()
         since, times = self._in_vain.get(source, (0.0, 0))
-        if times >= MOST_IN_VAIN and loop.time() - since < WINDOW_SECONDS:
+        if 0 < self._most_in_vain <= times and loop.time() - since < WINDOW_SECONDS:
             return None
         guest = Guest(source, close)
         guest.timer = loop.call_later(STRANGER_SECONDS, self._expire, guest)
         self._strangers.setdefault(source, {})[guest] = None
         self._count += 1
-        if self._count >= MOST_STRANGERS:
+        if self._count >= self._most_strangers:
             self._make_room()
         return guest
 
@@ -86,26 +90,26 @@ class Guests:
         if guest in self._strangers.get(guest.source, ()):
             guest.timer = asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._expire, guest)
 
-    def proved(self, guest: Guest, pod_uid: str) -> None:
-        """A valid token of this pod came over the connection."""
-        if guest.pod_uid == pod_uid:
+    def proved(self, guest: Guest, holder: str) -> None:
+        """A valid token of this holder came over the connection."""
+        if guest.holder == holder:
             return
-        if guest.pod_uid:
-            self._drop(self._of_pod, guest.pod_uid, guest)
+        if guest.holder:
+            self._drop(self._of_holder, guest.holder, guest)
         elif not self._forget_stranger(guest):
             return  # it was closed meanwhile
-        guest.pod_uid = pod_uid
-        own = self._of_pod.setdefault(pod_uid, {})
+        guest.holder = holder
+        own = self._of_holder.setdefault(holder, {})
         own[guest] = None
-        if len(own) > MOST_OF_POD:
+        if len(own) > MOST_OF_HOLDER:
             oldest = next(iter(own))
             self.left(oldest)
             oldest.close()
 
     def left(self, guest: Guest) -> None:
         """The connection is closed; may be told more than once."""
-        if guest.pod_uid:
-            self._drop(self._of_pod, guest.pod_uid, guest)
+        if guest.holder:
+            self._drop(self._of_holder, guest.holder, guest)
         elif self._forget_stranger(guest):
             self._note_vain(guest.source)
 

@@ -1,0 +1,1 @@
+"""What kubelets, Prometheus and people read from the operator; none of it changes anything."""

@@ -1,0 +1,285 @@
+"""Metrics over HTTPS on a real API server: the chart's rights and arguments, real tokens, the operator as a process."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import Api
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SYSTEM, PEOPLE = "read-system", "read-monitoring"
+RELEASE = "read"
+ACCOUNT = f"{RELEASE}-trainium-operator"
+SETTINGS = (
+    "metrics.secure=true,metrics.readers[0].kind=ServiceAccount,metrics.readers[0].name=prometheus,"
+    f"metrics.readers[0].namespace={PEOPLE}"
+)
+PATIENCE_SECONDS = 60.0
+KINDS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret"}
+
+
+@dataclass
+class Readable:
+    """An operator process whose HTTPS port is open."""
+
+    api: Api
+    port: int
+    trust: ssl.SSLContext
+    authority: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, token: str = "", source: str = "127.0.0.1") -> tuple[int, str]:
+        """Status and text of /metrics, over a connection of its own."""
+        connection = http.client.HTTPSConnection(
+            "localhost", self.port, timeout=30, context=self.trust, source_address=(source, 0)
+        )
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            connection.request("GET", "/metrics", headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+
+def until(condition: Callable[[], Any], why: Callable[[], str]) -> Any:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.1)
+    return found
+
+
+def objects(api: Api) -> list[dict[str, Any]]:
+    text = api.helm("template", RELEASE, api.chart, "--namespace", SYSTEM, "--set", SETTINGS)
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def token_of(api: Api, account: str, namespace: str) -> str:
+    return api.kubectl("create", "token", account, "-n", namespace).strip()
+
+
+def credentials(api: Api, folder: Path) -> str:
+    """A kubeconfig with the operator's own token, so with the chart's rights and no others."""
+    whole = json.loads(api.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+    whole["users"] = [{"name": whole["users"][0]["name"], "user": {"token": token_of(api, ACCOUNT, SYSTEM)}}]
+    cluster = whole["clusters"][0]["cluster"]
+    if "certificate-authority" in cluster:
+        authority = Path(cluster.pop("certificate-authority"))
+        cluster["certificate-authority-data"] = base64.b64encode(authority.read_bytes()).decode()
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(whole))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Readable]:
+    if defined.existing:
+        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+    for name in (SYSTEM, PEOPLE):
+        defined.kubectl("create", "namespace", name)
+    defined.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
+    defined.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)
+    made = objects(defined)
+    defined.run("kubectl", "apply", "-f", "-", stdin=yaml.safe_dump_all(one for one in made if one["kind"] in KINDS))
+    (deployment,) = [one for one in made if one["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    folder = tmp_path_factory.mktemp("readable")
+    log = folder / "log"
+    ours = ["--namespace", SYSTEM, "--kubeconfig", credentials(defined, folder), "--bind-address", "127.0.0.1"]
+    ours += ["--coordinator-port", "0", "--metrics-port", "0", "--https-port", "0"]
+    command = [sys.executable, "-m", "trainium_operator.main", *container["args"], *ours]
+    with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
+        try:
+            said = until(lambda: line_of(log, "readers are served on port"), log.read_text)
+            secret = json.loads(
+                defined.kubectl("get", "secret", f"{ACCOUNT}-coordinator-tls", "-n", SYSTEM, "-o", "json")
+            )
+            authority = base64.b64decode(secret["data"]["ca.crt"]).decode()
+            port = int(said.rpartition(" ")[2])
+            yield Readable(defined, port, ssl.create_default_context(cadata=authority), authority, process, log)
+        finally:
+            process.terminate()
+            process.wait(30)
+    for name in (SYSTEM, PEOPLE):
+        defined.run("kubectl", "delete", "namespace", name, "--wait=false")
+    for one in made:
+        if one["kind"].startswith("ClusterRole"):
+            defined.run("kubectl", "delete", one["kind"], one["metadata"]["name"], "--ignore-not-found")
+
+
+def line_of(log: Path, text: str) -> str:
+    lines = [json.loads(line)["message"] for line in log.read_text().splitlines() if line.startswith("{")]
+    return next((line for line in lines if text in line), "")
+
+
+def test_who_was_named_may_read_and_a_tenant_and_a_stranger_may_not(readable: Readable) -> None:
+    status, text = readable.get(token_of(readable.api, "prometheus", PEOPLE))
+    assert status == 200, readable.log.read_text()
+    assert "trainingjob_operator_leader" in text
+    tenant = f"system:serviceaccount:{PEOPLE}:tenant"
+    assert readable.get(token_of(readable.api, "tenant", PEOPLE)) == (
+        403,
+        f"{tenant} may not get the nonResourceURL /metrics\n",
+    )
+    assert readable.get()[0] == 401
+    assert readable.get("forged")[0] == 401
+
+
+def test_a_token_for_another_audience_one_that_has_ended_and_one_of_an_account_that_is_gone_are_refused(
+    readable: Readable,
+) -> None:
+    api = readable.api
+    agents = api.kubectl("create", "token", "prometheus", "-n", PEOPLE, "--audience=trainium-coordinator").strip()
+    assert readable.get(agents)[0] == 401
+    good = token_of(api, "prometheus", PEOPLE)
+    key = Path(api.variables["KUBECONFIG"]).parent / "pki" / "service-account.key"
+    assert readable.get(signed_anew(good, key, ends_in=600))[0] == 200, "the signature is the API server's own"
+    assert readable.get(signed_anew(good, key, ends_in=-60))[0] == 401
+    api.kubectl("create", "serviceaccount", "gone", "-n", PEOPLE)
+    gone = token_of(api, "gone", PEOPLE)
+    assert readable.get(gone)[0] == 403
+    api.kubectl("delete", "serviceaccount", "gone", "-n", PEOPLE)
+    again = token_of(api, "tenant", PEOPLE)
+    assert (readable.get(again)[0], readable.get(signed_anew(gone, key, ends_in=500))[0]) == (403, 401)
+
+
+def signed_anew(token: str, key: Path, *, ends_in: float) -> str:
+    """The same token with another end, signed with the key of the API server."""
+    header, payload, _ = token.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    now = int(time.time())
+    claims.update(iat=now - 1000, nbf=now - 1000, exp=now + int(ends_in))
+    body = f"{header}.{encoded(json.dumps(claims).encode())}"
+    signer = load_pem_private_key(key.read_bytes(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    first, second = decode_dss_signature(signer.sign(body.encode(), ec.ECDSA(hashes.SHA256())))
+    return f"{body}.{encoded(first.to_bytes(32, 'big') + second.to_bytes(32, 'big'))}"
+
+
+def encoded(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).decode().rstrip("=")
+
+
+def renewed_at(api: Api) -> tuple[str, str]:
+    """Holder of the Lease, and when it was renewed."""
+    spec = json.loads(api.kubectl("get", "lease", ACCOUNT, "-n", SYSTEM, "-o", "json"))["spec"]
+    return spec["holderIdentity"], spec["renewTime"]
+
+
+def test_a_flood_of_bad_tokens_leaves_the_lease_and_the_scrapes_alone(readable: Readable) -> None:
+    good = token_of(readable.api, "prometheus", PEOPLE)
+    assert readable.get(good)[0] == 200
+    over = threading.Event()
+    refused: list[int] = []
+
+    def flood(source: str, part: int) -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            try:
+                refused.append(readable.get(f"bad-{part}-{number}", source)[0])
+            except (OSError, http.client.HTTPException):
+                refused.append(0)  # closed without an answer
+
+    threads = [threading.Thread(target=flood, args=(f"127.0.0.{9 + each % 3}", each)) for each in range(12)]
+    holder, first = renewed_at(readable.api)
+    for thread in threads:
+        thread.start()
+    seen = {first}
+    try:
+        answers = set()
+
+        def renewed_often() -> bool:
+            answers.add(readable.get(good)[0])
+            seen.add(renewed_at(readable.api)[1])
+            return len(seen) > 3 and len(refused) > 200
+
+        until(renewed_often, lambda: f"{seen} {len(refused)}")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert answers == {200}
+    assert set(refused) <= {0, 401, 429}
+    assert refused.count(401) <= 3 * 10 + 12, "few of them reached the API server"
+    assert renewed_at(readable.api)[0] == holder
+    assert readable.process.poll() is None
+
+
+def test_the_operator_may_ask_what_others_may_do_only_where_it_serves_readers(readable: Readable) -> None:
+    account = f"--as=system:serviceaccount:{SYSTEM}:{ACCOUNT}"
+    asked = ("kubectl", "auth", "can-i", "create", "subjectaccessreviews.authorization.k8s.io", account)
+    assert readable.api.run(*asked).stdout.strip() == "yes"
+    plain = readable.api.helm("template", RELEASE, readable.api.chart, "--namespace", SYSTEM)
+    assert "subjectaccessreviews" not in plain
+    assert "metrics-reader" not in plain
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus on PATH")
+def test_a_real_prometheus_scrapes_with_its_token_and_the_operators_authority(
+    readable: Readable, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(token_of(readable.api, "prometheus", PEOPLE))
+    (tmp_path / "ca.crt").write_text(readable.authority)
+    scrape = {
+        "job_name": "operator",
+        "scheme": "https",
+        "authorization": {"credentials_file": str(tmp_path / "token")},
+        "tls_config": {
+            "ca_file": str(tmp_path / "ca.crt"),
+            "server_name": f"{ACCOUNT}-coordinator.{SYSTEM}.svc",
+        },
+        "static_configs": [{"targets": [f"127.0.0.1:{readable.port}"]}],
+    }
+    (tmp_path / "prometheus.yaml").write_text(
+        yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]})
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yaml'}"]
+    command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
+    asked = urllib.parse.urlencode({"query": "trainingjob_operator_leader"})
+
+    def scraped() -> list[Any]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=5) as answer:
+                found: list[Any] = json.load(answer)["data"]["result"]
+        except OSError:
+            return []
+        return found
+
+    log = tmp_path / "log"
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            (figure,) = until(scraped, log.read_text)
+        finally:
+            process.terminate()
+    assert figure["value"][1] == "1"

@@ -1,0 +1,117 @@
+"""The chart with metrics over HTTPS and a certificate of somebody else, on nodes: probes, mounts, both replicas."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import socket
+import ssl
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sites import ROOT, Site
+
+from trainium_devcluster.cluster import Cluster, system_node, system_values
+from trainium_operator.coordinator.certificates import renewed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SYSTEM = "trainium-system"
+SERVICE = f"trainium-operator-metrics.{SYSTEM}.svc"
+PATIENCE_SECONDS = 90.0
+READER = {"kind": "ServiceAccount", "name": "prometheus", "namespace": "default"}
+
+
+@pytest.fixture(scope="module")
+def secured(request: pytest.FixtureRequest) -> Iterator[Site]:
+    if request.config.getoption("--cluster") != "local":
+        pytest.skip("the addresses of pods are reached on the development cluster only")
+    with (
+        tempfile.TemporaryDirectory(prefix="trainium-https-") as folder,
+        Cluster.start(nodes=[system_node()]) as cluster,
+    ):
+        site = Site("local", cluster.variables(), Path(folder), {}, cluster)
+        values = Path(folder) / "values.json"
+        ours = {"metrics": {"secure": True, "readers": [READER]}, "https": {"certificateSecret": "issued"}}
+        values.write_text(json.dumps(ours | system_values()))
+        site.kubectl("create", "serviceaccount", "prometheus")
+        site.helm(
+            "install", "trainium-operator", str(ROOT / "helm" / "trainium-operator"), "-n", SYSTEM,
+            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
+        )  # fmt: skip
+        yield site
+
+
+def issue(site: Site) -> ssl.SSLContext:
+    """A new authority and certificate in the Secret; what trusts it."""
+    made = renewed(None, (SERVICE,), time.time())
+    data = {"tls.crt": made.server_cert, "tls.key": made.server_key, "ca.crt": made.ca_bundle}
+    secret: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/tls",
+        "metadata": {"name": "issued", "namespace": SYSTEM},
+        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
+    }
+    site.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
+    return ssl.create_default_context(cadata=made.ca_bundle.decode())
+
+
+def addresses(site: Site) -> list[str]:
+    pods = site.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
+    return [pod["status"]["podIP"] for pod in pods]
+
+
+def get(address: str, trust: ssl.SSLContext, token: str) -> int:
+    """Status of /metrics at the HTTPS port of this pod, which shows a certificate of the Service's name."""
+    connection = http.client.HTTPSConnection(address, 8444, timeout=10, context=trust)
+    connection.sock = trust.wrap_socket(socket.create_connection((address, 8444), 10), server_hostname=SERVICE)
+    try:
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def until(condition: Callable[[], bool], why: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.5)
+
+
+def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(secured: Site) -> None:
+    """The operator runs without it: agents do not wait for whoever issues certificates for readers."""
+    log = lambda: secured.kubectl("logs", "-n", SYSTEM, "deployment/trainium-operator", "--tail=20")  # noqa: E731
+    token = secured.kubectl("create", "token", "prometheus").strip()
+    pods = addresses(secured)
+    assert len(pods) == 2
+
+    def served(trust: ssl.SSLContext) -> bool:
+        try:
+            return {get(each, trust, token) for each in pods} == {200}
+        except OSError:  # nobody listens yet, or with another certificate
+            return False
+
+    first = issue(secured)
+    until(lambda: served(first), log)
+    assert {get(each, first, "") for each in pods} == {401}
+    second = issue(secured)
+    until(lambda: served(second), log)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        get(pods[0], first, token)
+    assert addresses(secured) == pods
+    restarts = secured.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
+    assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in restarts] == [0, 0]
+    for each in pods:
+        plain = http.client.HTTPConnection(each, 8080, timeout=10)
+        plain.request("GET", "/metrics")
+        assert plain.getresponse().status == 404
+        plain.close()

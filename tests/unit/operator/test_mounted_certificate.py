@@ -1,0 +1,69 @@
+"""A certificate that somebody else renews, as a kubelet mounts it."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from typing import TYPE_CHECKING
+
+from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.entrance.mounted_certificate import MountedCertificate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def write(folder: Path, certificate: bytes, key: bytes) -> None:
+    (folder / "tls.crt").write_bytes(certificate)
+    (folder / "tls.key").write_bytes(key)
+
+
+async def shown(port: int) -> str:
+    """The certificate that a new connection is shown, PEM."""
+    return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+
+
+async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_one_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (renewed(None, ("localhost",), time.time()) for _ in range(2))
+    mounted = MountedCertificate(str(tmp_path))
+    await mounted.refresh()
+    assert not mounted.tls.loaded.is_set()
+    assert "tls.crt" in caplog.text
+
+    write(tmp_path, first.server_cert, first.server_key)
+    await mounted.refresh()
+    assert mounted.tls.loaded.is_set()
+    server = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0, ssl=mounted.tls.context)
+    port = server.sockets[0].getsockname()[1]
+    assert (await shown(port)).strip() == first.server_cert.decode().strip()
+
+    write(tmp_path, second.server_cert, first.server_key)
+    for _ in range(3):
+        await mounted.refresh()
+    assert (await shown(port)).strip() == first.server_cert.decode().strip(), "the last good pair serves"
+    assert caplog.text.count("certificate and key cannot be used") == 1
+
+    write(tmp_path, second.server_cert, second.server_key)
+    await mounted.refresh()
+    assert (await shown(port)).strip() == second.server_cert.decode().strip()
+    (tmp_path / "tls.key").unlink()
+    await mounted.refresh()
+    assert (await shown(port)).strip() == second.server_cert.decode().strip()
+    server.close()
+
+
+async def test_it_looks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainium_operator.entrance.mounted_certificate.CHECK_SECONDS", 0.01)
+    material = renewed(None, ("localhost",), time.time())
+    mounted = MountedCertificate(str(tmp_path))
+    task = asyncio.create_task(mounted.run())
+    write(tmp_path, b"", b"")
+    await asyncio.sleep(0.05)
+    write(tmp_path, material.server_cert, material.server_key)
+    await asyncio.wait_for(mounted.tls.loaded.wait(), 30)
+    task.cancel()

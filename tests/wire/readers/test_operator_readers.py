@@ -1,0 +1,284 @@
+"""Metrics over TLS, authorised by the API server, and what strangers can cost at that port."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+from fake_http import FakeServer
+from fake_kubernetes import FakeCluster
+from readers import PROMETHEUS, USER, readers_world
+
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.transport import connect
+from trainium_operator.cluster.lease import LeaseElector
+from trainium_operator.entrance import door, guests
+from trainium_operator.main import LEASE_CONNECTIONS
+from trainium_operator.monitoring.metrics import Metrics
+from trainium_operator.readers import access, server
+from trainium_operator.readers.exposition import Exposition
+from trainium_operator.readers.health import HealthServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+GENEROUS = 60.0
+
+
+async def test_metrics_are_given_to_whom_the_api_server_lets_and_it_is_asked_about_the_whole_user() -> None:
+    cluster = FakeCluster()
+    async with readers_world(cluster) as world, world.session() as session:
+        assert await world.get(session, "good") == (200, "made 1\n")
+        token, right = (write.body for write in cluster.writes)
+        assert (token["apiVersion"], token["kind"]) == ("authentication.k8s.io/v1", "TokenReview")
+        assert token["spec"] == {"token": "good"}, "for the audience of the API server itself"
+        assert (right["apiVersion"], right["kind"]) == ("authorization.k8s.io/v1", "SubjectAccessReview")
+        assert right["spec"] == {
+            "user": PROMETHEUS,
+            "uid": "sa-uid",
+            "groups": USER["groups"],
+            "extra": USER["extra"],
+            "nonResourceAttributes": {"path": "/metrics", "verb": "get"},
+        }
+        assert world.answers == [("/metrics", 200)]
+
+
+async def test_everybody_else_gets_a_sentence() -> None:
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        assert await world.get(session) == (401, "send a token of this cluster as `Authorization: Bearer <token>`\n")
+        assert (await world.get(session, Authorization="Basic Z29vZDpnb29k"))[0] == 401
+        status, sentence = await world.get(session, "forged")
+        assert (status, "not valid" in sentence) == (401, True)
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        status, sentence = await world.get(session, "tenant")
+        assert status == 403
+        assert sentence == "system:serviceaccount:team:default may not get the nonResourceURL /metrics\n"
+        assert (await world.get(session, "good", "/livez"))[0] == 404
+        async with session.post("/metrics", headers={"Authorization": "Bearer good"}) as response:
+            assert response.status == 405
+
+
+async def test_answers_are_remembered_and_a_right_that_was_taken_away_counts_within_a_minute() -> None:
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        for _ in range(10):
+            assert (await world.get(session, "good"))[0] == 200
+        assert world.reviews == ["tokenreviews", "subjectaccessreviews"]
+        world.cluster.may = lambda _spec: False
+        world.now += 61
+        assert (await world.get(session, "good"))[0] == 403
+        asked = len(world.reviews)
+        assert (await world.get(session, "good"))[0] == 403
+        assert len(world.reviews) == asked, "a refusal is remembered too"
+        world.cluster.may = lambda _spec: True
+        world.now += 6
+        assert (await world.get(session, "good"))[0] == 200, "though not for long"
+
+
+async def test_while_the_api_server_is_away_who_was_known_may_go_on_reading_and_nobody_else() -> None:
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        assert (await world.get(session, "good"))[0] == 200
+        world.cluster.down = True
+        world.now += 300
+        assert (await world.get(session, "good"))[0] == 200
+        assert await world.get(session, "tenant") == (503, "the API server cannot check the token now; try again\n")
+        world.now += 600
+        assert (await world.get(session, "good"))[0] == 503
+
+
+async def test_a_token_counts_no_longer_than_it_says_of_itself() -> None:
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        expiring = jwt(exp=world.now + 30)
+        world.cluster.tokens[expiring] = USER
+        assert (await world.get(session, expiring))[0] == 200
+        del world.cluster.tokens[expiring]
+        world.now += 31
+        assert (await world.get(session, expiring))[0] == 401
+        world.cluster.down = True
+        world.now += 6
+        assert (await world.get(session, expiring))[0] == 503
+
+
+async def test_figures_are_made_once_a_second_however_many_ask() -> None:
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        said = {await world.get(session, "good") for _ in range(20)}
+        assert said == {(200, "made 1\n")}
+        world.now += 1
+        assert await world.get(session, "good") == (200, "made 2\n")
+
+
+async def test_a_header_that_is_too_large_is_refused_before_anybody_is_asked() -> None:
+    async with readers_world(FakeCluster()) as world, world.session() as session:
+        assert (await world.get(session, "x" * 8_100))[0] == 401
+        assert (await world.get(session, "x" * 9_000))[0] == 400
+        assert world.reviews == []
+
+
+def jwt(**claims: Any) -> str:
+    """As the API server makes it, but for the signature."""
+    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    return f"header.{payload}.signature"
+
+
+class SlowReviews(FakeServer):
+    """Over HTTP; tokens that are not valid it never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeCluster(time.time))
+        self.renewals = 0
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.renewals += request.method == "PUT" and "/leases/" in request.path
+        if request.path.endswith("/tokenreviews") and (await request.json())["spec"]["token"].startswith("bad"):
+            await asyncio.sleep(GENEROUS)
+        return await super()._answer(request)
+
+
+async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_new_token(tmp_path: Path) -> None:
+    api = SlowReviews()
+    await api.start()
+    transport = await connect(str(api.kubeconfig(tmp_path)))
+    lease_transport = transport.apart(LEASE_CONNECTIONS)
+    elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
+    await elector.acquire()
+    holding = asyncio.create_task(elector.hold())
+    number = count()
+    async with (
+        readers_world(api.cluster, transport) as world,
+        world.session() as prometheus,
+        world.session("127.0.0.9") as hostile,
+    ):
+        assert (await world.get(prometheus, "good"))[0] == 200
+
+        async def flood() -> None:
+            while True:
+                try:
+                    await world.get(hostile, f"bad-{next(number)}")
+                except (aiohttp.ClientError, OSError):
+                    await asyncio.sleep(0.05)
+
+        floods = [asyncio.create_task(flood()) for _ in range(100)]
+        before, world.most_in_hand = api.renewals, 0
+        answers = set()
+        while api.renewals < before + 3 or next(number) < 500:
+            answers.add((await world.get(prometheus, "good"))[0])
+        rotated = jwt(sub=PROMETHEUS, exp=time.time() + 3600)
+        api.cluster.tokens[rotated] = USER
+        in_hand, world.most_in_hand = world.most_in_hand, 0
+        async with world.session("127.0.0.3") as again:
+            assert (await world.get(again, rotated))[0] == 200, "who is known is asked about before strangers"
+        for each in floods:
+            each.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+        assert in_hand == access.STRANGERS_AT_ONCE
+        assert answers == {200}
+        assert elector.may_act()
+        assert not holding.done()
+    holding.cancel()
+    await lease_transport.close()
+    await transport.close()
+    await api.stop()
+
+
+async def test_a_source_of_bad_tokens_is_asked_about_no_more() -> None:
+    async with readers_world(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
+        answers = []
+        for number in range(12):
+            async with world.session("127.0.0.9") as each:
+                answers.append((await world.get(each, f"bad-{number}"))[0])
+        assert answers == [401] * 10 + [429] * 2
+        assert world.reviews == ["tokenreviews"] * 10
+        async with world.session() as other:
+            assert (await world.get(other, "good"))[0] == 200
+        assert (await world.get(hostile, "good"))[0] == 200, "what is known needs no review"
+        assert (await world.get(hostile, "tenant"))[0] == 429
+
+
+async def test_tokens_that_come_at_once_count_like_those_that_come_one_by_one() -> None:
+    async with readers_world(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
+        answers = await asyncio.gather(*(world.get(hostile, f"bad-{number}") for number in range(60)))
+        assert {status for status, _ in answers} == {401, 429}
+        assert 10 <= len(world.reviews) < 10 + access.STRANGERS_AT_ONCE
+
+
+async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
+    """Every pod has one: it is a stranger's like any other, also for the limits of its connection."""
+    async with readers_world(FakeCluster()) as world:
+        for number in range(12):
+            name = f"system:serviceaccount:team:number-{number}"
+            world.cluster.tokens[f"tenant-{number}"] = {"username": name, "groups": []}
+        answers = []
+        for number in range(12):
+            async with world.session("127.0.0.9") as each:
+                answers.append((await world.get(each, f"tenant-{number}"))[0])
+                assert world.server.reception.guests.strangers > 0
+        assert answers == [403] * 10 + [429] * 2
+
+
+async def reached(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(int(GENEROUS / 0.05)):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(what)
+
+
+async def test_connections_that_say_nothing_are_bounded_and_closed_and_a_known_reader_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "MOST_STRANGERS", 50)
+    monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
+    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 3.0)
+    async with readers_world(FakeCluster()) as world, world.session() as prometheus:
+        assert (await world.get(prometheus, "good"))[0] == 200
+        writers = []
+        for _ in range(120):
+            _, writer = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.9", 0))
+            writers.append(writer)
+        strangers = world.server.reception.guests
+        assert strangers.strangers <= 50
+        assert (await world.get(prometheus, "good"))[0] == 200
+        await reached(lambda: strangers.strangers == 0, "strangers are closed")
+        assert world.server.reception.connections == 1
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_connections_to_the_plain_port_are_bounded_too_and_probes_get_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
+    health = HealthServer(live=lambda: "", ready=lambda: "", metrics=Exposition(lambda: b"", lambda: 0.0))
+    port = await health.start("0.0.0.0", 0)
+    writers = []
+    for _ in range(300):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.9", 0))
+        writers.append(writer)
+    assert health._reception.guests.strangers <= 256
+    for writer in writers:
+        writer.close()
+    monkeypatch.setattr(guests, "WINDOW_SECONDS", GENEROUS)
+    for _ in range(guests.MOST_IN_VAIN):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.abort()
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/livez") as response:
+        assert response.status == 200
+    await reached(lambda: health._reception.guests.strangers == 0, "strangers are closed")
+    await health.stop()
+
+
+def test_readers_are_counted_by_page_and_never_by_what_they_ask_for() -> None:
+    metrics = Metrics()
+    for path in ("/metrics", "/metrics/", "/anything/else", "", "*"):
+        metrics.read(path, 401)
+    text = metrics.exposition().decode()
+    assert 'https_requests_total{code="401",page="metrics"} 2.0' in text
+    assert 'https_requests_total{code="401",page="other"} 3.0' in text
