@@ -69,6 +69,7 @@ class Settings:
     )
     taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
     kueue: bool = _setting(False, "ask Kueue for the quota of jobs that name a queue")
+    dra: bool = _setting(False, "let jobs claim their devices (dynamic resource allocation)")
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     named_jobs: int = _setting(0, "jobs that have metrics of their own, by namespace and name; 0: none")
     bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")

@@ -25,7 +25,7 @@ RESTART_SECONDS = 2.0
 class World:
     """One cluster with nodes, one or more operators, and jobs."""
 
-    def __init__(self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, kueue: bool = False) -> None:
+    def __init__(self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, **settings: Any) -> None:
         self.cluster = FakeCluster(wall_clock)
         self.cluster.graceful_pods = True
         self.workers = Workers(self.cluster, nodes, total_steps)
@@ -36,7 +36,7 @@ class World:
         """Replicas that cannot reach the API server."""
         self.processes: dict[str, OperatorProcess] = {}
         self._replicas = replicas
-        self._kueue = kueue
+        self._settings = settings
         self._keepers: dict[str, asyncio.Task[None]] = {}
 
     # --- operators
@@ -48,7 +48,7 @@ class World:
             identity=identity,
             die_after_write=die_after_write,
             clock=lambda: wall_clock() + self.clock_error,
-            settings=Settings(kueue=self._kueue),
+            settings=Settings(**self._settings),
         )
         process.connection.latency = self.latency
         process.connection.cut = identity in self.cut
