@@ -108,12 +108,14 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
     answers = not worker.silent and not worker.node_bad and worker.agent is not None
+    cause, problem = cause_of_leaving(worker.pod), facts.troubles.get(worker.pod.uid)
+    seen = f": {problem}" if problem is not None and problem.cause is cause else ""
     return Loss(
         member=member,
         worker=worker,
-        cause=cause_of_leaving(worker.pod),
+        cause=cause,
         failed_at=facts.now if answers else failed_since(facts, worker),
-        message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted",
+        message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted{seen}",
         force=worker.node_bad,
         saves=answers,
     )

@@ -110,6 +110,14 @@ def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is
     assert result.status.avoided_nodes == ()
 
 
+def test_a_new_worker_may_come_back_to_other_devices_of_the_same_node() -> None:
+    seen = trains({1: "NoExecute"})
+    result = planned(replace(seen, pods=seen.pods[:4]))  # without its spare, so pods are made
+    made = [action.manifest for action in result.actions if isinstance(action, CreatePod)]
+    assert made
+    assert not any("nodeAffinity" in each["spec"]["affinity"] for each in made)
+
+
 @pytest.mark.parametrize("effect", ["NoSchedule", "None"])
 def test_a_taint_that_does_not_evict_moves_nobody(effect: str) -> None:
     result = planned(trains({1: effect}))
@@ -121,8 +129,12 @@ def test_a_taint_that_does_not_evict_moves_nobody(effect: str) -> None:
 
 def test_an_eviction_for_a_tainted_device_has_its_own_cause_and_is_nobodys_failure() -> None:
     evicted = pod(1, claim_template=name(), deleting=True, disrupted=True, disruption="DeletionByDeviceTaintManager")
-    result = planned(with_pod(trains(), evicted))
+    result = planned(with_pod(trains({1: "NoExecute"}), evicted))
     assert newest(result).cause is Cause.DEVICE_TAINTED
+    assert newest(result).message == (
+        "pod demo-w-1 on node node-1 is being deleted or evicted: "
+        "device taint neuron.aws.com/x (NoExecute, device node-1/neurondevice3)"
+    )
     assert result.status.failures == ()
     plain = replace(evicted, disruption="EvictionByEvictionAPI")
     assert newest(planned(with_pod(trains(), plain))).cause is Cause.PREEMPTED
