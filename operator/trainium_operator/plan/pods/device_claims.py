@@ -51,8 +51,8 @@ def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def free_devices(facts: Facts) -> str:
-    """How many nodes could take a worker by their ResourceSlices, as the rest of a sentence; empty without a claim."""
+    """How many nodes could take a worker by their ResourceSlices, as a sentence of its own; empty without a claim."""
     devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.claimed_devices()
     if devices is None or not count:
         return ""
-    return f"; nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}"
+    return f" Nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}."

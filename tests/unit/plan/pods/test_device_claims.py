@@ -149,12 +149,17 @@ def test_a_device_that_the_kubelet_calls_unhealthy_is_left_with_its_node() -> No
 
 
 def test_free_nodes_are_told_of_while_a_pod_finds_none() -> None:
-    waiting = pod(0, phase=PodPhase.PENDING, node="", unschedulable_message="cannot allocate all claims")
+    waiting = pod(
+        0,
+        phase=PodPhase.PENDING,
+        node="",
+        unschedulable_message="0/3 nodes are available: 2 cannot allocate all claims.",
+    )
     devices = DevicesView(templates={name(): "u"}, free_nodes=("a",), nodes=3)
     result = planned(observed(job(SPEC), (waiting,), {}, devices=devices, nodes={}))
     _, reason, message = said(result, ConditionType.PODS_READY)
     assert reason == "Unschedulable"
-    assert "cannot allocate all claims; nodes that have 16 free devices: 1 of 3" in message
+    assert "2 cannot allocate all claims. Nodes that have 16 free devices: 1 of 3." in message
 
 
 def test_devices_that_a_device_plugin_left_behind_on_the_node_are_not_missed() -> None:
