@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from fake_kubernetes import FakeCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache.device_views import (
     LONGEST_TEXT,
     ClaimView,
@@ -17,9 +20,11 @@ from trainium_operator.cluster.cache.device_views import (
     device_health_of,
     slice_view,
 )
+from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.store import Entry, Store
-from trainium_operator.plan.model.devices import DeviceTaint
+from trainium_operator.plan.model.devices import DeviceTaint, DraState
+from trainium_operator.plan.model.observed import JobView
 
 SLICE: dict[str, Any] = {
     "apiVersion": "resource.k8s.io/v1",
@@ -241,3 +246,30 @@ def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
     by_claim.put(("default", "c"), Entry(ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
     assert inventory.taints_of("p") == ()
     assert inventory.free_on("n-0") == 0, "one is tainted, the other is held"
+
+
+async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
+    dra = Dra(Api(FakeCluster()), enabled=True)
+    view = JobView(
+        namespace="default",
+        name="demo",
+        uid="job-uid",
+        generation=1,
+        deleting=False,
+        spec=TrainingJobSpec.model_validate({"workers": {"accelerator": {"device": "cpu", "claim": {"count": 2}}}}),
+        status=TrainingJobStatus(),
+        created=0.0,
+    )
+    assert (dra.state, dra.devices(view, (), bool)) == (DraState.ABSENT, None)
+    dra.is_served(True)
+    assert (dra.state, dra.devices(view, (), bool)) == (DraState.READING, None)
+    for reflector in (dra.templates, dra.claims, dra.slices):
+        reflector.synced.set()
+    for at, (node, free) in enumerate((("a", 2), ("b", 2), ("c", 1)), start=1):
+        devices = {f"d{number}": () if number < free else (TAINT,) for number in range(2)}
+        dra.slices.store.put(("", node), Entry(SliceView(node, node, 1, devices), node, at))
+    found = dra.devices(view, (), {"a", "c"}.__contains__)
+    assert found is not None
+    assert (found.free_nodes, found.nodes) == (("a",), 2), "b is cordoned, c has one free device"
+    dra.is_served(False)
+    assert dra.devices(view, (), bool) is None
