@@ -28,14 +28,19 @@ _WHY = {
 
 
 def converge_templates(facts: Facts, status: TrainingJobStatus) -> Answer:
-    """Make the template that is wanted, and remove those of earlier shapes that no pod refers to any more."""
-    if facts.observed.devices is None or facts.job.unknown:
+    """Make the template that is wanted, and remove those of earlier shapes that no pod refers to any more.
+
+    With parts of the spec that this version does not know none is removed: another may be what a newer version wants.
+    """
+    if facts.observed.devices is None:
         return Answer(status=status)
     if facts.now < facts.observed.creations_from:
         return Answer(status=status, looks=(facts.observed.creations_from,))
     present, wanted = facts.observed.devices.templates, claim_template(facts.job)
     name = wanted["metadata"]["name"] if wanted is not None else ""
     made = () if wanted is None or name in present else (ApplyObject(wanted),)
+    if facts.job.unknown:
+        return Answer(status=status, actions=made)
     used = {worker.pod.claim_template for worker in facts.workers.values()}
     dropped = (DropTemplate(each, uid) for each, uid in sorted(present.items()) if each not in used | {name})
     return Answer(status=status, actions=(*made, *dropped))

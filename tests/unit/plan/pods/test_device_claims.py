@@ -69,6 +69,13 @@ def test_a_template_of_an_earlier_shape_goes_once_no_pod_refers_to_it() -> None:
     assert not any(isinstance(action, DropTemplate) for action in planned(kept).actions)
 
 
+def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() -> None:
+    seen = observed(job(SPEC, unknown=("spec.new",)), devices=DevicesView(templates={"demo-devices-newer": "u"}))
+    actions = planned(seen).actions
+    assert any(isinstance(each, ApplyObject) and each.manifest["metadata"]["name"] == name() for each in actions)
+    assert not any(isinstance(each, DropTemplate) for each in actions)
+
+
 def test_a_job_that_claims_nothing_any_more_has_its_template_removed() -> None:
     seen = observed(job(spec()), devices=DevicesView(templates={name(): "u"}))
     assert DropTemplate(name(), "u") in planned(seen).actions
