@@ -31,6 +31,8 @@ class Inventory:
         self._node_of: dict[str, str] = {}
         """Pool -> node."""
         self._free: dict[str, int] = {}
+        self._tainted: set[str] = set()
+        """Nodes with a tainted device; nearly none, and each plan asks for the taints of all its pods."""
         slices.listen(self._slice_changed)
         claims.listen(self._claim_changed)
 
@@ -44,10 +46,13 @@ class Inventory:
 
     def taints_of(self, pod: str) -> tuple[DeviceTaint, ...]:
         """Taints of the devices that a pod (uid) holds."""
+        if not self._tainted:
+            return ()
         return tuple(
             taint
             for held in self._held.get(pod, {}).values()
             for pool, device in held
+            if self._node_of.get(pool) in self._tainted
             for view in self._newest(self._node_of.get(pool, ""))
             if view.pool == pool
             for taint in view.devices.get(device, ())
@@ -92,8 +97,12 @@ class Inventory:
         if not self._slices.get(node):
             self._slices.pop(node, None)
             self._free.pop(node, None)
+            self._tainted.discard(node)
             self._node_of = {pool: name for pool, name in self._node_of.items() if name != node}
             return
-        self._free[node] = sum(
-            (view.pool, device) not in self._holders for view in self._newest(node) for device in view.free()
-        )
+        views = self._newest(node)
+        self._free[node] = sum((view.pool, device) not in self._holders for view in views for device in view.free())
+        if any(taints for view in views for taints in view.devices.values()):
+            self._tainted.add(node)
+        else:
+            self._tainted.discard(node)
