@@ -94,10 +94,12 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 
 def claims(job: Job) -> dict[str, list[tuple[str, str]]]:
-    """Pod -> pool and device of everything that its claim holds."""
+    """Pod of the job -> pool and device of everything that its claim holds."""
     found = {}
     for claim in job.site.get("resourceclaims", "-n", job.namespace)["items"]:
         (owner,) = claim["metadata"]["ownerReferences"]
+        if not owner["name"].startswith(f"{job.name}-w-"):
+            continue
         allocation = (claim.get("status") or {}).get("allocation") or {"devices": {}}
         results = allocation["devices"].get("results") or []
         found[owner["name"]] = [(each["pool"], each["device"]) for each in results]
