@@ -11,7 +11,10 @@ from trainium_contract.faults.causes import CAUSES
 from trainium_contract.faults.read import responses_of, verdict_of_sign
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.signs import (
+    CLAIM_HEALTH,
     CONDITIONS,
+    DEVICE_TAINTS,
+    DISRUPTIONS,
     EXIT_CODES,
     KERNEL_LINES,
     LABELS,
@@ -37,6 +40,17 @@ _ANSWERS = {
     Response.REPLACE_NODE: "replace the worker, avoid the node",
     Response.RETRY_WITH_BACKOFF: "restart in place with pauses",
 }
+
+_ELSEWHERE = (
+    *POD_REASONS,
+    *DISRUPTIONS,
+    *CONDITIONS,
+    *TAINTS,
+    *LABELS,
+    *DEVICE_TAINTS,
+    *CLAIM_HEALTH,
+    SILENCE,
+)
 
 _WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -80,7 +94,7 @@ def reference_text(header: str) -> str:
         "## Pods, nodes, silence\n\n"
         + _table(
             ("sign", "cause"),
-            ((_name(sign), f"`{sign.cause}`") for sign in (*POD_REASONS, *CONDITIONS, *TAINTS, *LABELS, SILENCE)),
+            ((_name(sign), f"`{sign.cause}`") for sign in _ELSEWHERE),
         ),
     ]
     return f"<!-- {header} -->\n" + "\n\n".join(parts) + "\n"

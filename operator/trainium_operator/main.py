@@ -112,6 +112,7 @@ class Supervisor:
         self._spawn(group, self._first_list(), "first list of trainingjobs")
         self._spawn(group, runtime.discovery.run(), "discovery")
         self._spawn(group, runtime.caches.kueue.run(), "kueue")
+        self._spawn(group, runtime.caches.dra.run(), "devices")
         self._spawn(group, runtime.recorder.run(), "events")
         self._spawn(group, self._lead(), "lease")
         self._spawn(group, runtime.keeper.run(lambda: runtime.elector.leading), "certificates")

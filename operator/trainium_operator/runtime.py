@@ -27,6 +27,7 @@ from trainium_operator.cluster.api.resources import (
     TOKEN_REVIEWS,
 )
 from trainium_operator.cluster.cache.discovery import Discovery
+from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.kueue import Kueue
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.reflector import Lister, Reflector
@@ -105,7 +106,7 @@ class Runtime:
         self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))
         self.pace = Pace(self.queue)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
-        self.caches = make_caches(self.api, settings, clock, on_change=self._kueue_changed)
+        self.caches = make_caches(self.api, settings, clock, on_change=self._apis_changed)
         self.state = CoordinatorState(clock)
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
         lease_api = Api(lease_transport or transport, on_request=self._on_request)
@@ -196,7 +197,7 @@ class Runtime:
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)
         await self.discovery.known.wait()
-        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state)
+        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state, dra=self.caches.dra.state)
         self._begin_leading()
 
     async def _retried(self, reading: Callable[[], Awaitable[None]]) -> None:
@@ -275,21 +276,24 @@ class Runtime:
         """The cluster offers something else than before: every plan may depend on it."""
         found = self.discovery
         self.caches.kueue.is_served(found.kueue)
-        kueue = self.caches.kueue.state
-        changed = (found.gang_apis, kueue) != (self.plan_settings.gang_apis, self.plan_settings.kueue)
+        self.caches.dra.is_served(found.claims)
+        kueue, dra = self.caches.kueue.state, self.caches.dra.state
+        before = self.plan_settings
+        changed = (found.gang_apis, kueue, dra) != (before.gang_apis, before.kueue, before.dra)
         self.plan_settings = replace(
             self.plan_settings,
             gang_apis=found.gang_apis,
             topology_layers=found.topology_layers,
             cluster=found.cluster,
             kueue=kueue,
+            dra=dra,
         )
         if changed:
             self.enqueue_all()
 
-    def _kueue_changed(self) -> None:
-        """Kueue's objects are read now, or a flavor has changed."""
-        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state)
+    def _apis_changed(self) -> None:
+        """Kueue's objects or those of claimed devices are read now, or a flavor has changed."""
+        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state, dra=self.caches.dra.state)
         self.enqueue_all()
 
     def _on_request(self, verb: str, status: int, seconds: float) -> None:
@@ -338,7 +342,7 @@ def make_caches(
     *,
     on_change: Callable[[], None] = lambda: None,
 ) -> Caches:
-    """Caches of what the settings let us see, still empty; `on_change`: what Kueue gives all jobs is another."""
+    """Caches of what the settings let us see, still empty; `on_change`: what other APIs offer all jobs is another."""
     served = settings.namespaces
     namespaces = Namespaces(served or EVERYWHERE, clock=clock)
     apart = bool(served)
@@ -353,6 +357,7 @@ def make_caches(
         nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
         disruption_budgets=_children(api, DISRUPTION_BUDGETS, namespaces),
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
+        dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=namespaces,
     )
 

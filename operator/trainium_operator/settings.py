@@ -74,6 +74,7 @@ class Settings:
         "PriorityClass, below that of any other pod, of workers on idle nodes (elasticity.idleNodes); empty: none are "
         "taken",
     )
+    dra: bool = _setting(False, "let jobs claim their devices (dynamic resource allocation)")
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     secure_metrics: bool = _setting(
         False, "serve /metrics at the HTTPS port only, to whom the API server lets get the nonResourceURL /metrics"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainium_operator.cluster.api.resources import ALL, QUEUEING, Resource
+from trainium_operator.cluster.api.resources import ALL, CLAIMING, QUEUEING, Resource
 from trainium_operator.cluster.api.transport import Answer, ConnectionFailedError, Stream
 
 Json = dict[str, Any]
@@ -383,7 +383,7 @@ def _ok(body: Json) -> Answer:
 
 
 def _resource(plural: str) -> Resource:
-    return next(resource for resource in (*ALL, *QUEUEING, POD_GROUPS) if resource.plural == plural)
+    return next(resource for resource in (*ALL, *QUEUEING, *CLAIMING, POD_GROUPS) if resource.plural == plural)
 
 
 def _route(path: str) -> tuple[Resource, str, str, str]:

@@ -108,7 +108,8 @@ class OperatorProcess:
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
         runtime.caches.kueue.is_served(True)
-        others.append(runtime.caches.kueue.run())
+        runtime.caches.dra.is_served(True)
+        others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]
         self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
 

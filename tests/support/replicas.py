@@ -13,11 +13,10 @@ from operator_process import OperatorProcess, training_job, until, wall_clock
 
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-
-    from trainium_operator.settings import Settings
 
 RESTART_SECONDS = 2.0
 """What a kubelet takes to start a container that has ended."""
@@ -26,9 +25,7 @@ RESTART_SECONDS = 2.0
 class World:
     """One cluster with nodes, one or more operators, and jobs."""
 
-    def __init__(
-        self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, settings: Settings | None = None
-    ) -> None:
+    def __init__(self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, **settings: Any) -> None:
         self.cluster = FakeCluster(wall_clock)
         self.cluster.graceful_pods = True
         self.workers = Workers(self.cluster, nodes, total_steps)
@@ -51,7 +48,7 @@ class World:
             identity=identity,
             die_after_write=die_after_write,
             clock=lambda: wall_clock() + self.clock_error,
-            settings=self._settings,
+            settings=Settings(**self._settings),
         )
         process.connection.latency = self.latency
         process.connection.cut = identity in self.cut

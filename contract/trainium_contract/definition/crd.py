@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
+from trainium_contract.definition.claim_rules import CLAIM_RULES
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
 from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
 from trainium_contract.definition.tuning_rules import TUNING_RULES
@@ -112,6 +113,7 @@ def object_schema() -> dict[str, Any]:
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
     _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
+    _attach(spec["properties"]["workers"]["properties"]["accelerator"], CLAIM_RULES)
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     recovery = spec["properties"]["recovery"]["properties"]
     _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)

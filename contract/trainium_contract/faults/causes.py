@@ -36,6 +36,8 @@ class Cause(StrEnum):
     CRASH = "Crash"
     NODE_LOST = "NodeLost"
     POD_LOST = "PodLost"
+    DEVICE_TAINTED = "DeviceTainted"
+    """A device was taken out of service, by its driver or by a person; the others of its node go on."""
     PREEMPTED = "Preempted"
     CAPACITY = "Capacity"
     RESIZE = "Resize"
@@ -187,6 +189,13 @@ CAUSES: tuple[CauseRow, ...] = (
         None,
         "the checkpoint storage is unavailable",
         "Look at the volume: room, rights and reachability; training goes on by itself.",
+    ),
+    CauseRow(
+        Cause.DEVICE_TAINTED,
+        Blame.NOBODY,
+        None,
+        "a device of the worker was taken out of service (device taint)",
+        "See the device's taints in the ResourceSlices of its node, and the DeviceTaintRules.",
     ),
     CauseRow(
         Cause.PREEMPTED,

@@ -17,7 +17,10 @@ from trainium_contract.faults.responses import NEW_WORKER, RESPONSES, RULED, Res
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.faults.signs import (
     ANY_OTHER_CODE,
+    CLAIM_HEALTH,
     CONDITIONS,
+    DEVICE_TAINTS,
+    DISRUPTIONS,
     EXIT_CODES,
     KERNEL_LINES,
     LABELS,
@@ -106,6 +109,9 @@ _CONDITIONS = {(sign.key, sign.value): sign.cause for sign in CONDITIONS}
 _LABELS = {(sign.key, sign.value): sign.cause for sign in LABELS}
 _TAINTS = {sign.key: sign.cause for sign in TAINTS}
 _REASONS = {sign.key: sign.cause for sign in POD_REASONS}
+_DISRUPTIONS = {sign.key: sign.cause for sign in DISRUPTIONS}
+_DEVICE_TAINTS = {sign.key: sign.cause for sign in DEVICE_TAINTS}
+_CLAIM_HEALTH = {sign.key: sign.cause for sign in CLAIM_HEALTH}
 _TEXTS = (Kind.RUNTIME_STATUS, Kind.KERNEL_LINE)
 
 
@@ -157,6 +163,21 @@ def cause_of_pod_reason(reason: str) -> Cause | None:
     return _starred(_REASONS, reason)
 
 
+def cause_of_disruption(reason: str) -> Cause:
+    """What the reason of a pod's condition DisruptionTarget says."""
+    return _DISRUPTIONS.get(reason, Cause.PREEMPTED)
+
+
+def cause_of_device_taint(effect: str) -> Cause | None:
+    """What a taint of a claimed device stands for; None for effects that leave its holder alone."""
+    return _DEVICE_TAINTS.get(effect)
+
+
+def cause_of_claim_health(health: str) -> Cause | None:
+    """What a claimed device's health stands for; None while nothing is known against it."""
+    return _CLAIM_HEALTH.get(health)
+
+
 def _starred(causes: Mapping[str, Cause], text: str) -> Cause | None:
     """The row of this text, else of the longest beginning that is in the table with a star."""
     if text in causes:
@@ -168,10 +189,10 @@ def _starred(causes: Mapping[str, Cause], text: str) -> Cause | None:
 # --- ends, all their signs together
 
 
-def cause_of_pod(*, reason: str, code: int | None, disrupted: bool) -> Cause:
+def cause_of_pod(*, reason: str, code: int | None, disrupted: bool, disruption: str = "") -> Cause:
     """Why a pod in phase Failed ended; an exit code outside the contract means that the agent itself died."""
     if disrupted:
-        return Cause.PREEMPTED
+        return cause_of_disruption(disruption)
     by_reason = cause_of_pod_reason(reason)
     if by_reason is not None:
         return by_reason
@@ -180,13 +201,19 @@ def cause_of_pod(*, reason: str, code: int | None, disrupted: bool) -> Cause:
 
 
 def meaning_of_pod(
-    *, reason: str, code: int | None, disrupted: bool, message: str = "", rules: Sequence[RecoveryRule] = ()
+    *,
+    reason: str,
+    code: int | None,
+    disrupted: bool,
+    disruption: str = "",
+    message: str = "",
+    rules: Sequence[RecoveryRule] = (),
 ) -> Verdict:
     """What a pod in phase Failed stands for: a rule of the job, else its reason, else the code of its container."""
     ruled = rule_verdict(rules, code=code, reason=reason, texts=(message,))
     if ruled is not None:
         return ruled
-    row = _ROWS[cause_of_pod(reason=reason, code=code, disrupted=disrupted)]
+    row = _ROWS[cause_of_pod(reason=reason, code=code, disrupted=disrupted, disruption=disruption)]
     by_code = None if code is None else verdict_of(code)
     if by_code is not None and by_code.cause is row.cause:
         return by_code

@@ -39,6 +39,12 @@ class Kind(StrEnum):
     """Of a node; which of its statuses is bad stands in `node_polarity`."""
     TAINT = "taint"
     LABEL = "node label"
+    DISRUPTION = "disruption"
+    """Reason of a pod's condition DisruptionTarget; any other than those here is an eviction."""
+    DEVICE_TAINT = "device taint"
+    """Of a device that a worker claims, by its effect: the keys are the driver's own."""
+    CLAIM_HEALTH = "claim health"
+    """What the kubelet says of a claimed device (`allocatedResourcesStatus`)."""
     SILENCE = "silence"
 
 
@@ -305,6 +311,15 @@ LABELS = (
     _label("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReplacement", Cause.DEVICE),
 )
 
+DISRUPTIONS = (Sign(Kind.DISRUPTION, "DeletionByDeviceTaintManager", Cause.DEVICE_TAINTED),)
+
+DEVICE_TAINTS = (
+    Sign(Kind.DEVICE_TAINT, "NoExecute", Cause.DEVICE_TAINTED),
+    Sign(Kind.DEVICE_TAINT, "NoSchedule", Cause.DEVICE_TAINTED),
+)
+
+CLAIM_HEALTH = (Sign(Kind.CLAIM_HEALTH, "Unhealthy", Cause.DEVICE),)
+
 SILENCE = Sign(Kind.SILENCE, "no heartbeats, and something else says that the worker is lost", Cause.NODE_LOST)
 
 SIGNS = (
@@ -316,5 +331,8 @@ SIGNS = (
     *CONDITIONS,
     *TAINTS,
     *LABELS,
+    *DISRUPTIONS,
+    *DEVICE_TAINTS,
+    *CLAIM_HEALTH,
     SILENCE,
 )

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from trainium_contract.base import ContractModel
 from trainium_contract.sizes import INSTANCES, Instance
+from trainium_contract.spec.claim import ClaimSpec
 
 MAX_NODES = 10_000
 
@@ -35,6 +36,8 @@ class AcceleratorSpec(ContractModel):
     """Training processes per node; omitted: the instance type's cores, else 1."""
     resources: Annotated[dict[Annotated[str, Field(max_length=317)], Quantity], Field(max_length=16)] = {}
     """Extended resources per worker in place of the instance type's, for instance {aws.amazon.com/neuron: "16"}."""
+    claim: ClaimSpec | None = None
+    """Claim Neuron devices by dynamic resource allocation; omitted: the device plugin hands them out."""
 
     def instance(self) -> Instance | None:
         """The known instance type's figures; None when none is named or it is unknown."""
@@ -44,6 +47,13 @@ class AcceleratorSpec(ContractModel):
         """Training processes per node."""
         known = self.instance()
         return self.cores_per_node or (known.cores if known else 1)
+
+    def claimed_devices(self) -> int:
+        """Devices that a worker claims; 0 without a claim, and where the spec does not say how many."""
+        if self.claim is None or self.claim.ultra_server_node:
+            return int(self.claim is not None)
+        known = self.instance()
+        return self.claim.count or (known.devices if known else 0)
 
 
 class WorkersSpec(ContractModel):

@@ -28,6 +28,10 @@ class Scope(StrEnum):
     """In every namespace whose jobs are served, only where `--kueue` is on."""
     KUEUE_CLUSTER = "KueueCluster"
     """Resources without a namespace, only where `--kueue` is on: a ClusterRole of its own."""
+    DRA = "Dra"
+    """In every namespace whose jobs are served, only where `--dra` is on."""
+    DRA_CLUSTER = "DraCluster"
+    """Resources without a namespace, only where `--dra` is on: a ClusterRole of its own."""
 
 
 class NamedAfter(StrEnum):
@@ -107,6 +111,21 @@ RIGHTS: tuple[Right, ...] = (
         ("list", "watch"),
         "the number of a job's priority, which a Workload must name",
         Scope.KUEUE_CLUSTER,
+    ),
+    Right(
+        "resource.k8s.io",
+        "resourceclaimtemplates",
+        ("get", "list", "watch", "create", "patch", "delete"),
+        "what workers claim their devices by; only our own are changed",
+        Scope.DRA,
+    ),
+    Right("resource.k8s.io", "resourceclaims", ("list", "watch"), "which devices are held, and by whom", Scope.DRA),
+    Right(
+        "resource.k8s.io",
+        "resourceslices",
+        ("list", "watch"),
+        "which devices there are, and their taints",
+        Scope.DRA_CLUSTER,
     ),
     Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
     Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes", Scope.CLUSTER),

@@ -29,6 +29,7 @@ from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.configuration import converge_configuration
+from trainium_operator.plan.pods.device_claims import converge_templates
 from trainium_operator.plan.pods.disruption_budget import limit_disruptions
 from trainium_operator.plan.pods.gang_policy import withhold_pods
 from trainium_operator.plan.pods.replicas import converge_pods
@@ -92,6 +93,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if is_ending(answer.status):
         return _sealed(facts, _ended(facts, answer))
     answer = answer.then(converge_configuration(facts, answer.status))
+    answer = answer.then(converge_templates(facts, answer.status))
     if job.spec.suspend:
         answer = answer.then(suspend(facts, close_abandoned(facts, answer.status)))
     elif unadmitted:

@@ -115,10 +115,27 @@ def test_kueue_may_be_asked_only_where_that_is_switched_on(api: Api) -> None:
     assert parse_settings(container["args"], {}).kueue
 
 
-def test_with_one_namespace_kueue_is_asked_for_its_jobs_only(api: Api) -> None:
-    documents = rendered(api, "kueue.enabled=true,watchNamespace=training")
+@pytest.mark.parametrize("served", ["watchNamespace=training", "watchNamespaces={training}"])
+def test_with_served_namespaces_kueue_is_asked_for_their_jobs_only(api: Api, served: str) -> None:
+    documents = rendered(api, f"kueue.enabled=true,{served}")
     assert granted(only(documents, "ClusterRole", f"{NAME}-kueue")) == used(Scope.KUEUE_CLUSTER)
     assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.KUEUE)
+
+
+def test_devices_may_be_claimed_only_where_that_is_switched_on(api: Api) -> None:
+    roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
+    assert f"{NAME}-dra" not in roles
+    documents = rendered(api, "dra.enabled=true")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-dra")) == used(Scope.DRA, Scope.DRA_CLUSTER)
+    assert only(documents, "ClusterRoleBinding", f"{NAME}-dra")["subjects"][0]["namespace"] == "system"
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert parse_settings(container["args"], {}).dra
+
+
+def test_with_served_namespaces_devices_are_claimed_for_their_jobs_only(api: Api) -> None:
+    documents = rendered(api, "dra.enabled=true,watchNamespaces={training}")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-dra")) == used(Scope.DRA_CLUSTER)
+    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.DRA)
 
 
 def test_nodes_may_be_written_only_where_that_is_switched_on(api: Api) -> None:

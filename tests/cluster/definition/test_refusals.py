@@ -110,6 +110,37 @@ BAD_AT_CREATION = {
     "workers: {accelerator: {device: neuron, instanceType: trn9.metal}}": (
         "unknown instance type trn9.metal; known are trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge"
     ),
+    # Devices that are claimed.
+    "workers: {accelerator: {device: cuda, coresPerNode: 1, claim: {count: 1}}}": (
+        "accelerator.claim is for Neuron devices: leave it out, or set device to neuron"
+    ),
+    'workers: {accelerator: {coresPerNode: 8, resources: {aws.amazon.com/neuron: "4"}, claim: {count: 4}}}': (
+        "accelerator.claim and resources aws.amazon.com/neuron both ask for the devices"
+    ),
+    "workers: {accelerator: {device: neuron, coresPerNode: 8, claim: {}}}": "say how many devices a worker claims",
+    "workers: {accelerator: {device: neuron, coresPerNode: 2, claim: {count: 0}}}": "greater than or equal to 1",
+    "workers: {accelerator: {device: neuron, coresPerNode: 2, claim: {count: 33}}}": "less than or equal to 32",
+    "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, coresPerNode: 2, claim: {count: 17}}}": (
+        "accelerator.claim.count 17 is above the 16 devices of trn1.32xlarge: lower it"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, claim: {count: 4}}}": (
+        "accelerator.coresPerNode must be given when a worker claims fewer devices than its instance type has"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, claim: {logicalNeuronCore: 1}}}": (
+        "accelerator.coresPerNode must be given"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, claim: {logicalNeuronCore: 2}}}": (
+        "accelerator.claim.logicalNeuronCore is for trn2"
+    ),
+    "workers: {accelerator: {device: neuron, coresPerNode: 6, claim: {count: 3, connected: true}}}": (
+        "accelerator.claim.connected needs a count of 1, 4, 8 or 16"
+    ),
+    "workers: {accelerator: {instanceType: trn2u.48xlarge, claim: {count: 1, ultraServerNode: true}}}": (
+        "accelerator.claim.ultraServerNode claims the whole node as one device"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, claim: {ultraServerNode: true}}}": (
+        "accelerator.claim.ultraServerNode is for nodes of an UltraServer"
+    ),
     # Storage.
     "checkpoint: {storage: {}}": "give exactly one of hostPath, persistentVolumeClaim and s3",
     "checkpoint: {storage: {hostPath: {path: /a}, persistentVolumeClaim: {claimName: b}}}": "give exactly one of",
@@ -211,6 +242,12 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "trainer: {data: {format: Function, examples: {function: '/data/read.py:read'}}}",
         "trainer: {data: {validation: {fraction: 0.1}}, evaluate: {enabled: true}}",
         "trainer: {data: {format: Chat, examples: {packing: true}}}",
+        "workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, claim: {}}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, coresPerNode: 8, claim: {count: 4}}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, claim: {logicalNeuronCore: 2}}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn2u.48xlarge, claim: {ultraServerNode: true}}}",
+        "workers: {accelerator: {device: neuron, coresPerNode: 8, claim: {count: 4, selectors: ['true']}}}",
         "workers: {replicas: 5}",
         "workers: {replicas: 40}",
         "trainer: {batch: {globalSize: 12, microSize: 5}}",

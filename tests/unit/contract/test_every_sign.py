@@ -14,7 +14,9 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.faults.read import (
     budget_of,
+    cause_of_claim_health,
     cause_of_condition,
+    cause_of_device_taint,
     cause_of_label,
     cause_of_taint,
     meaning_of,
@@ -26,15 +28,27 @@ from trainium_contract.faults.read import (
     verdict_of,
 )
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
-from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
+from trainium_contract.faults.signs import (
+    CLAIM_HEALTH,
+    CONDITIONS,
+    DEVICE_TAINTS,
+    DISRUPTIONS,
+    KERNEL_LINES,
+    LABELS,
+    POD_REASONS,
+    RUNTIME_STATUSES,
+    TAINTS,
+)
 from trainium_contract.job import FailureRecord
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, silence
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
+from trainium_operator.plan.faults.device_signals import health_problem, taint_problem
+from trainium_operator.plan.faults.ends import cause_of_leaving, died_by_itself, meaning_of_failure, meaning_of_pod
 from trainium_operator.plan.faults.node_rules import kernel_problem
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
+from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
 from trainium_operator.plan.model.reasons import Reason
 from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit, weight
@@ -95,6 +109,18 @@ def taints() -> Iterator[str]:
 
 def labels() -> Iterator[tuple[str, str]]:
     return ((sign.key, sign.value) for sign in LABELS)
+
+
+def disruptions() -> Iterator[str]:
+    return (sign.key for sign in DISRUPTIONS)
+
+
+def device_taints() -> Iterator[str]:
+    return (sign.key for sign in DEVICE_TAINTS)
+
+
+def claim_health() -> Iterator[str]:
+    return (sign.key for sign in CLAIM_HEALTH)
 
 
 def causes() -> Iterator[Cause]:
@@ -278,6 +304,25 @@ def label_rows() -> Iterator[str]:
         yield f"{key}={value} | {cause_of_label(key, value)} | {problem_text(NodeView(name='n', labels={key: value}))}"
 
 
+def disruption_rows() -> Iterator[str]:
+    for reason in (*disruptions(), "EvictionByEvictionAPI", "DeletionByTaintManager", "SomethingNew"):
+        pod = PodView(
+            name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
+        )
+        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {told(meaning_of_pod(pod, ()))}"
+
+
+def device_rows() -> Iterator[str]:
+    for effect in (*device_taints(), "None", "SomethingNew"):
+        problem = taint_problem(DeviceTaint("pool/d3", "neuron.aws.com/any", effect, "value", AT))
+        seen = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
+        yield f"taint {effect} | {cause_of_device_taint(effect)} | {seen}"
+    for health in (*claim_health(), "Healthy", "Unknown"):
+        problem = health_problem((health, "neuron.aws.com/pool/d3: why"))
+        seen = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
+        yield f"health {health} | {cause_of_claim_health(health)} | {seen}"
+
+
 def rule_rows() -> Iterator[str]:
     for cause in Cause:
         made = [
@@ -297,6 +342,8 @@ def table() -> str:
         "conditions": condition_rows(),
         "taints": taint_rows(),
         "labels": label_rows(),
+        "disruptions": disruption_rows(),
+        "claimed devices": device_rows(),
         "rules of the job: Stop, RestartInPlace, ReplaceWorker, AvoidNode": rule_rows(),
     }
     return "\n".join(line for title, rows in parts.items() for line in (f"# {title}", *rows)) + "\n"

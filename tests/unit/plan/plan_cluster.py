@@ -17,6 +17,7 @@ from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, LABEL_EXTRA
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, Plan, PublishMembership
+from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, FleetView, JobView, Observed, PodPhase, PodView
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import decide_size
@@ -35,6 +36,8 @@ class FakeCluster(FaultyWorld):
         self.children: dict[str, str] = {}
         self.operator_since = self.now
         self.fleet = FleetView()
+        self.device_taints: dict[str, DeviceTaint] = {}
+        """By pod uid, of a device that it holds."""
         self.requeue_at: float | None = None
         self.dirty = True
         self.seen: Any = None
@@ -54,6 +57,7 @@ class FakeCluster(FaultyWorld):
         copy.pods = {name: _copied(pod) for name, pod in self.pods.items()}
         copy.heard, copy.children, copy.stepped = dict(self.heard), dict(self.children), dict(self.stepped)
         copy.others, copy.wishes = set(self.others), self.wishes
+        copy.device_taints = dict(self.device_taints)
         copy.names_used, copy.published_members = set(self.names_used), dict(self.published_members)
         return copy
 
@@ -83,6 +87,7 @@ class FakeCluster(FaultyWorld):
             now=self.now,
             fleet=self.fleet,
             wanted_elsewhere=self.gang_waits,
+            devices=DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
         )
 
     def reconcile(self, crash_after: int | None = None) -> Plan | None:
@@ -199,6 +204,18 @@ class FakeCluster(FaultyWorld):
         elif not found.view.deleting:
             found.view = replace(found.view, deleting=True)
             found.since = self.now
+
+    def taint_device(self, name: str, effect: str, *, evicts: bool) -> bool:
+        """A device that the pod holds is tainted, and the pod evicted for it where the effect says so."""
+        found = self.pods.get(name)
+        if found is None or not found.view.node:
+            return False
+        self.device_taints[found.view.uid] = DeviceTaint(f"{found.view.node}/d3", "neuron.aws.com/x", effect)
+        if evicts and effect == "NoExecute":
+            found.view = replace(found.view, disrupted=True, disruption="DeletionByDeviceTaintManager")
+            self._delete(name, found.view.uid, None)
+        self.dirty = True
+        return True
 
     def run(self, seconds: float, tick: float = 1.0) -> None:
         """Let time pass; the operator acts on every change and on its own deadlines."""

@@ -67,6 +67,12 @@ class AnyHistory(RuleBasedStateMachine):
             found = self.cluster.pods[sorted(self.cluster.pods)[pick % len(self.cluster.pods)]]
             self.cluster._delete(found.view.name, found.view.uid, grace)
 
+    @rule(pick=st.integers(0, 9), effect=st.sampled_from(["None", "NoSchedule", "NoExecute"]), evicts=st.booleans())
+    def a_device_is_tainted(self, pick: int, effect: str, evicts: bool) -> None:
+        if self.cluster.pods:
+            name = sorted(self.cluster.pods)[pick % len(self.cluster.pods)]
+            self.cluster.taint_device(name, effect, evicts=evicts)
+
     @rule(at=st.integers(0, NODES - 1))
     def a_node_is_lost(self, at: int) -> None:
         self.cluster.lose_node(f"node-{at}")

@@ -12,7 +12,13 @@ from virtual_time import run_virtual
 
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS
-from trainium_operator.cluster.cache.discovery import REFRESH_SECONDS, Discovery, discover_gang_apis, serves_kueue
+from trainium_operator.cluster.cache.discovery import (
+    REFRESH_SECONDS,
+    Discovery,
+    discover_gang_apis,
+    serves_claims,
+    serves_kueue,
+)
 from trainium_operator.plan.model.node_labels import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
@@ -63,6 +69,23 @@ def test_kueue_counts_in_the_version_whose_fields_are_known(served: dict[str, tu
     cluster = FakeCluster()
     cluster.served = served
     assert run_virtual(serves_kueue(Api(cluster))) is expected
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        ({}, False),
+        ({"resource.k8s.io/v1beta1": ("ResourceClaimTemplate",)}, False),
+        ({"resource.k8s.io/v1": ("DeviceClass",)}, False),
+        ({"resource.k8s.io/v1": ("DeviceClass", "ResourceClaimTemplate")}, True),
+    ],
+)
+def test_devices_can_be_claimed_in_the_version_whose_fields_are_known(
+    served: dict[str, tuple[str, ...]], expected: bool
+) -> None:
+    cluster = FakeCluster()
+    cluster.served = served
+    assert run_virtual(serves_claims(Api(cluster))) is expected
 
 
 def test_a_group_whose_server_is_away_does_not_hide_the_others() -> None:

@@ -19,7 +19,6 @@ from replicas import World, world
 from virtual_time import run_virtual
 
 from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
-from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 BASE = "llama-quota-0"
 STEP = "llama-quota-1"
 SETTLE_SECONDS = 12.0
-WITH_KUEUE = Settings(kueue=True)
 
 
 def queued_job(**workers: Any) -> dict[str, Any]:
@@ -42,9 +40,9 @@ def queued_job(**workers: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def queue(
-    job: dict[str, Any], capacity: int = 6, settings: Settings = WITH_KUEUE, **options: Any
+    job: dict[str, Any], capacity: int = 6, served: str = "", **options: Any
 ) -> AsyncIterator[tuple[World, FakeKueue]]:
-    async with world(job=job, nodes=6, replicas=0, start=False, settings=settings) as seen:
+    async with world(job=job, nodes=6, replicas=0, start=False, kueue=True, watch_namespaces=served) as seen:
         kueue = FakeKueue(seen.cluster, capacity)
         seen.cluster.after_write = lambda write: _never_unadmitted(seen, kueue, write)
         admitting = asyncio.create_task(kueue.run())
@@ -201,7 +199,7 @@ def test_a_queued_story_ends_the_same_whichever_write_the_operator_dies_after(na
 
 def test_a_workload_of_somebody_else_is_left_alone_and_told() -> None:
     async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with world(job=queued_job(), nodes=6, replicas=0, start=False, settings=WITH_KUEUE) as seen:
+        async with world(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as seen:
             foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "theirs"}}
             seen.cluster.add(WORKLOADS, foreign)
             await seen.start_operator("operator-0")
@@ -271,8 +269,7 @@ def test_workloads_that_cannot_be_listed_hold_up_no_new_leader_and_an_eviction_c
 
 def test_workloads_that_may_not_be_read_in_a_namespace_are_not_taken_for_none() -> None:
     async def scenario() -> None:
-        served = Settings(kueue=True, watch_namespaces="default")
-        async with queue(queued_job(), settings=served) as (seen, kueue):
+        async with queue(queued_job(), served="default") as (seen, kueue):
             await seen.runs()
             before = seen.pods()
             unreadable = Unreadable(seen)

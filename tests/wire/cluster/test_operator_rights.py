@@ -9,7 +9,7 @@ from fake_workers import Workers
 from operator_process import OperatorProcess, training_job, until, wall_clock
 from virtual_time import run_virtual
 
-from trainium_operator.cluster.api.resources import ALL, GANGS, JOBS, QUEUEING, SECRETS
+from trainium_operator.cluster.api.resources import ALL, CLAIMING, GANGS, JOBS, QUEUEING, SECRETS
 from trainium_operator.cluster.rbac import RIGHTS, Scope
 
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
@@ -59,7 +59,7 @@ def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
 
 
 def test_the_table_gives_nothing_broad() -> None:
-    known = GANGS | {(resource.group, resource.plural) for resource in (*ALL, *QUEUEING)}
+    known = GANGS | {(resource.group, resource.plural) for resource in (*ALL, *QUEUEING, *CLAIMING)}
     for right in RIGHTS:
         assert "*" not in (right.group, right.resource, *right.verbs)
         assert (right.group, right.resource.partition("/")[0]) in known

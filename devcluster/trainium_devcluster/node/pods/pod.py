@@ -34,6 +34,7 @@ from trainium_devcluster.node.api.waiting import until
 from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.node_context import NodeServices
 from trainium_devcluster.node.pods.pod_setup import PodSetup
+from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
 from trainium_devcluster.node.pods.status import (
     Kind,
     PodView,
@@ -184,9 +185,12 @@ class PodRunner:
     async def _make_volumes(self) -> None:
         while True:
             try:
+                await check_claims(self.services.api, self.pod)
                 await self.setup.prepare()
-            except VolumeError as error:
-                self._emit(Severity.WARNING, "FailedMount", str(error), "")
+            except (ClaimError, VolumeError) as error:
+                devices = isinstance(error, ClaimError)
+                reason = "FailedPrepareDynamicResources" if devices else "FailedMount"
+                self._emit(Severity.WARNING, reason, str(error), "")
                 await until(self.setup.volumes.changed, _VOLUME_RETRY)
                 self.setup.volumes.changed.clear()
             else:

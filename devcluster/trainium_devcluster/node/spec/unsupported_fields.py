@@ -68,9 +68,8 @@ def _pod_level(pod: Json) -> Iterator[str]:
     for flag, why in _POD_FLAGS.items():
         if spec.get(flag):
             yield f"spec.{flag} is not supported by the process node: {why}"
-    for key in ("runtimeClassName", "resourceClaims"):
-        if spec.get(key):
-            yield f"spec.{key} is not supported by the process node"
+    if spec.get("runtimeClassName"):
+        yield "spec.runtimeClassName is not supported by the process node"
     if (spec.get("os") or {}).get("name", "linux") != "linux":
         yield "spec.os.name must be linux on a process node"
     if spec.get("hostUsers") is False:

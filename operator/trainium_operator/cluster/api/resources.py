@@ -52,6 +52,11 @@ def resource_of(manifest: Mapping[str, Any]) -> Resource:
 WORKLOADS = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload")
 FLAVORS = Resource("kueue.x-k8s.io", "v1beta2", "resourceflavors", "ResourceFlavor", namespaced=False)
 PRIORITIES = Resource("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False)
+TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates", "ResourceClaimTemplate")
+CLAIMS = Resource("resource.k8s.io", "v1", "resourceclaims", "ResourceClaim")
+SLICES = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSlice", namespaced=False)
+CLAIMING = (TEMPLATES, CLAIMS, SLICES)
+"""What is read and written only where jobs may claim devices."""
 QUEUEING = (WORKLOADS, FLAVORS, PRIORITIES)
 """What is read and written only where the operator works with Kueue."""
 

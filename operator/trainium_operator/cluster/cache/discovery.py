@@ -13,7 +13,7 @@ import random
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, NotFoundError
-from trainium_operator.cluster.api.resources import NAMESPACES, WORKLOADS
+from trainium_operator.cluster.api.resources import NAMESPACES, TEMPLATES, WORKLOADS
 from trainium_operator.plan.model.node_labels import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.store import Entry, Key, Store
     from trainium_operator.plan.model.observed import NodeView
 
@@ -53,11 +54,20 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
 
 async def serves_kueue(api: Api) -> bool:
     """Whether the version of Kueue is served whose fields are known here. Raises ApiError."""
+    return await _serves(api, WORKLOADS)
+
+
+async def serves_claims(api: Api) -> bool:
+    """Whether devices can be claimed by the version of the API whose fields are known here. Raises ApiError."""
+    return await _serves(api, TEMPLATES)
+
+
+async def _serves(api: Api, resource: Resource) -> bool:
     groups = (await api.read("/apis")).get("groups") or ()
-    served = {each["version"] for group in groups if group["name"] == WORKLOADS.group for each in group["versions"]}
-    if WORKLOADS.version not in served:
+    served = {each["version"] for group in groups if group["name"] == resource.group for each in group["versions"]}
+    if resource.version not in served:
         return False
-    return WORKLOADS.kind in await _kinds(api, f"/apis/{WORKLOADS.api_version}")
+    return resource.kind in await _kinds(api, f"/apis/{resource.api_version}")
 
 
 async def name_of_cluster(api: Api) -> str:
@@ -88,6 +98,8 @@ class Discovery:
         self.gang_apis: Mapping[GangApi, str] = {}
         self.kueue = False
         """Whether Kueue is there."""
+        self.claims = False
+        """Whether devices can be claimed."""
         self.cluster = ""
         """uid of the namespace kube-system, which is the cluster's own among all clusters."""
         self.topology_layers: frozenset[str] = frozenset()
@@ -109,19 +121,21 @@ class Discovery:
         try:
             cluster = self.cluster or await name_of_cluster(self._api)
             found, kueue = await discover_gang_apis(self._api), await serves_kueue(self._api)
+            claims = await serves_claims(self._api)
         except ForbiddenError as error:
             logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
-            cluster, found, kueue = self.cluster, {}, False
+            cluster, found, kueue, claims = self.cluster, {}, False, False
         except ApiError as error:
             logger.warning("API discovery: %s", error)
             return
         self.known.set()
-        changed = (found, cluster, kueue) != (self.gang_apis, self.cluster, self.kueue)
+        before = (self.gang_apis, self.cluster, self.kueue, self.claims)
+        changed = (found, cluster, kueue, claims) != before
         if found != self.gang_apis:
             logger.info("gang APIs: %s", ", ".join(sorted(found.values())) or "none")
         if kueue != self.kueue:
             logger.info("Kueue is %s", "served" if kueue else "not served any more")
-        self.gang_apis, self.cluster, self.kueue = found, cluster, kueue
+        self.gang_apis, self.cluster, self.kueue, self.claims = found, cluster, kueue, claims
         if changed:
             self._on_change()
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_ours
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
+from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
 from trainium_operator.plan.faults.node_signals import bad_status
@@ -126,6 +127,7 @@ def pod_view(raw: Json) -> PodView:
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+    disruption = conditions.get("DisruptionTarget", {})
     annotations = metadata.get("annotations") or {}
     terminated, waiting = _worker_states(raw.get("spec") or {}, status)
     reason, message = _most_telling(status, terminated, waiting)
@@ -141,7 +143,8 @@ def pod_view(raw: Json) -> PodView:
         message=message,
         exit_code=terminated.get("exitCode"),
         deleting="deletionTimestamp" in metadata,
-        disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
+        disrupted=disruption.get("status") == "True",
+        disruption=_text(disruption.get("reason"))[:LONGEST_REASON],
         created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
         scheduled=scheduled.get("status") == "True" or bool((raw.get("spec") or {}).get("nodeName")),
         unschedulable_message=scheduled.get("message", "") if unschedulable else "",
@@ -151,6 +154,8 @@ def pod_view(raw: Json) -> PodView:
         gang=annotations.get(ANNOTATION_GROUP, ""),
         pod_set=metadata.get("labels", {}).get(LABEL_POD_SET, ""),
         extra=LABEL_EXTRA in metadata.get("labels", {}),
+        claim_template=claim_template_of(raw),
+        device_health=device_health_of(raw),
     )
 
 

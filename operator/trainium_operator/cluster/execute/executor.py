@@ -24,11 +24,20 @@ from trainium_operator.cluster.api.errors import (
     NotFoundError,
     NotOursError,
 )
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS, WORKLOADS, resource_of
+from trainium_operator.cluster.api.resources import (
+    CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    JOBS,
+    PODS,
+    TEMPLATES,
+    WORKLOADS,
+    resource_of,
+)
 from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
+from trainium_operator.cluster.execute.device_writes import drop_template
 from trainium_operator.cluster.execute.events import Note
 from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
 from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
@@ -40,6 +49,7 @@ from trainium_operator.plan.model.actions import (
     DeleteJob,
     DeletePod,
     DropQuota,
+    DropTemplate,
     EventKind,
     EventType,
     PublishMembership,
@@ -53,6 +63,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
+    from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import Store
     from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.queue.observe import Caches
@@ -64,7 +75,7 @@ TELL_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
 MORE_IN_FLIGHT = 3
 _CONTENT = frozenset({"data", "binaryData", "spec"})
-_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS)
+_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, TEMPLATES)
 
 
 class Publisher(Protocol):
@@ -165,16 +176,20 @@ class Executor:
             await tell_quota(self._api, self._caches.kueue, job, action)
         elif isinstance(action, DropQuota):
             await drop_quota(self._api, self._caches.kueue, job, action)
+        elif isinstance(action, DropTemplate):
+            await drop_template(self._api, self._caches.dra, job, action)
         elif isinstance(action, DeleteJob):
             await self._delete_job(job, action)
 
     async def _apply(self, job: JobView, manifest: Json) -> None:
         kind = manifest["kind"]
         resource = next(each for each in _APPLIED if each.kind == kind)
-        lister = {
+        listers: dict[str, Lister[Any]] = {
             CONFIG_MAPS.kind: self._caches.config_maps,
             DISRUPTION_BUDGETS.kind: self._caches.disruption_budgets,
-        }[kind]
+            TEMPLATES.kind: self._caches.dra.templates,
+        }
+        lister = listers[kind]
         lister.write_through(await self._own(job, resource, manifest, lister.store))
 
     async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[Any]) -> Json:

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.observed import STARTING_REASONS, FleetView, NodeView, Observed, PodPhase
+from trainium_operator.plan.model.node_labels import LABEL_INSTANCE_TYPE
+from trainium_operator.plan.model.observed import (
+    STARTING_REASONS,
+    FleetView,
+    NodeReadiness,
+    NodeView,
+    Observed,
+    PodPhase,
+)
 from trainium_operator.plan.report.write_throttle import only_progress_differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainium_operator.cluster.cache.device_views import SliceView
+    from trainium_operator.cluster.cache.dra import Dra
     from trainium_operator.cluster.cache.kueue import Kueue
     from trainium_operator.cluster.cache.namespaces import Namespaces
     from trainium_operator.cluster.cache.reflector import Lister
@@ -41,6 +51,8 @@ class Caches:
     disruption_budgets: Reflector[ChildRecord]
     kueue: Kueue
     """Nobody waits for it: jobs without a queue do not need it."""
+    dra: Dra
+    """Nobody waits for it either: jobs that claim no devices do not need it."""
     namespaces: Namespaces
     """Those that are served, and where all of the above but the nodes is known."""
 
@@ -152,8 +164,21 @@ class Observer:
             fleet=self._fleet().seen_from(job.namespace),
             quota=caches.kueue.quota(job),
             wanted_elsewhere=self._gangs.nodes_wanted(job) if self._gangs is not None else 0,
+            devices=caches.dra.devices(job, pods, self._usable(job)),
             status_written=status_written,
         )
+
+    def _usable(self, job: JobView) -> Callable[[str], bool]:
+        """Says of a node whether a worker of the job could be put there: ready, not cordoned, of the job's type."""
+        nodes, wanted = self._caches.nodes, job.spec.workers.accelerator.instance_type
+
+        def usable(name: str) -> bool:
+            view = nodes.store.get(("", name)) if nodes is not None else NodeView(name=name)
+            if view is None or not view.schedulable or view.ready is not NodeReadiness.TRUE:
+                return False
+            return wanted in (None, view.labels.get(LABEL_INSTANCE_TYPE, wanted))
+
+        return usable
 
     def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
         if self._caches.nodes is None:
@@ -205,12 +230,26 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
         for job in on_node.get(key[1], {}).values():
             pace.put(job)
 
+    def slice_changed(_key: Key, old: Entry[SliceView] | None, new: Entry[SliceView] | None) -> None:
+        if old is not None and new is not None and old.view == new.view:
+            return
+        for node in {entry.view.node for entry in (old, new) if entry is not None}:
+            for job in on_node.get(node, {}).values():
+                pace.put(job)
+
+    def template_changed(_key: Key, old: Entry[str] | None, new: Entry[str] | None) -> None:
+        entry = new or old
+        if entry is not None and entry.owner is not None:
+            pace.put((entry.owner.namespace, entry.owner.name))
+
     caches.jobs.store.listen(job_changed)
     caches.pods.store.listen(pod_moved)
     caches.pods.store.listen(pod_changed)
     caches.config_maps.store.listen(child_changed)
     caches.disruption_budgets.store.listen(child_changed)
     caches.kueue.workloads.store.listen(workload_changed)
+    caches.dra.templates.store.listen(template_changed)
+    caches.dra.slices.store.listen(slice_changed)
     if caches.nodes is not None:
         caches.nodes.store.listen(node_changed)
 

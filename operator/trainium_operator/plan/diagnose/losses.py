@@ -18,7 +18,7 @@ from trainium_operator.plan.diagnose.not_joining import join_deadlines, not_join
 from trainium_operator.plan.diagnose.process_failures import accused, given_up_with, reported
 from trainium_operator.plan.diagnose.silence import evidence_of_loss, failed_since, take_testimony
 from trainium_operator.plan.diagnose.stragglers import evicted
-from trainium_operator.plan.faults.ends import meaning_of_pod
+from trainium_operator.plan.faults.ends import cause_of_leaving, meaning_of_pod
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _ended(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     return Loss(
         member=member,
         worker=worker,
-        cause=Cause.PREEMPTED if asked else meaning.cause,
+        cause=cause_of_leaving(pod) if asked else meaning.cause,
         blames_node=blames,
         failed_at=pod.finished or facts.now,
         message=f"pod {pod.name} on node {pod.node} ended ({why or 'no reason given'})",
@@ -108,12 +108,14 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
     answers = not worker.silent and not worker.node_bad and worker.agent is not None
+    cause, problem = cause_of_leaving(worker.pod), facts.troubles.get(worker.pod.uid)
+    seen = f": {problem}" if problem is not None and problem.cause is cause else ""
     return Loss(
         member=member,
         worker=worker,
-        cause=Cause.PREEMPTED,
+        cause=cause,
         failed_at=facts.now if answers else failed_since(facts, worker),
-        message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted",
+        message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted{seen}",
         force=worker.node_bad,
         saves=answers,
     )

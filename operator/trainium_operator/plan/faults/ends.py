@@ -40,8 +40,18 @@ def _plain_meaning(code: int, runtime_status: int | None) -> Verdict:
 def meaning_of_pod(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict:
     """What a pod in phase Failed stands for."""
     return read.meaning_of_pod(
-        reason=pod.reason, code=pod.exit_code, disrupted=pod.disrupted, message=pod.message, rules=rules
+        reason=pod.reason,
+        code=pod.exit_code,
+        disrupted=pod.disrupted,
+        disruption=pod.disruption,
+        message=pod.message,
+        rules=rules,
     )
+
+
+def cause_of_leaving(pod: PodView) -> Cause:
+    """Why a pod that is asked to go is."""
+    return read.cause_of_disruption(pod.disruption) if pod.disrupted else Cause.PREEMPTED
 
 
 def died_by_itself(pod: PodView) -> bool:

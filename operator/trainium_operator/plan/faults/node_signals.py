@@ -56,6 +56,8 @@ class Demand:
     """Extended resources per worker."""
     tolerations: tuple[Mapping[str, object], ...] = ()
     """Of its pods, as in a manifest."""
+    claims: bool = False
+    """It claims its devices, which a node's allocatable resources do not count."""
 
 
 _TOLD_OTHERWISE = ("node.kubernetes.io/", TAINT_QUARANTINED)
@@ -104,7 +106,8 @@ def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
 def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
     """None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
     instance = INSTANCES.get(node.labels.get(LABEL_INSTANCE_TYPE, ""))
-    full = {NEURON: instance.devices} if instance is not None else {}
+    counted = instance is not None and not (demand is not None and demand.claims)
+    full = {NEURON: instance.devices} if counted and instance is not None else {}
     needed = demand.resources if demand is not None else {}
     for resource in sorted(full.keys() | needed.keys()):
         has = node.capacity.get(resource)

@@ -24,8 +24,17 @@ def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
     instance = accelerator.instance()
     if accelerator.device is not Device.NEURON or instance is None:
         return {}
-    found = {"aws.amazon.com/neuron": str(instance.devices)}
+    found = {} if accelerator.claim is not None else {"aws.amazon.com/neuron": str(instance.devices)}
     return {**found, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else found
+
+
+def expected_devices(accelerator: AcceleratorSpec) -> str | None:
+    """Neuron devices that a worker must find, claimed or handed out; None where nothing says how many."""
+    claim, instance = accelerator.claim, accelerator.instance()
+    if claim is None:
+        return extended_resources(accelerator).get("aws.amazon.com/neuron")
+    count = instance.devices if claim.ultra_server_node and instance else accelerator.claimed_devices()
+    return str(count) if count else None
 
 
 def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:

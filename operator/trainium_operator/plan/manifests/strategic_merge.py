@@ -22,8 +22,10 @@ _LIST_KEYS: dict[str, tuple[str, ...]] = {
     "hostAliases": ("ip",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
     "tolerations": ("key", "effect"),
+    "resourceClaims": ("name",),
+    "claims": ("name",),
 }
-_ONE_OF = frozenset({"volumes", "env"})
+_ONE_OF = frozenset({"volumes", "env", "resourceClaims"})
 """Items that hold one of several alternatives: the user's item replaces ours as a whole."""
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.spec.workers import Device
 from trainium_contract.wire import worker_env as env
-from trainium_operator.plan.manifests.devices import device_tolerations, extended_resources
+from trainium_operator.plan.manifests.claims import claiming
+from trainium_operator.plan.manifests.devices import device_tolerations, expected_devices, extended_resources
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.model import names
@@ -146,6 +147,7 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
         "tolerations": device_tolerations(accelerator),
         "containers": [_container(job, settings)],
         "volumes": _volumes(job.name, spec),
+        **claiming(job)[0],
     }
     if accelerator.instance_type:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
@@ -174,8 +176,9 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
         ],
     }
     extended = extended_resources(job.spec.workers.accelerator)
-    if extended:
-        container["resources"] = {"limits": extended, "requests": extended}
+    claims = claiming(job)[1]
+    if extended or claims:
+        container["resources"] = {**({"limits": extended, "requests": extended} if extended else {}), **claims}
     return container
 
 
@@ -203,7 +206,11 @@ def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
 
 def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
     """Whether the devices alone keep two workers from one node; anti-affinity makes scheduling several times slower."""
-    return accelerator.instance() is not None and not accelerator.resources
+    instance = accelerator.instance()
+    if instance is None or accelerator.resources:
+        return False
+    claim = accelerator.claim
+    return claim is None or claim.ultra_server_node or accelerator.claimed_devices() == instance.devices
 
 
 def _one_per_node(job: str, affinity: Json) -> Json:
@@ -307,9 +314,11 @@ def _device_environment(accelerator: AcceleratorSpec, neuron: NeuronConfig) -> d
         found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
     if neuron.cache_directory is None:
         found["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
-    devices = extended_resources(accelerator).get("aws.amazon.com/neuron")
+    devices = expected_devices(accelerator)
     if devices is not None:
         found[env.ENV_NEURON_DEVICES] = devices
+    if accelerator.claim is not None and accelerator.claim.logical_neuron_core is not None:
+        found["NEURON_LOGICAL_NC_CONFIG"] = str(accelerator.claim.logical_neuron_core)
     if "vpc.amazonaws.com/efa" in extended_resources(accelerator):
         found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
     return found

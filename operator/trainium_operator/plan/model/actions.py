@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ApplyObject:
-    """Server-side apply of a complete manifest (ConfigMap or PodDisruptionBudget)."""
+    """Server-side apply of a complete manifest (ConfigMap, PodDisruptionBudget or ResourceClaimTemplate)."""
 
     manifest: dict[str, Any]
 
@@ -103,6 +103,14 @@ class DropQuota:
 
 
 @dataclass(frozen=True, slots=True)
+class DropTemplate:
+    """Delete a ResourceClaimTemplate that no pod refers to, with its uid as precondition."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the TrainingJob itself, in the background; only this incarnation, and only as it was observed."""
 
@@ -111,7 +119,7 @@ class DeleteJob:
 
 
 QuotaAction = AskQuota | TellQuota | DropQuota
-Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DeleteJob | QuotaAction
+Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DropTemplate | DeleteJob | QuotaAction
 
 
 class EventType(StrEnum):

@@ -48,6 +48,11 @@ def workload_name(job: str, part: int) -> str:
     return f"{job}-quota-{part}"
 
 
+def claim_template_name(job: str, digest: str) -> str:
+    """The ResourceClaimTemplate with this content; another content is another object."""
+    return f"{job}-devices-{digest[:8]}"
+
+
 def selector_labels(job: str) -> dict[str, str]:
     """Labels that select exactly the worker pods of a job."""
     return {LABEL_JOB: job, LABEL_ROLE: ROLE_WORKER}

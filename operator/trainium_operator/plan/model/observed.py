@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from trainium_operator.plan.model.devices import DraState
 from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.plan.model.quota import KueueState
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
+    from trainium_operator.plan.model.devices import DevicesView
     from trainium_operator.plan.model.quota import QuotaView
 
 
@@ -85,6 +87,8 @@ class PodView:
     deleting: bool = False
     disrupted: bool = False
     """The pod carries the condition DisruptionTarget: evicted, preempted or drained."""
+    disruption: str = ""
+    """Reason of that condition."""
     created: float = 0.0
     scheduled: bool = False
     unschedulable_message: str = ""
@@ -101,6 +105,10 @@ class PodView:
     """Pod set of Kueue that it was made for; empty without a queue."""
     extra: bool = False
     """It carries the label `worker_env.LABEL_EXTRA`: beyond what was asked for, on an idle node."""
+    claim_template: str = ""
+    """ResourceClaimTemplate that its devices are claimed by; empty without a claim."""
+    device_health: tuple[str, str] | None = None
+    """Of the claimed device that is worst off: its health, and which it is with what is said of it."""
 
 
 class NodeReadiness(StrEnum):
@@ -244,6 +252,8 @@ class PlanSettings:
     """Whether the operator works with Kueue."""
     extra_priority_class: str = ""
     """PriorityClass of workers on idle nodes, below that of any other pod; without one idle nodes are left alone."""
+    dra: DraState = DraState.OFF
+    """Whether jobs may claim their devices."""
 
     def status_interval(self, workers: int) -> float:
         """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
@@ -279,5 +289,7 @@ class Observed:
     """What Kueue says of the job's quota; None when it cannot be asked."""
     wanted_elsewhere: int = 0
     """Nodes like those of this job that whole gangs of other jobs wait for: no scheduler preempts an extra for them."""
+    devices: DevicesView | None = None
+    """What is known of claimed devices; None for a job without, and where nothing can be read of them."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""

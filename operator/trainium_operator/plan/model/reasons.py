@@ -84,6 +84,8 @@ class Reason(StrEnum):
     EVICTED = "Evicted"
     GANG_TIMED_OUT = "GangTimedOut"
     GANG_API_MISSING = "GangApiMissing"
+    DEVICE_API_MISSING = "DeviceApiMissing"
+    WAITING_FOR_DEVICES = "WaitingForDevices"
     # Slow nodes
     STRAGGLER_DETECTED = "StragglerDetected"
     STRAGGLER_GONE = "StragglerGone"

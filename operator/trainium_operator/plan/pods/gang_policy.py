@@ -29,6 +29,7 @@ from trainium_operator.plan.model.quota import KueueState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.pods.device_claims import cannot_claim
 from trainium_operator.plan.view.grant import Stand
 from trainium_operator.plan.view.quota_sizes import needed_workers
 
@@ -127,11 +128,13 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return True, Reason.ADMITTED, "the workers have their nodes"
     if facts.job.spec.suspend:
         return False, Reason.SUSPENDED, ""
+    if (missing := cannot_claim(facts)) is not None:
+        return False, *missing
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
     if grant is not None and grant.stand is Stand.UNKNOWN:
-        missing = facts.settings.kueue in (KueueState.OFF, KueueState.ABSENT)
-        return False, Reason.GANG_API_MISSING if missing else Reason.WAITING_FOR_QUEUE, grant.message
+        absent = facts.settings.kueue in (KueueState.OFF, KueueState.ABSENT)
+        return False, Reason.GANG_API_MISSING if absent else Reason.WAITING_FOR_QUEUE, grant.message
     return False, Reason.WAITING_FOR_GANG, _waiting(facts, gang_api(facts))
 
 

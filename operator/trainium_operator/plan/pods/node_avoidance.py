@@ -57,11 +57,16 @@ def _is_bad(facts: Facts, node: NodeView) -> bool:
 
 
 def _bad_nodes(facts: Facts) -> tuple[str, ...]:
-    """Host names of nodes that are bad by what is known of them, or in quarantine."""
+    """Host names of nodes that are bad by what is known of them, or in quarantine.
+
+    A tainted device makes none bad: the scheduler gives that device to nobody, and others of the node may be sound.
+    """
     bad = {
         worker.pod.node
         for worker in facts.workers.values()
-        if (problem := facts.troubles.get(worker.pod.uid)) is not None and problem.severity >= Severity.DRAIN
+        if (problem := facts.troubles.get(worker.pod.uid)) is not None
+        and problem.severity >= Severity.DRAIN
+        and problem.cause is not Cause.DEVICE_TAINTED
     }
     names = [*sorted(bad), *sorted(quarantined_nodes(facts) - bad)][:MOST_FORBIDDEN]
     return tuple(_host_name(facts, name) for name in names)

@@ -26,6 +26,7 @@ from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.admitted_places import extras_of, in_places, spares_of
 from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.pods.device_claims import cannot_claim
 from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
 from trainium_operator.plan.view.facts import is_unfit
@@ -186,6 +187,8 @@ def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
 
 def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> Answer:
     """So many workers that were asked for, and so many beyond them."""
+    if cannot_claim(facts) is not None:
+        return Answer(status=status)
     allowed = max(backoff_until(status.failures, facts.now), facts.observed.creations_from)
     if facts.now < allowed:
         return Answer(status=status, looks=(allowed,))

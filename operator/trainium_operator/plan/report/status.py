@@ -22,6 +22,7 @@ from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.sentences import listed
 from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.pods.device_claims import cannot_claim, free_devices
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import note_admission
 from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
@@ -148,10 +149,15 @@ def _missing(facts: Facts) -> tuple[Reason, str]:
     taken = [text for place, text in sorted(facts.observed.in_the_way.items()) if not place.startswith(f"{BUDGET}/")]
     if taken:
         return Reason.NAME_TAKEN, taken[0]
+    if (unclaimed := cannot_claim(facts)) is not None:
+        return unclaimed
     unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
     if unschedulable:
         pods = listed(tuple(pod.name for pod in unschedulable))
-        return Reason.UNSCHEDULABLE, f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}"
+        return (
+            Reason.UNSCHEDULABLE,
+            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{free_devices(facts)}",
+        )
     waiting = [
         worker.pod
         for worker in facts.workers.values()

@@ -19,7 +19,9 @@ _NOT_READY: dict[Phase, Reason] = {
     Phase.SUSPENDED: Reason.SUSPENDED,
     Phase.STOPPING: Reason.STOPPING,
 }
-_NEEDS_A_PERSON = frozenset({Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.NAME_TAKEN})
+_NEEDS_A_PERSON = frozenset(
+    {Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING, Reason.NAME_TAKEN}
+)
 
 
 def tell_tools(status: TrainingJobStatus, now: float) -> TrainingJobStatus:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.spec.health import PreflightCheck
+from trainium_operator.plan.faults.device_signals import health_problem, taint_problem
 from trainium_operator.plan.faults.node_rules import kernel_problem, with_rules
 from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, problems_of
 from trainium_operator.plan.manifests.devices import extended_resources, tolerations_of
@@ -52,7 +53,8 @@ def troubles_of(observed: Observed, workers: Mapping[str, Worker]) -> Troubles:
         if node.name not in seen:
             demand = demand or demand_of(observed.job.spec)
             seen[node.name] = _worst(node, demand, observed, later)
-        problem = _with_kernel(worker, seen[node.name], observed) or _of_clock(worker)
+        known = _worse(_with_kernel(worker, seen[node.name], observed), _of_devices(worker, observed))
+        problem = known or _of_clock(worker)
         if problem is not None:
             found[uid] = problem
     return Troubles(found, tuple(sorted(later)))
@@ -67,7 +69,7 @@ def demand_of(spec: TrainingJobSpec) -> Demand:
     """What the job asks of its nodes; a quantity that is not a number is left out."""
     accelerator = spec.workers.accelerator
     resources = {name: int(text) for name, text in extended_resources(accelerator).items() if text.isdecimal()}
-    return Demand(resources, tolerations_of(spec))
+    return Demand(resources, tolerations_of(spec), claims=accelerator.claim is not None)
 
 
 def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]) -> NodeProblem | None:
@@ -81,13 +83,24 @@ def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]
     return None
 
 
+def _of_devices(worker: Worker, observed: Observed) -> NodeProblem | None:
+    """The worst of what is said of the devices that the worker claims."""
+    taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()
+    found = (*filter(None, map(taint_problem, taints)), health_problem(worker.pod.device_health))
+    worst = max(filter(None, found), key=lambda problem: problem.severity, default=None)
+    return None if worst is None else _as_it_counts(worst, observed)
+
+
+def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | None:
+    return max(filter(None, (one, other)), key=lambda problem: problem.severity, default=None)
+
+
 def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
     """The worse one of what is known of the node and what its kernel told the worker's agent."""
     told = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
     if told is None:
         return known
-    told = _as_it_counts(told, observed)
-    return told if known is None or told.severity > known.severity else known
+    return _worse(known, _as_it_counts(told, observed))
 
 
 def _of_clock(worker: Worker) -> NodeProblem | None:
@@ -102,7 +115,8 @@ def _of_clock(worker: Worker) -> NodeProblem | None:
 
 def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
     """No more than a suspicion while nodes may not be acted on."""
-    judged = problem.cause is not Cause.PREEMPTED  # a node that announces that it leaves will leave
+    # A node that announces that it leaves will leave, and so will a pod whose device is tainted.
+    judged = problem.cause not in (Cause.PREEMPTED, Cause.DEVICE_TAINTED)
     if not observed.fleet.frozen or not judged or problem.severity <= Severity.SUSPECT:
         return problem
     return replace(problem, severity=Severity.SUSPECT)

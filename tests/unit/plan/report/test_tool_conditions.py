@@ -42,8 +42,10 @@ def test_what_only_a_person_can_mend_is_stalled_and_not_what_time_mends() -> Non
     def with_admission(reason: Reason) -> TrainingJobStatus:
         return with_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
 
-    assert told(tell_tools(with_admission(Reason.GANG_API_MISSING), NOW))["Stalled"] == ("True", "GangApiMissing")
-    assert told(tell_tools(with_admission(Reason.WAITING_FOR_GANG), NOW))["Stalled"] == ("False", "Progressing")
+    for reason in (Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING):
+        assert told(tell_tools(with_admission(reason), NOW))["Stalled"] == ("True", reason)
+    for reason in (Reason.WAITING_FOR_GANG, Reason.WAITING_FOR_DEVICES):
+        assert told(tell_tools(with_admission(reason), NOW))["Stalled"] == ("False", "Progressing")
 
 
 def test_the_first_status_of_a_job_says_that_it_is_not_ready() -> None:

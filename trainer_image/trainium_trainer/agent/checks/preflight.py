@@ -162,7 +162,7 @@ def _devices(expected: int, devices: Path) -> Iterator[Finding]:
         yield Finding(
             ExitCode.DEVICE_FAULT,
             f"{len(found)} Neuron devices are visible under {devices} but the worker was given {expected}; "
-            "the node's driver or device plugin lost some.",
+            "the node's driver, device plugin or DRA driver lost some.",
             PreflightCheck.DEVICES,
         )
 

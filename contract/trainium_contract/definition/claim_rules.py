@@ -1,0 +1,79 @@
+"""CEL rules about devices that workers claim (`spec.workers.accelerator.claim`)."""
+
+from __future__ import annotations
+
+from trainium_contract.definition.rules import Reason, Rule, said
+from trainium_contract.sizes import INSTANCES
+
+_DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
+_KNOWN = f"self.?instanceType.orValue('') in {_DEVICES}"
+_OF_TYPE = f"{_DEVICES}[self.instanceType]"
+
+CLAIM_RULES: tuple[Rule, ...] = (
+    Rule(
+        "!has(self.claim) || self.device != 'cuda'",
+        "accelerator.claim is for Neuron devices: leave it out, or set device to neuron",
+        ".claim",
+        reason=Reason.FORBIDDEN,
+    ),
+    Rule(
+        "!has(self.claim) || !has(self.resources) || !('aws.amazon.com/neuron' in self.resources)",
+        "accelerator.claim and resources aws.amazon.com/neuron both ask for the devices, and together they would hand "
+        "them out twice: leave one of them out",
+        ".resources",
+    ),
+    Rule(
+        f"!has(self.claim) || has(self.claim.count) || self.claim.ultraServerNode || {_KNOWN}",
+        "say how many devices a worker claims: accelerator.claim.count, or a known instanceType, all of whose devices "
+        "are claimed then",
+        ".claim",
+        reason=Reason.REQUIRED,
+    ),
+    Rule(
+        f"!has(self.claim) || !has(self.claim.count) || !({_KNOWN}) || self.claim.count <= {_OF_TYPE}",
+        "accelerator.claim.count must not be above the devices of the instance type",
+        ".claim.count",
+        said(
+            "accelerator.claim.count %s is above the %s devices of %s: lower it",
+            "self.claim.count",
+            _OF_TYPE,
+            "self.instanceType",
+        ),
+    ),
+    Rule(
+        f"""!has(self.claim) || has(self.coresPerNode) || !({_KNOWN})
+        || (self.claim.?count.orValue({_OF_TYPE}) == {_OF_TYPE} && self.claim.?logicalNeuronCore.orValue(2) == 2)""",
+        "accelerator.coresPerNode must be given when a worker claims fewer devices than its instance type has, or "
+        "logical cores of another size: it is the number of cores that its processes see",
+        ".coresPerNode",
+        reason=Reason.REQUIRED,
+    ),
+    Rule(
+        f"""!has(self.claim) || !self.claim.connected
+        || self.claim.?count.orValue({_KNOWN} ? {_OF_TYPE} : 0) in [1, 4, 8, 16]""",
+        "accelerator.claim.connected needs a count of 1, 4, 8 or 16: devices are connected in groups of these sizes",
+        ".claim.connected",
+    ),
+    Rule(
+        """!has(self.claim) || !has(self.claim.logicalNeuronCore)
+        || (has(self.instanceType) && self.instanceType.startsWith('trn2'))""",
+        "accelerator.claim.logicalNeuronCore is for trn2: elsewhere a core is what a process sees; leave it out",
+        ".claim.logicalNeuronCore",
+        reason=Reason.FORBIDDEN,
+    ),
+    Rule(
+        """!has(self.claim) || !self.claim.ultraServerNode || !(has(self.claim.count) || self.claim.connected
+        || has(self.claim.logicalNeuronCore))""",
+        "accelerator.claim.ultraServerNode claims the whole node as one device: leave out count, connected and "
+        "logicalNeuronCore",
+        ".claim.ultraServerNode",
+    ),
+    Rule(
+        """!has(self.claim) || !self.claim.ultraServerNode
+        || (has(self.instanceType) && self.instanceType.startsWith('trn2u'))""",
+        "accelerator.claim.ultraServerNode is for nodes of an UltraServer: set instanceType to trn2u.48xlarge",
+        ".claim.ultraServerNode",
+        reason=Reason.FORBIDDEN,
+    ),
+)
+"""Of `spec.workers.accelerator`."""

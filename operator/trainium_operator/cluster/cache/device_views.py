@@ -1,0 +1,158 @@
+"""From raw JSON of resource.k8s.io, and of pods as far as they claim devices, to small frozen views.
+
+Invariants: nobody else knows the shape of that JSON; what is malformed is left out; everything kept is bounded, for a
+driver, a kubelet or a tenant wrote it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from sys import intern
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.faults.read import cause_of_claim_health
+from trainium_contract.spec.claim import DRIVER
+from trainium_operator.plan.manifests.claims import CLAIM
+from trainium_operator.plan.model.devices import DeviceTaint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trainium_operator.cluster.api.client import Json
+
+LONGEST_TEXT = 256
+MOST_DEVICES, MOST_TAINTS, MOST_PODS = 128, 16, 256
+"""Of a slice, of a device, of a claim; limits of the API itself."""
+_HOLDING_BACK = frozenset({"NoSchedule", "NoExecute"})
+"""Effects of taints that keep a device from being given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceView:
+    """One ResourceSlice of the Neuron driver; of other drivers, and without a node, it holds no devices."""
+
+    node: str
+    pool: str
+    generation: int
+    devices: Mapping[str, tuple[DeviceTaint, ...]]
+    """Device -> its taints."""
+
+    def free(self) -> Iterator[str]:
+        """Devices that could be given out, as far as taints say."""
+        for device, taints in self.devices.items():
+            if not any(taint.effect in _HOLDING_BACK for taint in taints):
+                yield device
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimView:
+    """One ResourceClaim: for which pods it is reserved, and the devices of the Neuron driver that it holds.
+
+    Not who owns it: owners are what the maker of an object says, reservations are the scheduler's word.
+    """
+
+    pods: tuple[str, ...]
+    """uids."""
+    held: tuple[tuple[str, str], ...]
+    """Pool and device."""
+
+
+def template_view(raw: Json) -> str:
+    """A ResourceClaimTemplate: its uid; the name says what is in it."""
+    uid: str = raw["metadata"]["uid"]
+    return uid
+
+
+def slice_view(raw: Json) -> SliceView:
+    """A ResourceSlice."""
+    spec = _mapping(raw.get("spec"))
+    pool = _mapping(spec.get("pool"))
+    name = intern(_text(pool.get("name")))
+    node = intern(_text(spec.get("nodeName"))) if spec.get("driver") == DRIVER else ""
+    devices = _items(spec.get("devices"))[:MOST_DEVICES] if node else ()
+    return SliceView(
+        node=node,
+        pool=name,
+        generation=_whole(pool.get("generation")),
+        devices={intern(_text(each.get("name"))): _taints(name, each) for each in devices},
+    )
+
+
+def claim_view(raw: Json) -> ClaimView:
+    """A ResourceClaim."""
+    status = _mapping(raw.get("status"))
+    allocation = _mapping(status.get("allocation"))
+    results = _items(_mapping(allocation.get("devices")).get("results"))[:MOST_DEVICES]
+    return ClaimView(
+        pods=tuple(
+            _text(each.get("uid"))
+            for each in _items(status.get("reservedFor"))[:MOST_PODS]
+            if each.get("resource") == "pods"
+        ),
+        # What is asked for with administrator's access is held by nobody.
+        held=tuple(
+            (intern(_text(each.get("pool"))), intern(_text(each.get("device"))))
+            for each in results
+            if each.get("driver") == DRIVER and each.get("adminAccess") is not True
+        ),
+    )
+
+
+def claim_template_of(raw: Json) -> str:
+    """The template by which a pod of ours claims its devices; empty without a claim."""
+    claims = _items(_mapping(raw.get("spec")).get("resourceClaims"))
+    return next((_text(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
+
+
+def device_health_of(raw: Json) -> tuple[str, str] | None:
+    """Of the first claimed device of the worker that is not well: its health, and which it is with what is said of it.
+
+    The kubelet names a claim's resource `claim:<claim>/<request>`, and a device `<driver>/<pool>/<device>`.
+    """
+    for container in _items(_mapping(raw.get("status")).get("containerStatuses")):
+        for claimed in _items(container.get("allocatedResourcesStatus")):
+            if _text(claimed.get("name")).partition("/")[0] != f"claim:{CLAIM}":
+                continue
+            for device in _items(claimed.get("resources"))[:MOST_DEVICES]:
+                health = _text(device.get("health"))
+                if cause_of_claim_health(health) is not None:
+                    told = (_text(device.get("resourceID")), _text(device.get("message")))
+                    return health, ": ".join(filter(None, told))[:LONGEST_TEXT]
+    return None
+
+
+def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
+    return tuple(
+        DeviceTaint(
+            device=f"{pool}/{_text(device.get('name'))}"[:LONGEST_TEXT],
+            key=intern(_text(each.get("key"))[:LONGEST_TEXT]),
+            effect=intern(_text(each.get("effect"))[:LONGEST_TEXT]),
+            value=_text(each.get("value"))[:LONGEST_TEXT],
+            since=_seconds(each.get("timeAdded")),
+        )
+        for each in _items(device.get("taints"))[:MOST_TAINTS]
+    )
+
+
+def _seconds(value: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(value).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _mapping(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Json]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0

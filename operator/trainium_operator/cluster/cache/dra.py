@@ -1,0 +1,109 @@
+"""Devices that can be claimed, kept: what there are, who holds them, and the templates of our jobs.
+
+Invariants: nothing here holds anybody up: nothing is read before a job claims devices, nor where the cluster does not
+serve the API, and every other job is planned; only templates that a job controls are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire.worker_env import LABEL_JOB
+from trainium_operator.cluster.api.resources import CLAIMS, SLICES, TEMPLATES
+from trainium_operator.cluster.cache.device_views import claim_view, slice_view, template_view
+from trainium_operator.cluster.cache.inventory import Inventory
+from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
+from trainium_operator.cluster.cache.reflector import Reflector
+from trainium_operator.cluster.cache.store import Store
+from trainium_operator.plan.model.devices import DevicesView, DraState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.device_views import ClaimView, SliceView
+    from trainium_operator.plan.model.observed import JobView, PodView
+
+
+class Dra:
+    """What is kept of claimed devices; `run` fills it once a job claims some and the cluster serves the API."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        enabled: bool,
+        namespaces: tuple[str, ...] = (),
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called when everything has been read; no `namespaces`: of all."""
+        self._enabled = enabled
+        self._served = asyncio.Event()
+        self._wanted = asyncio.Event()
+        self._on_change = on_change
+        apart = bool(namespaces)
+        self.templates: Reflector[str] = Reflector(
+            api,
+            TEMPLATES,
+            Store(by_namespace=apart),
+            template_view,
+            namespaces=Namespaces(namespaces or EVERYWHERE),
+            labels=LABEL_JOB,
+            of_jobs=True,
+        )
+        self.claims: Reflector[ClaimView] = Reflector(
+            api, CLAIMS, Store(by_namespace=apart), claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
+        )
+        self.slices: Reflector[SliceView] = Reflector(api, SLICES, Store(), slice_view)
+        self.inventory = Inventory(self.slices.store, self.claims.store)
+
+    @property
+    def state(self) -> DraState:
+        """Whether plans may go by it."""
+        if not self._enabled:
+            return DraState.OFF
+        if not self._served.is_set():
+            return DraState.ABSENT
+        read = all(each.synced.is_set() for each in (self.templates, self.claims, self.slices))
+        return DraState.READY if read else DraState.READING
+
+    def is_served(self, served: bool) -> None:
+        """Discovery says whether the cluster has it."""
+        if served and self._enabled:
+            self._served.set()
+        else:
+            self._served.clear()
+
+    async def run(self) -> None:
+        """Read from when it is served and wanted, until cancelled."""
+        await self._served.wait()
+        await self._wanted.wait()
+        reflectors = (self.templates, self.claims, self.slices)
+        async with asyncio.TaskGroup() as group:
+            for reflector in reflectors:
+                group.create_task(reflector.run())
+            for reflector in reflectors:
+                await reflector.synced.wait()
+            self._on_change()
+
+    def devices(self, job: JobView, pods: tuple[PodView, ...], usable: Callable[[str], bool]) -> DevicesView | None:
+        """What is known of the devices of a job; None where it claims none, or nothing can be said.
+
+        `usable` says of a node whether a worker of the job could be put there, whatever its devices.
+        """
+        accelerator = job.spec.workers.accelerator
+        if accelerator.claim is not None:
+            self._wanted.set()
+        owned = self.templates.store.owned_by(job.id)
+        if self.state is not DraState.READY or not (owned or accelerator.claim is not None):
+            return None
+        nodes = [name for name in self.inventory.nodes() if usable(name)]
+        count = accelerator.claimed_devices()
+        taints = ((pod.uid, self.inventory.taints_of(pod.uid)) for pod in pods)
+        return DevicesView(
+            templates={name: uid for (_, name), uid in owned.items()},
+            taints={uid: found for uid, found in taints if found},
+            free_nodes=tuple(name for name in nodes if self.inventory.free_on(name) >= max(1, count)),
+            nodes=len(nodes),
+        )

@@ -1,0 +1,76 @@
+"""The ResourceClaimTemplate of a job that claims its devices, and what its pods say of it. Pure construction.
+
+Invariants: the name of a template is made of its content, because its spec cannot change; devices are counted, never
+`All`, so that quotas and people can count them too; a job without a claim has nothing of this.
+Shapes and names are those of resource.k8s.io/v1 and of AWS's examples for the Neuron DRA driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.spec.claim import DRIVER
+from trainium_operator.plan.manifests.owned_object import content_hash, owned_object
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from trainium_contract.spec.claim import ClaimSpec
+    from trainium_contract.spec.workers import AcceleratorSpec
+    from trainium_operator.plan.model.observed import JobView
+
+Json = dict[str, Any]
+
+KIND = "ResourceClaimTemplate"
+API_VERSION = "resource.k8s.io/v1"
+CLAIM = "neuron"
+"""Name of the claim in a pod, and of its one request."""
+_GROUPS = "resource.aws.com/devicegroup{}_id"
+"""Attribute that devices share which are connected with each other, by the size of the group."""
+_PARAMETERS = "neuron.aws.com/v1"
+
+
+def claim_template(job: JobView) -> Json | None:
+    """The template that pods made now are made for; None for a job that claims nothing."""
+    accelerator = job.spec.workers.accelerator
+    if accelerator.claim is None:
+        return None
+    content = {"spec": {"spec": {"devices": _devices(accelerator, accelerator.claim)}}}
+    name = names.claim_template_name(job.name, content_hash(content))
+    return owned_object(job, API_VERSION, KIND, name, content, "devices")
+
+
+def claiming(job: JobView) -> tuple[Json, Json]:
+    """What a pod's spec and its container's resources have beside the rest; empty for a job that claims nothing."""
+    template = claim_template(job)
+    if template is None:
+        return {}, {}
+    reference = {"name": CLAIM, "resourceClaimTemplateName": template["metadata"]["name"]}
+    return {"resourceClaims": [reference]}, {"claims": [{"name": CLAIM}]}
+
+
+def _devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
+    count = accelerator.claimed_devices()
+    exactly: Json = {"deviceClassName": claim.device_class_name, "allocationMode": "ExactCount", "count": count}
+    conditions = [*_whole_node(claim), *claim.selectors]
+    if conditions:
+        exactly["selectors"] = [{"cel": {"expression": each}} for each in conditions]
+    devices: Json = {"requests": [{"name": CLAIM, "exactly": exactly}]}
+    if claim.connected:
+        devices["constraints"] = [{"requests": [CLAIM], "matchAttribute": _GROUPS.format(count)}]
+    if parameters := _parameters(claim):
+        opaque = {"driver": DRIVER, "parameters": {"apiVersion": _PARAMETERS, **parameters}}
+        devices["config"] = [{"requests": [CLAIM], "opaque": opaque}]
+    return devices
+
+
+def _whole_node(claim: ClaimSpec) -> list[str]:
+    return [f"device.attributes['{DRIVER}'].resourceType == 'neuron_node'"] if claim.ultra_server_node else []
+
+
+def _parameters(claim: ClaimSpec) -> Json:
+    """What the driver is to do with the devices; nothing is said where nothing was asked for."""
+    if claim.ultra_server_node:
+        return {"kind": "UltraServerConfig", "ultraserverMode": 1}
+    if claim.logical_neuron_core is not None:
+        return {"kind": "NeuronConfig", "logicalNeuronCore": claim.logical_neuron_core}
+    return {}

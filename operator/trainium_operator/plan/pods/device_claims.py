@@ -1,0 +1,63 @@
+"""Policy: the template that a job's pods claim their devices by is there before them, and goes when none refers to it.
+
+A template cannot change, so another shape is another template; a pod keeps the one that it was made for. Where devices
+cannot be claimed no pod is made, and what runs goes on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.manifests.claims import claim_template
+from trainium_operator.plan.model.actions import ApplyObject, DropTemplate
+from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.devices import DraState
+from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_WHY = {
+    DraState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
+    "workers.accelerator.claim and install the Neuron device plugin",
+    DraState.ABSENT: "this cluster does not serve resource.k8s.io/v1, which comes with Kubernetes 1.34: leave out "
+    "workers.accelerator.claim and install the Neuron device plugin",
+    DraState.READING: "what the cluster says of claimed devices is being read",
+}
+
+
+def converge_templates(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Make the template that is wanted, and remove those of earlier shapes that no pod refers to any more.
+
+    With parts of the spec that this version does not know none is removed: another may be what a newer version wants.
+    """
+    if facts.observed.devices is None:
+        return Answer(status=status)
+    if facts.now < facts.observed.creations_from:
+        return Answer(status=status, looks=(facts.observed.creations_from,))
+    present, wanted = facts.observed.devices.templates, claim_template(facts.job)
+    name = wanted["metadata"]["name"] if wanted is not None else ""
+    made = () if wanted is None or name in present else (ApplyObject(wanted),)
+    if facts.job.unknown:
+        return Answer(status=status, actions=made)
+    used = {worker.pod.claim_template for worker in facts.workers.values()}
+    dropped = (DropTemplate(each, uid) for each, uid in sorted(present.items()) if each not in used | {name})
+    return Answer(status=status, actions=(*made, *dropped))
+
+
+def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
+    """Why no pod can be made now, and what to do; None where devices can be claimed, or need not be."""
+    state = facts.settings.dra
+    if facts.job.spec.workers.accelerator.claim is None or state is DraState.READY:
+        return None
+    reading = state is DraState.READING
+    return Reason.WAITING_FOR_DEVICES if reading else Reason.DEVICE_API_MISSING, _WHY[state]
+
+
+def free_devices(facts: Facts) -> str:
+    """How many nodes could take a worker by their ResourceSlices, as a sentence of its own; empty without a claim."""
+    devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.claimed_devices()
+    if devices is None or not count:
+        return ""
+    return f" Nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}."

@@ -1,0 +1,238 @@
+"""Jobs that claim their devices, with the real machinery of Kubernetes: claims made by the controller-manager, devices
+allocated by the scheduler, pods evicted for tainted devices.
+
+A control plane of its own, because its ResourceSlices are the cluster's. There is no driver: the test publishes what
+one would, for each node the devices of a trn1.32xlarge, and the workers compute on processors.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from jobs import Job
+from sites import ROOT, Site
+
+from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+DRIVER = "neuron.aws.com"
+DEVICES = 16
+CLASS = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "DeviceClass",
+    "metadata": {"name": DRIVER},
+    "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]},
+}
+CLAIMING = "{workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}}"
+ENDLESS = "{trainer: {steps: 100000}, workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}}"
+SHARED = "{trainer: {steps: 100000}, workers: {replicas: 1, accelerator: {device: cpu, claim: {count: 8}}}}"
+
+
+def published(node: str, tainted: dict[str, str] | None = None, generation: int = 1) -> dict[str, Any]:
+    """What the driver of a node publishes; `tainted`: device -> effect of its taint."""
+    devices: list[dict[str, Any]] = []
+    for at in range(DEVICES):
+        attributes = {
+            "deviceId": {"int": at},
+            "instanceType": {"string": "trn1.32xlarge"},
+            "resourceType": {"string": "neuron_device"},
+            "resource.aws.com/devicegroup16_id": {"string": f"all-of-{node}"},
+        }
+        device = {"name": f"neurondevice{at}", "attributes": attributes}
+        if effect := (tainted or {}).get(device["name"]):
+            device["taints"] = [{"key": "neuron.aws.com/unhealthy", "value": "HBM", "effect": effect}]
+        devices.append(device)
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": f"{node}-neuron"},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node,
+            "pool": {"name": node, "generation": generation, "resourceSliceCount": 1},
+            "devices": devices,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    if request.config.getoption("--cluster") != "local":
+        pytest.skip("writes ResourceSlices, which belong to a driver elsewhere")
+    nodes = node_specs(3, cpu="4", memory="8Gi")
+    with (
+        tempfile.TemporaryDirectory(prefix="trainium-devices-") as folder,
+        Cluster.start(nodes=[*nodes, system_node()]) as cluster,
+    ):
+        found = Site("local", cluster.variables(), Path(folder), {}, cluster)
+        slices = [published(node.name) for node in nodes]
+        everything = {"apiVersion": "v1", "kind": "List", "items": [CLASS, *slices]}
+        found.kubectl("apply", "-f", "-", stdin=json.dumps(everything))
+        values = Path(folder) / "values.json"
+        values.write_text(json.dumps({"statusIntervalSeconds": 1, "dra": {"enabled": True}} | system_values()))
+        found.helm(
+            "install", "trainium-operator", str(ROOT / "helm" / "trainium-operator"), "-n", "trainium-system",
+            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
+        )  # fmt: skip
+        yield found
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+def claims(job: Job) -> dict[str, list[tuple[str, str]]]:
+    """Pod of the job -> pool and device of everything that its claim holds."""
+    found = {}
+    for claim in job.site.get("resourceclaims", "-n", job.namespace)["items"]:
+        (owner,) = claim["metadata"]["ownerReferences"]
+        if not owner["name"].startswith(f"{job.name}-w-"):
+            continue
+        allocation = (claim.get("status") or {}).get("allocation") or {"devices": {}}
+        results = allocation["devices"].get("results") or []
+        found[owner["name"]] = [(each["pool"], each["device"]) for each in results]
+    return found
+
+
+def templates(job: Job) -> list[str]:
+    items = job.site.get("resourceclaimtemplates", "-n", job.namespace, "-l", f"trainium.dev/job-name={job.name}")
+    return sorted(item["metadata"]["name"] for item in items["items"])
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next(
+        (each for each in status.get("conditions") or () if each["type"] == kind), {"status": "", "message": ""}
+    )
+
+
+def taint(site: Site, node: str, **tainted: str) -> None:
+    """The driver finds something wrong with devices of a node, or nothing any more."""
+    site.kubectl("apply", "-f", "-", stdin=json.dumps(published(node, tainted)))
+
+
+def end(job: Job) -> None:
+    job.delete()
+    until(lambda: not claims(job), "the devices are given back")
+
+
+def test_a_job_with_claims_trains_on_the_devices_that_the_scheduler_gave_it(site: Site) -> None:
+    job = Job(site, "default", "claims", CLAIMING).apply()
+    job.until_step(5)
+    held = claims(job)
+    pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
+    assert held.keys() == pods.keys()
+    for pod, node in pods.items():
+        assert sorted(held[pod]) == sorted((node, f"neurondevice{at}") for at in range(DEVICES))
+    (template,) = templates(job)
+    spec = site.get("resourceclaimtemplate", template, "-n", "default")["spec"]["spec"]["devices"]
+    assert spec["requests"][0]["exactly"]["count"] == DEVICES
+    assert spec["constraints"] == [{"requests": ["neuron"], "matchAttribute": "resource.aws.com/devicegroup16_id"}]
+    job.until_phase("Completed")
+    end(job)
+
+
+def test_a_worker_whose_device_is_tainted_is_replaced_on_another_node_and_its_node_is_not_blamed(site: Site) -> None:
+    job = Job(site, "default", "tainted", ENDLESS).apply()
+    job.until_step(10)
+    victim = job.members()[1]
+    before = victim["nodeName"]
+    taint(site, before, neurondevice3="NoExecute")
+
+    entry = job.until_recovered(seconds=120)
+
+    assert (entry["cause"], entry["stepsLost"]) == ("DeviceTainted", 0)
+    assert before not in {member["nodeName"] for member in job.members()}
+    status = job.status()
+    assert status.get("failures") in (None, []), "nobody's failure: nothing is charged"
+    assert status.get("avoidedNodes") in (None, [])
+    assert all(pool != before for devices in claims(job).values() for pool, _ in devices)
+    taint(site, before)
+    end(job)
+
+
+def test_a_worker_of_some_devices_moves_to_others_of_its_node(site: Site) -> None:
+    """Two nodes are cordoned by taints of all their devices, so only the other half of the same node is left."""
+    job = Job(site, "default", "half", SHARED).apply()
+    job.until_step(5)
+    (node,) = {member["nodeName"] for member in job.members()}
+    others = [item["spec"]["nodeName"] for item in site.get("resourceslices")["items"]]
+    for other in set(others) - {node}:
+        taint(site, other, **{f"neurondevice{at}": "NoSchedule" for at in range(DEVICES)})
+    (held,) = claims(job).values()
+    taint(site, node, **{held[0][1]: "NoExecute"})
+
+    entry = job.until_recovered(seconds=120)
+
+    assert entry["cause"] == "DeviceTainted"
+    (after,) = [devices for devices in claims(job).values() if devices]
+    assert {pool for pool, _ in after} == {node}
+    assert held[0] not in after
+    for other in others:
+        taint(site, other)
+    end(job)
+
+
+def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: Site) -> None:
+    first = Job(site, "default", "first", ENDLESS).apply()
+    first.until_step(3)
+    second = Job(site, "default", "second", ENDLESS).apply()
+
+    def message(status: dict[str, Any]) -> str:
+        text: str = condition(status, "PodsReady")["message"]
+        return text
+
+    status = second.until("a count of free nodes", lambda status: "16 free devices: 0 of 3" in message(status), 60)
+    assert "cannot be scheduled" in message(status)
+    end(first)
+    second.until_step(3)
+    end(second)
+
+
+def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> None:
+    job = Job(site, "default", "shape", ENDLESS).apply()
+    job.until_step(3)
+    (old,) = templates(job)
+    job.suspend()
+    job.until_phase("Suspended")
+    change = {"spec": {"workers": {"accelerator": {"claim": {"connected": False}}}}}
+    job.site.kubectl("patch", "trainingjob", job.name, "-n", "default", "--type=merge", "-p", json.dumps(change))
+    until(lambda: len(templates(job)) == 1 and old not in templates(job), "the old one is removed")
+    job.suspend(yes=False)
+    job.until_step(job.log.newest + 3)
+    end(job)
+
+
+def test_a_template_of_somebody_else_is_left_alone_and_the_job_says_so(site: Site) -> None:
+    job = Job(site, "default", "foreign", ENDLESS).apply()
+    job.until_step(2)
+    (name,) = templates(job)
+    mine = site.get("resourceclaimtemplate", name, "-n", "default")
+    end(job)
+    until(lambda: not templates(job), "it went with its job")
+    metadata = {"name": name, "namespace": "default", "labels": mine["metadata"]["labels"]}
+    foreign = {**mine, "metadata": metadata}
+    site.kubectl("apply", "-f", "-", stdin=json.dumps(foreign))
+    again = Job(site, "default", "foreign", ENDLESS).apply()
+    status = again.until(
+        "its name is taken", lambda status: condition(status, "PodsReady").get("reason") == "NameTaken", 60
+    )
+    assert (
+        f"ResourceClaimTemplate {name} exists and does not belong to this job"
+        in condition(status, "PodsReady")["message"]
+    )
+    assert again.pods() == []
+    site.kubectl("delete", "resourceclaimtemplate", name, "-n", "default")
+    again.until_phase("Running")
+    end(again)

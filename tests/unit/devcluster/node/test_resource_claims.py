@@ -1,0 +1,68 @@
+"""A pod with claims waits on its node until each is there, allocated, and reserved for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_devcluster.node.api.client import ApiError
+from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
+
+if TYPE_CHECKING:
+    from trainium_devcluster.node.api.client import Api
+
+
+class Claims:
+    """As much of an API server as has claims."""
+
+    def __init__(self, **claims: dict[str, Any]) -> None:
+        self._claims = claims
+
+    async def get(self, path: str) -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        assert path == f"/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{name}"
+        if name not in self._claims:
+            raise ApiError(404, "NotFound", f'resourceclaims "{name}" not found')
+        return {"metadata": {"name": name}, "status": self._claims[name]}
+
+
+def pod(claims: list[dict[str, str]], made: list[dict[str, str]] | None = None) -> dict[str, Any]:
+    metadata = {"name": "w-0", "namespace": "default", "uid": "u"}
+    return {"metadata": metadata, "spec": {"resourceClaims": claims}, "status": {"resourceClaimStatuses": made or []}}
+
+
+TEMPLATED = [{"name": "neuron", "resourceClaimTemplateName": "t"}]
+MADE = [{"name": "neuron", "resourceClaimName": "c"}]
+ALLOCATED = {"allocation": {"devices": {}}, "reservedFor": [{"resource": "pods", "uid": "u"}]}
+
+
+async def checked(pod: dict[str, Any], **claims: dict[str, Any]) -> None:
+    api: Api = Claims(**claims)  # type: ignore[assignment]
+    await check_claims(api, pod)
+
+
+async def test_a_pod_starts_with_claims_that_are_its_own_and_without_any() -> None:
+    await checked(pod(TEMPLATED, MADE), c=ALLOCATED)
+    await checked(pod([{"name": "neuron", "resourceClaimName": "c"}]), c=ALLOCATED)
+    await checked(pod([]))
+
+
+@pytest.mark.parametrize(
+    ("made", "status", "sentence"),
+    [
+        ([], None, "the resource claim of neuron has not been made yet"),
+        (MADE, None, 'resource claim c: .*"c" not found'),
+        (MADE, {}, "resource claim c is not allocated"),
+        (
+            MADE,
+            {**ALLOCATED, "reservedFor": [{"resource": "pods", "uid": "other"}]},
+            "resource claim c is not reserved for pod default/w-0",
+        ),
+    ],
+)
+async def test_a_pod_waits_for_its_claims_with_a_sentence(
+    made: list[dict[str, str]], status: dict[str, Any] | None, sentence: str
+) -> None:
+    with pytest.raises(ClaimError, match=sentence):
+        await checked(pod(TEMPLATED, made), **({} if status is None else {"c": status}))
