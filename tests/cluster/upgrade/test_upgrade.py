@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.xdist_
 TRAINING = (
     "trainer: {steps: 100000, data: {sequenceLength: 32}}\nrecovery: {budgets: {infrastructure: {maxFailures: 50}}}"
 )
-PACED = {"TRAINIUM_RANK_ENTRY": "trainium_paced:main", "TRAINIUM_TEST_PACE": "0.25"}
+PACED = {"TRAINIUM_RANK_ENTRY": "trainium_paced:main", "TRAINIUM_TEST_PACE": "0.5"}
 SPACE = "upgrade"
 
 
@@ -60,7 +60,7 @@ class Story:
         """uid -> name."""
         return {member["podUid"]: member["podName"] for member in self.job.members()}
 
-    def goes_on(self, steps: int = 4) -> None:
+    def goes_on(self, steps: int = 2) -> None:
         """Steps are made now."""
         self.job.log.refresh()
         self.job.until_step(self.job.log.newest + steps)
@@ -180,7 +180,7 @@ def test_a_job_trains_through_an_upgrade_and_back_with_a_fault_in_each_stage(rel
     releases.upgrade()
     releases.until_rolled_out(NEW)
     job.suspend(yes=False)
-    story.goes_on(10)
+    story.goes_on(5)
     assert story.images() == {f"trainium-trainer:{NEW}"}, "a job takes the new trainer when it is resumed"
     releases.say("suspended, upgraded, resumed: this version's trainer goes on from the other's checkpoint")
     job.suspend()
@@ -189,7 +189,7 @@ def test_a_job_trains_through_an_upgrade_and_back_with_a_fault_in_each_stage(rel
     losses = job.losses()
     assert every_sample_once(job.folder, max(losses), 12)
     undisturbed = Job(releases.site, SPACE, "undisturbed", TRAINING).apply()
-    undisturbed.until_step(max(losses))
+    undisturbed.until_step(max(losses), 500)
     reference = undisturbed.losses()
     assert losses == {step: reference[step] for step in losses}
     releases.keep_story()
