@@ -35,7 +35,8 @@ class Previous:
     @property
     def modules(self) -> tuple[Path, ...]:
         """What comes first on the path of a program of that version."""
-        return tuple(self.folder / room for room in ("contract", "operator", "trainer_image", "client"))
+        rooms = (self.folder / room for room in ("contract", "operator", "trainer_image", "client"))
+        return tuple(room for room in rooms if room.is_dir())
 
     @property
     def chart(self) -> Path:
