@@ -7,6 +7,9 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+LATER = "later"
+"""Mark of a field whose default the definition does not store, see `later`."""
+
 
 class ContractModel(BaseModel):
     """Base of every contract model; instances are immutable and hashable by value where their fields are."""
@@ -30,6 +33,16 @@ class ContractModel(BaseModel):
         mypy knows the fields of each model, and their types (`scripts/mypy_replaced.py`): a misspelt one is an error.
         """
         return self.model_copy(update=changes)
+
+
+def later(default: Any, **bounds: Any) -> Any:
+    """The default of a field of the spec that came after the first version, and its bounds.
+
+    A version from before knows no such field: it can neither begin a job that has one nor read a configuration that
+    does. So the field is stored, and written into the trainer's configuration, only where it says something else than
+    its default, which stands for what that version does and never changes.
+    """
+    return Field(default, exclude_if=lambda value: value == default, json_schema_extra={LATER: True}, **bounds)
 
 
 class MessageModel(ContractModel):

@@ -24,6 +24,7 @@ from trainium_devcluster.faults import Faults
 from trainium_devcluster.fleet.fake_nodes import Fleet
 from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, name_reserved
+from trainium_devcluster.node.spec.images import write_image
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
 from trainium_devcluster.progress import Write, silent
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
@@ -254,6 +255,12 @@ class Cluster:
                 lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
                 last = lines[-1] if lines else "nothing"
                 raise ClusterError(f"Node {name!r} ended with code {nodes[name]['code']}; {log} ends: {last}")
+
+    # --- images ------------------------------------------------------------------------------------------------------
+
+    def set_image(self, image: str, modules: Sequence[Path] | None) -> None:
+        """Let containers of this image read these folders of modules first; None: it cannot be pulled any more."""
+        write_image(self.paths.images, image, modules)
 
     # --- supervisor --------------------------------------------------------------------------------------------------
 

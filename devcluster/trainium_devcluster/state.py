@@ -153,6 +153,11 @@ class ClusterPaths:
         """An empty file; where it is, the folder outlives the cluster."""
         return self.root / "keep"
 
+    @property
+    def images(self) -> Path:
+        """Images that have modules of their own, or cannot be pulled; one file each."""
+        return self.root / "images"
+
     def node(self, name: str) -> Path:
         """The folder of one node."""
         return self.root / "nodes" / name

@@ -38,6 +38,7 @@ from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.fleet.fleet_reconciler import Fleet, FleetMeter
 from trainium_operator.cluster.lease import LeaseElector
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
@@ -174,7 +175,15 @@ class Runtime:
             caches=self.caches,
             observer=observer,
             plan=self._plan,
-            executor=Executor(self.acting, self.caches, self.recorder, self.state, refusals, Destruction(clock)),
+            executor=Executor(
+                self.acting,
+                self.caches,
+                self.recorder,
+                self.state,
+                refusals,
+                Destruction(clock),
+                UndeclaredFields(clock),
+            ),
             recorder=self.recorder,
             meter=FleetMeter(self.metrics, self.fleet),
             pace=self.pace,

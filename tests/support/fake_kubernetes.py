@@ -77,6 +77,8 @@ class FakeCluster:
         self._compacted = 0
         self._watches: list[_Watch] = []
         self._applied: dict[tuple[str, str, str, str], set[tuple[str, ...]]] = {}
+        self.undeclared: set[str] = set()
+        """Fields, as `status.gang.group`, that the definition lacks: an apply that names one is refused."""
 
     @property
     def now(self) -> str:
@@ -309,6 +311,14 @@ class FakeCluster:
             if subresource == "status"
             else {part: value for part, value in body.items() if part != "status"}
         )
+        named = sorted(
+            ".".join(path)
+            for path in _leaves(wanted)
+            if self.undeclared & {".".join(path[:end]) for end in range(len(path) + 1)}
+        )
+        if named:
+            lines = "".join(f"\n  .{path}: field not declared in schema" for path in named)
+            return refuse(500, "InternalError", f"failed to create typed patch object: errors:{lines}")
         owned = self._applied.get((*key, manager + subresource), set())
         result = _copied(current)
         for path in owned - _leaves(wanted):

@@ -1,19 +1,23 @@
 """The CustomResourceDefinition, generated from the pydantic models of `job.py`; files beside it add the CEL rules.
 
 The result is plain JSON-ready data (the operator's `generate` module writes it as YAML). Invariants of the schema:
-structural (no references, no alternatives), closed (an unknown field is an error under kubectl's strict validation),
-bounded (so that the cost of the rules can be estimated), and every field has a description; a model that breaks one
-of these stops the generation with a sentence.
+structural (no references, no alternatives), closed but for the status (an unknown field is an error under kubectl's
+strict validation), bounded (so that the cost of the rules can be estimated), and every field has a description; a model
+that breaks one of these stops the generation with a sentence.
 
 Defaults of the spec are in the schema, so that they are stored with the job when it is created: an upgrade of the
-operator with other defaults does not change a job that is training. The status is lenient where the spec is strict:
-its enumerations are plain strings, so that a newer operator can report to an older definition.
+operator with other defaults does not change a job that is training. Those of fields that came `later` are not: a job
+that says nothing of them must be one that an operator of the version before can begin. The status is lenient where the
+spec is strict: its enumerations are plain strings, and its objects take fields that the schema does not name, so that
+an operator of another version can report to it: the API server refuses the whole of a status with one field too many.
 """
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.base import LATER
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
 from trainium_contract.definition.claim_rules import CLAIM_RULES
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
@@ -175,7 +179,10 @@ class _Writer:
         written |= {key: node[key] for key in _KEPT if key in node}
         _exclusive(node, written)
         written["description"] += _range(node)
-        if self._strict and node.get("type") not in {"object", "array"} and node.get("default") is not None:
+        if node.get(LATER):  # what is not stored has nothing else that tells it
+            written["description"] += f" Default: {json.dumps(node['default'])}."
+        stored = self._strict and not node.get(LATER) and node.get("type") not in {"object", "array"}
+        if stored and node.get("default") is not None:
             written["default"] = node["default"]
         return written
 
@@ -198,7 +205,9 @@ class _Writer:
             written["properties"] = children
             if "required" in node:
                 written["required"] = node["required"]
-            if self._strict and path != "spec":
+            if not self._strict:
+                written["x-kubernetes-preserve-unknown-fields"] = True
+            elif path != "spec":
                 written |= _object_default(node, children)
         elif isinstance(values, dict):
             if "maxProperties" not in node:
@@ -213,7 +222,7 @@ class _Writer:
             raise SchemaError(f"{path}: the list has no bound; add Field(max_length=...)")
         described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | node["items"]
         written["items"] = self.schema(described, f"{path}[]")
-        if self._strict and path.startswith(_PINNED_LISTS) and node.get("default"):
+        if self._strict and not node.get(LATER) and path.startswith(_PINNED_LISTS) and node.get("default"):
             written["default"] = node["default"]
         keys = _LIST_KEYS.get(path)
         written["x-kubernetes-list-type"] = "map" if keys else "atomic"

@@ -233,13 +233,14 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
+        "!has(self.trainer.batch.tolerance) || self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
         "trainer.batch.tolerance must be 0 with elasticity.sizes Even, which allows no size at which the global batch "
         "does not come out even: leave tolerance out, or set elasticity.sizes to Any",
         ".trainer.batch.tolerance",
     ),
     Rule(
-        "self.trainer.batch.tolerance == 0.0 || self.trainer.data.tokenization != 'Online'",
+        "!has(self.trainer.batch.tolerance) || self.trainer.batch.tolerance == 0.0 || "
+        "self.trainer.data.tokenization != 'Online'",
         "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
         "is a stream of its own: set tokenization to Ahead, or leave tolerance out",
         ".trainer.batch.tolerance",

@@ -11,7 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, later
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.artifacts import ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
@@ -44,7 +44,7 @@ class BatchConfig(ContractModel):
     """Samples of one optimizer step over all data-parallel ranks."""
     micro_size: PositiveInt = 1
     """Samples of one forward and backward pass of one data-parallel rank."""
-    tolerance: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    tolerance: float = later(0.0, ge=0, le=0.5)
     """Share of globalSize by which the batch of a step may differ, so that every rank's passes are full: a step then
     takes the nearest number of samples that comes out even at the present size. `steps`, epochs and the schedule
     still count globalSize samples each, and a run ends with the same sample. 0: always globalSize."""

@@ -43,6 +43,7 @@ class NodeOptions:
     serving_ca_cert: Path | None
     serving_ca_key: Path | None
     claims_dir: Path
+    images_dir: Path
     heartbeat_seconds: float
 
 
@@ -79,6 +80,7 @@ def parse(argv: list[str]) -> NodeOptions:
         "--heartbeat", type=float, default=10.0, metavar="SECONDS", help="how often the node shows that it lives"
     )
     parser.add_argument("--claims-dir", type=Path, default=None, help="where claims of our storage class live")
+    parser.add_argument("--images-dir", type=Path, default=None, help="modules of images that have their own")
     return _checked(parser, parser.parse_args(argv))
 
 
@@ -121,6 +123,7 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NodeO
         serving_ca_cert=args.serving_ca_cert,
         serving_ca_key=args.serving_ca_key,
         claims_dir=(args.claims_dir or state.parent / "claims").absolute(),
+        images_dir=(args.images_dir or state.parent / "images").absolute(),
         heartbeat_seconds=args.heartbeat,
     )
 

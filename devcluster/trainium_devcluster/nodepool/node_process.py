@@ -31,6 +31,7 @@ def node_command(
     command = [sys.executable, "-m", "trainium_devcluster.node"]
     command += ["--name", spec.name, "--kubeconfig", str(folder / "kubeconfig"), "--state-dir", str(folder)]
     command += ["--control-socket", str(paths.node_socket(spec.name)), "--venv-bin", str(venv_bin)]
+    command += ["--images-dir", str(paths.images)]
     command += ["--api-server", f"{HOST}:{ports.apiserver}", "--client-ca", str(paths.pki / "ca.crt")]
     command += ["--serving-ca-cert", str(paths.pki / "ca.crt"), "--serving-ca-key", str(paths.pki / "ca.key")]
     command += ["--neuron", str(spec.neuron), "--efa", str(spec.efa), "--cpu", spec.cpu, "--memory", spec.memory]

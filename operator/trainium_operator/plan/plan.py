@@ -44,6 +44,7 @@ from trainium_operator.plan.report.write_throttle import write_due
 from trainium_operator.plan.view.clock_skew import in_the_present
 from trainium_operator.plan.view.facts import sort_facts
 from trainium_operator.plan.view.grant import Stand
+from trainium_operator.plan.view.image_of_run import with_image_of_run
 from trainium_operator.plan.view.quota_sizes import size_within
 from trainium_operator.plan.view.size import decide_size
 
@@ -64,6 +65,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         return Plan(status=job.status)
     observed = in_the_present(observed)
     job = observed.job
+    settings = with_image_of_run(observed, settings)
     facts = sort_facts(observed, settings, decide_size(job.spec))
     if is_terminal(job.status):
         ended = (*clean_up(facts, job.status), *end_quota(facts, job.status))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, later
 from trainium_contract.definition.crd import SchemaError, custom_resource_definition, model_schema, object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
@@ -66,15 +66,45 @@ def test_every_text_list_and_map_of_the_spec_and_status_is_bounded(path: str, no
         assert "maxProperties" in node
 
 
-def test_no_object_but_the_pod_template_takes_unknown_fields() -> None:
-    free = [path for path, node in NODES if node.get("x-kubernetes-preserve-unknown-fields")]
-    assert free == [".spec.workers.template"]
+def test_a_field_that_came_later_is_stored_and_written_only_where_it_says_something() -> None:
+    class Batch(ContractModel):
+        """Sizes."""
+
+        size: int = 8
+        """First."""
+        tolerance: float = later(0.0, ge=0, le=0.5)
+        """Later."""
+
+    schema = model_schema(Batch, "spec.batch", strict=True)
+    assert "default" in schema["properties"]["size"]
+    found = schema["properties"]["tolerance"]
+    assert "default" not in found
+    assert found["description"] == "Later. Range: 0 to 0.5. Default: 0.0."
+    assert Batch().tolerance == 0.0
+    assert Batch.model_validate({"tolerance": 0.0}).to_wire() == {"size": 8}
+    assert Batch(tolerance=0.1).to_wire() == {"size": 8, "tolerance": 0.1}
+    assert not model_schema(Later, "spec.later", strict=True).get("default"), "nor is an object of such fields"
+
+
+class Later(ContractModel):
+    """All of it came later."""
+
+    names: tuple[Annotated[str, Field(max_length=9)], ...] = later((), max_length=4)
+    """Names."""
+    speed: int = later(3)
+    """Speed."""
+
+
+def test_of_the_spec_no_object_but_the_pod_template_takes_unknown_fields_and_of_the_status_every_one_does() -> None:
+    free = {path for path, node in NODES if node.get("x-kubernetes-preserve-unknown-fields")}
+    status = {path for path, node in NODES if path.startswith(".status") and "properties" in node}
+    assert free == {".spec.workers.template"} | status
     open_ended = [
         path
         for path, node in NODES
         if node["type"] == "object" and not node.get("properties") and "additionalProperties" not in node
     ]
-    assert open_ended == free
+    assert open_ended == [".spec.workers.template"]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from virtual_time import run_virtual
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
+from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.cache.lenient import readable_spec
+from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, places_in
 from trainium_operator.coordinator.reading import read_message
 
 if TYPE_CHECKING:
@@ -92,6 +94,51 @@ def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
         await older.kill()
 
     scenario(then)
+
+
+def test_a_job_is_recovered_while_the_definition_lacks_what_this_operator_tells() -> None:
+    """The API server refuses the whole of a status with one field too many; found by an upgrade on a real one."""
+
+    async def then(cluster: FakeCluster, _process: OperatorProcess, workers: Workers) -> None:
+        cluster.undeclared = {"status.activity", "status.membership.batch", "status.goodput.sizes"}
+        workers.kill_pod("llama-w-0")
+        step = workers.step
+        await until(lambda: workers.step > step + 5, 120, "it trains again")
+        await until(lambda: "recoveredSeconds" in told(cluster)["history"][-1], 120, "it is told")
+        assert told(cluster)["membership"]["generation"] == 2
+        cluster.undeclared = set()
+        cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("activity"))
+        await until(lambda: "activity" in told(cluster), 120, "what was left out is written once it may be")
+
+    scenario(then)
+
+
+def told(cluster: FakeCluster) -> dict[str, Any]:
+    status: dict[str, Any] = cluster.get(JOBS, "default", "llama")["status"]
+    return status
+
+
+def test_a_refusal_names_the_fields_to_leave_out_and_no_other_is() -> None:
+    one = "failed to create typed patch object (a/b; trainium.dev/v1alpha1, Kind=TrainingJob): "
+    many = (
+        f"{one}errors:\n  .status.history[0].rungV9: field not declared in schema\n"
+        '  .status.conditions[type="Ready"].since: field not declared in schema\n'
+        "  .status.zzz: field not declared in schema"
+    )
+    assert places_in(f"{one}.status.gang.group: field not declared in schema") == {("gang", "group")}
+    assert places_in(many) == {("history", "rungV9"), ("conditions", "since"), ("zzz",)}
+    assert places_in(f"{one}.spec.x: field not declared in schema") == frozenset()
+    now = [0.0]
+    undeclared = UndeclaredFields(lambda: now[0])
+    status = {"history": [{"rungV9": 1, "at": 2}, {"at": 3}], "zzz": {"a": 1}, "gang": {}, "phase": "Running"}
+    assert undeclared.without(status) == status
+    assert undeclared.learn(UndeclaredFieldError(many))
+    left = {"history": [{"at": 2}, {"at": 3}], "gang": {}, "phase": "Running"}
+    assert undeclared.without(status) == left
+    assert not undeclared.learn(UndeclaredFieldError(many)), "nothing new: to try again is in vain"
+    now[0] = FOR_SECONDS
+    assert undeclared.without(status) == status, "a newer definition may have come"
+    assert undeclared.learn(UndeclaredFieldError(many))
 
 
 def test_a_job_that_has_not_begun_waits_for_an_operator_that_knows_what_it_asks_for() -> None:

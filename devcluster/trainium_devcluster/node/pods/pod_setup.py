@@ -1,7 +1,7 @@
 """Everything around a pod's containers: its directory, volumes, hosts file, and the command line of each container.
 
 Invariants: all of it lies in one directory named after the pod's uid, which `remove` removes; a container is started
-only with a complete configuration, else it waits as CreateContainerConfigError.
+only with a complete configuration, else it waits as CreateContainerConfigError, and with its image (ImagePullBackOff).
 """
 
 from collections.abc import Callable
@@ -17,12 +17,13 @@ from trainium_devcluster.node.pods.node_context import NodeServices
 from trainium_devcluster.node.pods.probe_actions import CheckTarget, Execute
 from trainium_devcluster.node.processes.launcher_client import ADDABLE_CAPABILITIES, CAPABILITIES, Command
 from trainium_devcluster.node.processes.programs import shown_again
-from trainium_devcluster.node.spec import environment, mounts, unsupported_fields
+from trainium_devcluster.node.spec import environment, images, mounts, unsupported_fields
 from trainium_devcluster.node.spec.downward_api import PodFacts
 from trainium_devcluster.node.spec.environment import ConfigError
 from trainium_devcluster.node.volumes.volumes import PodVolumes
 
 _CONFIG_RETRY = 1.0  # seconds
+_PULL_RETRY = 2.0
 _MAX_HOSTNAME = 63
 
 
@@ -69,6 +70,10 @@ class PodSetup:
             container.emit(Severity.WARNING, "Failed", f"Error: {error}", container.name)
             container.wait_for("CreateContainerConfigError", str(error))
             return _CONFIG_RETRY
+        except images.PullError as error:
+            container.emit(Severity.WARNING, "Failed", f"Failed to pull image: {error}", container.name)
+            container.wait_for("ImagePullBackOff", f"Back-off pulling image: {error}")
+            return _PULL_RETRY
         await container.start(command, str(termination_log))
         return None
 
@@ -88,6 +93,7 @@ class PodSetup:
         spec, pod = container.spec, self.pod()
         if complaint := unsupported_fields.runs_as_root(pod, spec):
             raise ConfigError(complaint)
+        image = images.read_image(self.services.options.images_dir, spec.get("image", ""))
         found: dict[tuple[str, str], Json | None] = {}
         for plural, wanted in environment.references(spec):
             # A change of the object has no effect on a running container; the volumes' listener is woken for nothing.
@@ -97,7 +103,7 @@ class PodSetup:
         links = pod["spec"].get("enableServiceLinks", True)
         views = self.services.directory.views(namespace(pod)) if links else []
         variables = environment.build(spec, self._facts(), lambda plural, key: found.get((plural, key)), views)
-        env = self.services.base_environment(self.hostname) | variables
+        env = self.services.base_environment(self.hostname) | image.environment() | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.begun)}"
         run_folder.mkdir(parents=True, exist_ok=True)
         termination_log = run_folder / "termination-log"
@@ -106,7 +112,7 @@ class PodSetup:
         volume_mounts = mounts.volume_mounts(spec, self.volumes.paths, env)
         own = mounts.own_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
         state_dir = str(self.services.options.state_dir)
-        programs = shown_again(volume_mounts, self.services.programs, state_dir)
+        programs = shown_again(volume_mounts, (*self.services.programs, *image.modules), state_dir)
         context = spec.get("securityContext") or {}
         return (
             Command(

@@ -52,6 +52,11 @@ class InvalidError(ApiError):
     """400 or 422: the object itself is wrong; repeating does not help."""
 
 
+class UndeclaredFieldError(ApiError):
+    """500 to a server-side apply: it has a field that the installed definition lacks; repeating does not help."""
+
+
+_UNDECLARED = "field not declared in schema"
 _BY_STATUS: dict[int, type[ApiError]] = {
     400: InvalidError,
     401: UnauthorizedError,
@@ -68,5 +73,7 @@ def error_of(status: int, reason: str, message: str) -> ApiError:
     """The error of an HTTP status >= 400 and the `reason` of the `Status` object that came with it."""
     if status == 409 and reason == "AlreadyExists":
         return AlreadyExistsError(message, status=status, reason=reason)
+    if status == 500 and _UNDECLARED in message:
+        return UndeclaredFieldError(message, status=status, reason=reason)
     kind = UnavailableError if status >= 500 else _BY_STATUS.get(status, ApiError)
     return kind(message, status=status, reason=reason)

@@ -151,6 +151,7 @@ def pod_view(raw: Json) -> PodView:
         finished=_seconds_or_none(terminated, "finishedAt"),
         template_hash=annotations.get(ANNOTATION_TEMPLATE_HASH, ""),
         kept_from=frozenset(filter(None, str(annotations.get(ANNOTATION_KEPT_FROM, "")).split(","))),
+        image=_image(raw.get("spec") or {}),
         gang=annotations.get(ANNOTATION_GROUP, ""),
         pod_set=metadata.get("labels", {}).get(LABEL_POD_SET, ""),
         extra=LABEL_EXTRA in metadata.get("labels", {}),
@@ -262,6 +263,11 @@ def _worker_states(spec: Json, status: Json) -> tuple[Json, Json]:
     statuses = status.get("containerStatuses") or ()
     state: Json = next((each.get("state") or {} for each in statuses if each["name"] == first), {})
     return state.get("terminated") or {}, state.get("waiting") or {}
+
+
+def _image(spec: Json) -> str:
+    """Image of the worker container, the first of the spec."""
+    return intern(next((str(container.get("image", "")) for container in spec.get("containers") or ()), ""))
 
 
 def _most_telling(status: Json, terminated: Json, waiting: Json) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from trainium_operator.cluster.api.errors import (
     InvalidError,
     NotFoundError,
     NotOursError,
+    UndeclaredFieldError,
 )
 from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
@@ -40,6 +41,7 @@ from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBa
 from trainium_operator.cluster.execute.device_writes import drop_template
 from trainium_operator.cluster.execute.events import Note
 from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
+from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
@@ -97,7 +99,9 @@ class Executor:
         publisher: Publisher,
         refusals: Refusals | None = None,
         destruction: Destruction | None = None,
+        undeclared: UndeclaredFields | None = None,
     ) -> None:
+        self._undeclared = undeclared or UndeclaredFields(lambda: 0.0)
         self._destruction = destruction or Destruction(lambda: 0.0)
         self._refusals = refusals or Refusals(lambda: 0.0)
         self._api = api
@@ -146,13 +150,24 @@ class Executor:
         self._refusals.accepted(job.uid)
 
     async def _write_status(self, job: JobView, plan: Plan) -> None:
-        body = {"metadata": {"resourceVersion": job.resource_version}, "status": plan.status.to_wire()}
+        status = plan.status.to_wire()
         try:
-            raw = await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status")
+            raw = await self._apply_status(job, status)
         except (ConflictError, NotFoundError):
             await self._refresh(job)
             raise
         self._caches.jobs.write_through(raw)
+
+    async def _apply_status(self, job: JobView, status: Json) -> Json:
+        """A refusal names some of the fields that the definition lacks, not always all."""
+        version = {"resourceVersion": job.resource_version}
+        while True:
+            body = {"metadata": version, "status": self._undeclared.without(status)}
+            try:
+                return await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status")
+            except UndeclaredFieldError as error:
+                if not self._undeclared.learn(error):
+                    raise
 
     async def _refresh(self, job: JobView) -> None:
         """Our copy of the job was old: the next plan must not work from it again."""

@@ -30,6 +30,9 @@ Json = dict[str, Any]
 
 WORKER_CONTAINER = "worker"
 PRECOMPILE_CONTAINER = "precompile"
+TEMPLATE_REVISION = 0
+"""Counts changes of this module by which the same job gets other pods (a test says when). They are no user's doing, so
+an upgrade of the operator replaces no pod for them, and calls none outdated."""
 _OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 _TOKEN_SECONDS = 3600
 _EXIT_MARGIN_SECONDS = 10
@@ -111,7 +114,8 @@ def pod_template(job: JobView, settings: PlanSettings) -> Json:
         "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
         "spec": {**spec, "restartPolicy": "Never"},
     }
-    body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = content_hash(body)
+    revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
+    body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = revision + content_hash(body)
     return body
 
 
@@ -119,6 +123,18 @@ def template_hash(job: JobView, settings: PlanSettings) -> str:
     """The digest that pods made now carry."""
     digest: str = pod_template(job, settings)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
     return digest
+
+
+def is_outdated(made_with: str, wanted: str) -> bool:
+    """Whether a pod with this digest was made before the job, or the operator's settings, said something else.
+
+    Digests of two revisions differ though nobody changed anything, so they say nothing.
+    """
+    return bool(made_with) and made_with != wanted and _revision(made_with) == _revision(wanted)
+
+
+def _revision(digest: str) -> str:
+    return digest.partition("-")[0] if "-" in digest else ""
 
 
 def _named(template: Json) -> Json:

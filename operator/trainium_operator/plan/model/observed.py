@@ -99,6 +99,8 @@ class PodView:
     """Value of the annotation `worker_env.ANNOTATION_TEMPLATE_HASH`."""
     kept_from: frozenset[str] = frozenset()
     """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_KEPT_FROM`)."""
+    image: str = ""
+    """Of the worker container."""
     gang: str = ""
     """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
     pod_set: str = ""

@@ -18,7 +18,7 @@ from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start
 from trainium_operator.plan.diagnose.node_health import members_to_move
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes, backoff_until, has_record_of, record_failure
-from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, worker_pods
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
@@ -112,7 +112,7 @@ def _has_left(facts: Facts, status: TrainingJobStatus, worker: Worker) -> bool:
 def _outdated(worker: Worker, wanted: str) -> bool:
     """It never ran and was made from another template: a corrected image or node selector must reach it."""
     pod = worker.pod
-    return pod.phase is PodPhase.PENDING and worker.agent is None and pod.template_hash not in ("", wanted)
+    return pod.phase is PodPhase.PENDING and worker.agent is None and is_outdated(pod.template_hash, wanted)
 
 
 def _waits_in_vain(worker: Worker, released: frozenset[str]) -> bool:

@@ -7,8 +7,15 @@ from plan_builders import NOW, SETTINGS, job, observed, planned, spec
 from trainium_contract.job import FailureRecord, TrainingJobStatus
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_operator.plan.manifests import config_maps
+from trainium_operator.plan.manifests.owned_object import content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
-from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.manifests.worker_pod import (
+    TEMPLATE_REVISION,
+    Avoided,
+    pod_template,
+    template_hash,
+    worker_pods,
+)
 from trainium_operator.plan.model.observed import PodPhase
 
 
@@ -251,6 +258,35 @@ def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kep
     result = planned(seen)
     assert deleted(result) == {"demo-w-0": None}
     assert planned(replace(seen, pods=pods[1:])) is not None
+
+
+def test_a_pending_pod_that_an_operator_with_another_idea_of_a_pod_made_is_left_alone() -> None:
+    from dataclasses import replace
+
+    from plan_builders import agent, created, deleted, pod
+
+    pods = (pod(0, phase=PodPhase.PENDING, template_hash="9-old"), *(pod(at, template_hash="9-b") for at in (1, 2, 3)))
+    seen = observed(
+        job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)), pods, {at: agent(at) for at in (1, 2, 3)}
+    )
+    result = planned(seen)
+    assert (deleted(result), created(result)) == ({}, [])
+    assert result.status.outdated_pods == 0
+    assert "TemplateChanged" not in [event.reason for event in result.events]
+    ours = replace(seen, pods=(replace(pods[0], template_hash="old"), *pods[1:]))
+    assert deleted(planned(ours)) == {"demo-w-0": None}
+
+
+def test_whoever_changes_what_a_pod_of_the_same_job_is_raises_the_revision_of_the_template() -> None:
+    """Set TEMPLATE_REVISION one higher and take the new digest: else an upgrade replaces pods that wait for a node."""
+    jobs = (
+        spec(),
+        spec(workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, image="mine:1"),
+        spec(precompile={"enabled": True}, checkpoint={"storage": {"hostPath": {"path": "/shared"}}}),
+        spec(workers={"template": {"spec": {"priority": 7}}}, recovery={"hang": {"stepFloorSeconds": 3}}),
+    )
+    digest = content_hash([pod_template(job(each), SETTINGS) for each in jobs])
+    assert (TEMPLATE_REVISION, digest) == (0, "1da8f1b51480ce85")
 
 
 def test_workers_of_one_job_stay_apart_beside_the_users_own_anti_affinity() -> None:

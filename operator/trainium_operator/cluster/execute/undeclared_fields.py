@@ -1,0 +1,73 @@
+"""Fields of a status that the installed definition does not have: an older one, or one from which they are gone.
+
+The API server refuses the whole of a server-side apply that names such a field, and without its status a job is planned
+no further. So what it names is left out and the rest is written. The whole is tried again now and then, because a
+newer definition may have come. Invariant: nothing is left out that no refusal named.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_operator.cluster.api.client import Json
+    from trainium_operator.cluster.api.errors import UndeclaredFieldError
+
+_log = logging.getLogger(__name__)
+
+FOR_SECONDS = 60.0
+_NAMED = re.compile(r"\.status((?:\.\w+|\[[^\]\n]*\])+): field not declared in schema")
+_ENTRY = re.compile(r"\[[^\]\n]*\]")
+_MOST = 256
+"""Places that are remembered; a definition that lacks more is none of ours."""
+
+_Place = tuple[str, ...]
+
+
+def places_in(refusal: str) -> frozenset[_Place]:
+    """The fields that the API server's sentence names, entries of a list taken together."""
+    return frozenset(tuple(_ENTRY.sub("", found).split(".")[1:]) for found in _NAMED.findall(refusal))
+
+
+class UndeclaredFields:
+    """What is left out of every status for now."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._places: frozenset[_Place] = frozenset()
+        self._until = 0.0
+        self._told: frozenset[_Place] = frozenset()
+
+    def without(self, status: Json) -> Json:
+        """The status without them; it is not changed itself."""
+        if self._clock() >= self._until:
+            self._places = frozenset()
+        for place in self._places:
+            status = _without(status, place)
+        return status
+
+    def learn(self, error: UndeclaredFieldError) -> bool:
+        """Take what the refusal names; False when that is nothing new, so that to try again is in vain."""
+        places = self._places | places_in(str(error))
+        if places == self._places or len(places) > _MOST:
+            return False
+        self._places, self._until = places, self._clock() + FOR_SECONDS
+        if not places <= self._told:
+            named = ", ".join(sorted(".".join(("status", *place)) for place in places))
+            _log.warning("the TrainingJob definition lacks %s: not written; apply the CRD of this version", named)
+            self._told |= places
+        return True
+
+
+def _without(value: Any, place: _Place) -> Any:
+    if isinstance(value, list):
+        return [_without(each, place) for each in value]
+    name, *rest = place
+    if not isinstance(value, dict) or name not in value:
+        return value
+    left = {key: inner for key, inner in value.items() if key != name}
+    return {**left, name: _without(value[name], tuple(rest))} if rest else left

@@ -1,0 +1,31 @@
+"""The trainer with steps of a steady length: a small model would be through its data before a roll-out has ended.
+
+What the workers of the test of upgrades run in place of the plain entry point, in both versions alike; losses are those
+of the plain trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+_STEP_SECONDS = float(os.environ.get("TRAINIUM_TEST_PACE", "0"))
+
+
+def main(argv: list[str]) -> Any:
+    """What the agent calls in each training process."""
+    from trainium_trainer import cli
+    from trainium_trainer.backends.native import NativeBackend
+
+    accumulate = NativeBackend.accumulate
+    ended = [time.monotonic()]
+
+    def paced(self: NativeBackend, batch: Any, *, last: bool) -> None:
+        accumulate(self, batch, last=last)
+        if last:
+            time.sleep(max(0.0, ended[0] + _STEP_SECONDS - time.monotonic()))
+            ended[0] = time.monotonic()
+
+    NativeBackend.accumulate = paced  # type: ignore[method-assign]
+    return cli.main(argv)

@@ -1,0 +1,67 @@
+"""New pods of a job run the version of the trainer that the others of it run, until none of them does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import SETTINGS, created, job, membership, observed, pod, running, spec, without
+
+from trainium_contract.job import TrainingJobStatus
+from trainium_operator.plan.model.actions import CreatePod
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.plan import plan
+from trainium_operator.plan.view.image_of_run import with_image_of_run
+
+NEWER = replace(SETTINGS, image="trainer:2")
+OLD, NEW = "trainer:1", "trainer:2"
+
+
+def chosen(*pods: Any, ranks: tuple[int, ...] = (), **changes: Any) -> str:
+    seen = observed(job(spec(**changes)), pods, {})
+    seen = replace(seen, membership=membership(*ranks) if ranks else None)
+    return with_image_of_run(seen, NEWER).image
+
+
+def test_the_workers_that_run_say_which_image_new_ones_get() -> None:
+    assert chosen() == NEW
+    assert chosen(pod(0, image=OLD), pod(1, image=NEW)) == OLD
+    assert chosen(pod(0, image=NEW), pod(1, image=OLD), ranks=(1,)) == OLD, "those that train before those that wait"
+    assert chosen(pod(0, image=OLD), pod(1, image=NEW), ranks=(7, 1)) == NEW, "of members those whose pods are there"
+
+
+@pytest.mark.parametrize("phase", [PodPhase.PENDING, PodPhase.FAILED, PodPhase.SUCCEEDED])
+def test_an_image_that_nobody_runs_is_forgotten(phase: PodPhase) -> None:
+    assert chosen(pod(0, image=OLD, phase=phase)) == NEW
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image": "mine:1"},
+        {"workers": {"template": {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}}},
+    ],
+)
+def test_an_image_that_the_job_names_is_nothing_that_an_operator_brings(changes: dict[str, Any]) -> None:
+    assert chosen(pod(0, image="mine:0"), **changes) == NEW
+
+
+def test_a_worker_that_is_lost_after_an_upgrade_is_replaced_by_one_of_the_same_version() -> None:
+    seen = running()
+    seen = replace(seen, pods=tuple(replace(each, image=OLD) for each in seen.pods))
+    made = plan(without(seen, 2), NEWER)
+    (manifest,) = (action.manifest for action in made.actions if isinstance(action, CreatePod))
+    assert manifest["spec"]["containers"][0]["image"] == OLD
+    assert plan(seen, NEWER).status.outdated_pods == 0
+
+
+def test_pods_that_never_ran_follow_a_corrected_default() -> None:
+    from trainium_operator.plan.manifests.worker_pod import template_hash
+
+    one = job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
+    made = template_hash(one, SETTINGS)
+    pods = tuple(pod(at, phase=PodPhase.PENDING, image=OLD, template_hash=made, node="") for at in range(4))
+    result = plan(observed(one, pods, {}), NEWER)
+    assert len([action for action in result.actions if type(action).__name__ == "DeletePod"]) == 4
+    assert len(created(result)) == 4
