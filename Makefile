@@ -5,8 +5,10 @@ NXD_VENV ?= .venv-nxd
 DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 CLUSTER ?= local
-# Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process.
-LANES ?= 0
+# Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process,
+# in which --pdb and -s work.
+LANES ?= 2
+IN_LANES = -n $(LANES) --dist loadgroup --no-loadscope-reorder
 TRIALS ?= 20
 ARGS ?=
 # The pinned helm renders the plain install, whatever helm is on PATH.
@@ -15,7 +17,7 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean
+.PHONY: help setup binaries more-binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -32,19 +34,22 @@ demo: binaries  ## A Llama model trained through faults on a real control plane 
 tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
 
-test: binaries  ## All tests, on a development cluster of their own
+more-binaries: binaries
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
 	@$(BIN)/trainium-devcluster binaries --kueue >/dev/null || echo "without Kueue the tests of queues are skipped"
-	@$(BIN)/python -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test: more-binaries  ## The tests of each change, on development clusters of their own, in LANES processes
+	@$(BIN)/python -m pytest $(IN_LANES) $(ARGS)
 
 test-fast: setup  ## The tests of pure functions, in a minute or two
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cluster" $(FAST) $(ARGS)
 
-test-long: setup  ## The property tests with TRIALS times as many examples, random ones: minutes to hours (docs/testing.md)
-	@TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 tests/unit tests/wire -m hypothesis $(ARGS)
+test-long: more-binaries  ## What needs minutes: long tests, then property tests with TRIALS times as many examples, random ones
+	@$(BIN)/python -m pytest $(IN_LANES) --ring=night $(ARGS)
+	@TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 --ring=all tests/unit tests/wire -m hypothesis $(ARGS)
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
-	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)
+	@$(BIN)/python -m pytest tests/cluster --ring=all --cluster=$(CLUSTER) $(ARGS)
 
 test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_xla 2.9 (NXD_SRC=<its checkout>/src)
 	@test -d "$(NXD_SRC)/neuronx_distributed" || { echo "NXD_SRC is to be the src folder of a checkout of neuronx-distributed (docs/backends.md)" >&2; exit 2; }
