@@ -17,7 +17,7 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries more-binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -34,19 +34,18 @@ demo: binaries  ## A Llama model trained through faults on a real control plane 
 tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
 
-more-binaries: binaries
+test: binaries  ## The tests of each change, on development clusters of their own, in LANES processes
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
-	@$(BIN)/trainium-devcluster binaries --kueue >/dev/null || echo "without Kueue the tests of queues are skipped"
-
-test: more-binaries  ## The tests of each change, on development clusters of their own, in LANES processes
 	@$(BIN)/python -m pytest $(IN_LANES) $(ARGS)
 
 test-fast: setup  ## The tests of pure functions, in a minute or two
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cluster" $(FAST) $(ARGS)
 
-test-long: more-binaries  ## What needs minutes: long tests, then property tests with TRIALS times as many examples, random ones
-	@$(BIN)/python -m pytest $(IN_LANES) --ring=night $(ARGS)
-	@TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 --ring=all tests/unit tests/wire -m hypothesis $(ARGS)
+test-long: binaries  ## What needs minutes: long tests, then property tests with TRIALS times as many examples, random ones
+	@$(BIN)/trainium-devcluster binaries --kueue >/dev/null || echo "without Kueue the tests of queues are skipped"
+	@code=0; $(BIN)/python -m pytest $(IN_LANES) --ring=night $(ARGS) || code=$$?; \
+	TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 --ring=all tests/unit tests/wire -m hypothesis $(ARGS) || code=$$?; \
+	exit $$code
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --ring=all --cluster=$(CLUSTER) $(ARGS)

@@ -22,7 +22,7 @@ from trainium_devcluster.cluster import Cluster, node_specs, system_node, system
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 TEAMS = ("elastic", "rigid")
 POOL = "blue"
@@ -147,7 +147,6 @@ def agrees(job: Job, reference: Reference) -> None:
     assert max(abs(losses[step] - undisturbed[step]) for step in losses) < 1e-5
 
 
-@pytest.mark.long
 def test_an_elastic_job_borrows_gives_way_without_stopping_and_grows_back(teams: Site, reference: Reference) -> None:
     elastic = Job(teams, "elastic", "elastic", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4, minReplicas: 2}}}}")
     elastic.apply().until("training on four nodes, two of them borrowed", size(4))
@@ -173,7 +172,6 @@ def test_an_elastic_job_borrows_gives_way_without_stopping_and_grows_back(teams:
     elastic.delete()
 
 
-@pytest.mark.long
 def test_a_rigid_job_that_borrowed_saves_leaves_waits_and_comes_back(teams: Site, reference: Reference) -> None:
     borrower = Job(teams, "elastic", "borrower", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
     borrower.until("training on four nodes", size(4))

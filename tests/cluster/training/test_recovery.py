@@ -295,8 +295,8 @@ def test_training_goes_on_while_the_api_server_restarts(
 
 
 def test_a_job_deleted_while_it_recovers_leaves_nothing(new_job: Callable[..., Job]) -> None:
-    job = new_job(change="workers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
+    job = new_job()  # without a spare: another pod takes seconds to start
+    job.until_step(3)
 
     job.site.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
     job.delete("--timeout=30s")
