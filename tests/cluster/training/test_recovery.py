@@ -246,6 +246,7 @@ def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job])
     assert within(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)
 
 
+@pytest.mark.long
 def test_a_size_that_is_not_legal_is_floored_and_status_says_so(new_job: Callable[..., Job]) -> None:
     even = "trainer: {batch: {globalSize: 9}}\nelasticity: {sizes: Even}"
     job = new_job(change=f"workers: {{replicas: 3, minReplicas: 1, maxReplicas: 9}}\n{even}")
