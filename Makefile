@@ -5,8 +5,10 @@ NXD_VENV ?= .venv-nxd
 DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 CLUSTER ?= local
-# Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process.
-LANES ?= 0
+# Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process,
+# in which --pdb and -s work.
+LANES ?= 2
+IN_LANES = -n $(LANES) --dist loadgroup --no-loadscope-reorder
 TRIALS ?= 20
 ARGS ?=
 # The pinned helm renders the plain install, whatever helm is on PATH.
@@ -32,19 +34,21 @@ demo: binaries  ## A Llama model trained through faults on a real control plane 
 tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
 
-test: binaries  ## All tests, on a development cluster of their own
+test: binaries  ## The tests of each change, on development clusters of their own, in LANES processes
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
-	@$(BIN)/trainium-devcluster binaries --kueue >/dev/null || echo "without Kueue the tests of queues are skipped"
-	@$(BIN)/python -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest $(IN_LANES) $(ARGS)
 
 test-fast: setup  ## The tests of pure functions, in a minute or two
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cluster" $(FAST) $(ARGS)
 
-test-long: setup  ## The property tests with TRIALS times as many examples, random ones: minutes to hours (docs/testing.md)
-	@TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 tests/unit tests/wire -m hypothesis $(ARGS)
+test-long: binaries  ## What needs minutes: long tests, then property tests with TRIALS times as many examples, random ones
+	@$(BIN)/trainium-devcluster binaries --kueue >/dev/null || echo "without Kueue the tests of queues are skipped"
+	@code=0; $(BIN)/python -m pytest $(IN_LANES) --ring=night $(ARGS) || code=$$?; \
+	TRAINIUM_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n 2 --ring=all tests/unit tests/wire -m hypothesis $(ARGS) || code=$$?; \
+	exit $$code
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
-	@$(BIN)/python -m pytest tests/cluster --cluster=$(CLUSTER) $(ARGS)
+	@$(BIN)/python -m pytest tests/cluster --ring=all --cluster=$(CLUSTER) $(ARGS)
 
 test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_xla 2.9 (NXD_SRC=<its checkout>/src)
 	@test -d "$(NXD_SRC)/neuronx_distributed" || { echo "NXD_SRC is to be the src folder of a checkout of neuronx-distributed (docs/backends.md)" >&2; exit 2; }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from sites import Site, open_site
+from times_record import TimesRecord
 from trials import TRIALS, trials
 
 if TYPE_CHECKING:
@@ -39,6 +41,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="local",
         help="local: the development cluster; kind: a kind cluster; existing: that of KUBECONFIG (docs/testing.md)",
     )
+    parser.addoption(
+        "--ring",
+        choices=("each", "night", "all"),
+        default="each",
+        help="each: the tests of each change; night: those marked `long`, which `make test-long` runs; all: both",
+    )
+    parser.addoption("--times", metavar="FILE", help="write what each test cost, as JSON (docs/testing.md)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--times"):
+        in_lane = hasattr(config, "workerinput")
+        config.pluginmanager.register(TimesRecord(None if in_lane else Path(path).absolute()))
 
 
 _LONG_SECONDS = 3600
@@ -46,14 +61,27 @@ _LONG_SECONDS = 3600
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares a cluster, or a file's fixtures, in one lane."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what another ring runs; keep what shares a cluster, or a file's fixtures, in one lane."""
+    _choose_ring(config, items)
     for item in items:
         shares_cluster = "site" in getattr(item, "fixturenames", ())
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("cluster" if shares_cluster else item.nodeid.partition("::")[0]))
         if TRIALS:
             item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
+
+
+def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that is named by its own id runs in any ring."""
+    ring = config.getoption("--ring")
+    if ring == "all" or any("::" in argument for argument in config.args):
+        return
+    others = [item for item in items if (item.get_closest_marker("long") is not None) != (ring == "night")]
+    if others:
+        left = set(others)
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in left]
 
 
 _OPENED = pytest.StashKey[Site]()

@@ -22,7 +22,7 @@ from trainium_devcluster.cluster import Cluster, node_specs, system_node, system
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 TEAMS = ("elastic", "rigid")
 POOL = "blue"
@@ -193,8 +193,8 @@ def test_a_rigid_job_that_borrowed_saves_leaves_waits_and_comes_back(teams: Site
 
 
 def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: Site) -> None:
-    first = Job(teams, "rigid", "first", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
-    first.until("training on four nodes", size(4))
+    first = Job(teams, "rigid", "first", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 3}}}}").apply()
+    first.until("training on three nodes, one of them borrowed", size(3))
     second = Job(teams, "rigid", "second", f"{{{QUEUED}}}").apply()
     status = second.until("word from Kueue", lambda status: "insufficient" in json.dumps(status.get("conditions")))
     assert admitted(status) == ("False", "WaitingForQueue")
@@ -204,5 +204,5 @@ def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: Site) -> Non
     second.until_phase("Completed")
     assert "first-quota-0" not in workloads(teams, "rigid"), "a suspended job asks for nothing"
     first.suspend(yes=False)
-    first.until("training again", size(4))
+    first.until("training again", size(3))
     first.delete()

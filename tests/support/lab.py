@@ -74,8 +74,7 @@ class Lab:
         return self.container(["python3", "-u", "-c", script], name, **fields)
 
     def get(self, pod: str) -> Json:
-        result: Json = json.loads(self.kubectl("get", "pod", pod, "-o", "json"))
-        return result
+        return self.site.get("pod", pod, "-n", self.namespace)
 
     def wait(self, pod: str, what: Callable[[Json], Any], why: str, seconds: float | None = None) -> Json:
         """The pod once `what` holds of it."""
@@ -139,9 +138,8 @@ class Lab:
         end = time.monotonic() + self.patience
         seen: list[str] = []
         while time.monotonic() < end:
-            items = json.loads(
-                self.kubectl("get", "events", "--field-selector", f"involvedObject.name={pod}", "-o", "json")
-            )["items"]
+            about = ("--field-selector", f"involvedObject.name={pod}")
+            items = self.site.get("events", "-n", self.namespace, *about)["items"]
             for item in items:
                 if item["reason"] == reason:
                     found: Json = item

@@ -6,6 +6,7 @@ import json
 import re
 import time
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from sites import ROOT, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from sites import Site
 
@@ -73,14 +75,27 @@ def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
     return apply
 
 
+@dataclass(frozen=True)
+class Undisturbed:
+    """What the base job on two nodes leaves when nothing happens to it; the job itself is gone."""
+
+    status: dict[str, Any]
+    losses: dict[int, float]
+    folder: Path
+
+
 @pytest.fixture(scope="session")
-def reference(operator: Site) -> dict[int, float]:
-    """Step -> loss of the base job on two nodes, undisturbed."""
+def undisturbed(operator: Site) -> Undisturbed:
     name = "reference"
     operator.kubectl("create", "namespace", name)
     job = Job(operator, name, name).apply()
-    job.until_phase("Completed")
-    losses = job.losses()
+    left = Undisturbed(job.until_phase("Completed"), job.losses(), job.folder)
     job.delete()
     operator.kubectl("delete", "namespace", name, "--wait=false")
-    return losses
+    return left
+
+
+@pytest.fixture(scope="session")
+def reference(undisturbed: Undisturbed) -> dict[int, float]:
+    """Step -> loss of the base job on two nodes, undisturbed."""
+    return undisturbed.losses

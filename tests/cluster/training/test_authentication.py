@@ -75,6 +75,7 @@ def test_a_token_for_another_audience_is_refused(new_job: Callable[..., Job]) ->
     assert status == 401
 
 
+@pytest.mark.long
 def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(new_job: Callable[..., Job]) -> None:
     # The job must begin with both nodes, however slowly the second one starts.
     change = "workers: {replicas: 2, minReplicas: 1}\ntrainer: {steps: 5000}\nrecovery: {rescaleAfterSeconds: 60}"

@@ -29,8 +29,8 @@ def verdict_of(job: Job) -> str:
     ("change", "expected"),
     [
         ("trainer: {data: {source: /nowhere/corpus.txt}}", "/nowhere/corpus.txt"),
-        ("trainer: {data: {source: /dev/null}}", "/dev/null"),
-        ("trainer: {model: {vocabSize: 64}}", "vocab"),
+        ("{trainer: {data: {source: /dev/null}}, workers: {replicas: 1}}", "/dev/null"),
+        ("{trainer: {model: {vocabSize: 64}}, workers: {replicas: 1}}", "vocab"),
         ("trainer: {model: {ropeTheta: 1.0e-300}}", "finite"),
     ],
     ids=["a missing file", "no text", "a vocabulary that is too small", "a loss that is not a number"],
@@ -42,10 +42,12 @@ def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(
 
 
 def test_a_worker_that_ends_at_import_fails_within_two_tries(new_job: Callable[..., Job]) -> None:
-    verdict = verdict_of(new_job(environment={"OMP_NUM_THREADS": "1", "TRAINIUM_RANK_ENTRY": "no_such_module:main"}))
+    environment = {"OMP_NUM_THREADS": "1", "TRAINIUM_RANK_ENTRY": "no_such_module:main"}
+    verdict = verdict_of(new_job(change="workers: {replicas: 1}", environment=environment))
     assert "no_such_module" in verdict
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_stepped_over(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job(change="trainer: {steps: 60}")
     job.until("two checkpoints", lambda _: len(list(job.folder.glob("step-*/COMMITTED"))) >= 2)

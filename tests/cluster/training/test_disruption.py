@@ -92,6 +92,7 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
         job.site.kubectl("uncordon", node)
 
 
+@pytest.mark.long
 def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 120)
@@ -107,7 +108,9 @@ def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: 
 
 
 def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: Callable[..., Job]) -> None:
-    job = new_job(change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None")
+    job = new_job(
+        change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None\nworkers: {replicas: 1}"
+    )
     job.until_phase("Completed")
     deadline = time.monotonic() + 40
     while job.site.get("trainingjobs", "-n", job.namespace)["items"] or job.pods():

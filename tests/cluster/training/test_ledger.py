@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jobs import Job
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_real_recovery_is_split_into_its_stages_and_the_ledger_adds_up(new_job: Callable[..., Job]) -> None:
     job = new_job()

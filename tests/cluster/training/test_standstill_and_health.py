@@ -33,6 +33,7 @@ def test_a_process_that_stands_still_is_found_blamed_and_restarted_in_place(
     assert job.losses() == reference
 
 
+@pytest.mark.long
 def test_a_rank_leaves_a_node_whose_device_is_said_to_be_broken_and_loses_no_step(new_job: Callable[..., Job]) -> None:
     job = new_job(change="workers: {spares: 1}\ntrainer: {steps: 100000}")
     if job.site.cluster is None:

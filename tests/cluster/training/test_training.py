@@ -17,39 +17,37 @@ if TYPE_CHECKING:
 
     from jobs import Job
 
+    from conftest import Undisturbed
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def test_a_job_trains_real_text_to_the_end_and_says_so(new_job: Callable[..., Job]) -> None:
-    job = new_job()
-    status = job.until_phase("Completed")
-
+def test_a_job_trains_real_text_to_the_end_and_says_so(undisturbed: Undisturbed) -> None:
+    status = undisturbed.status
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
     assert status["restarts"]["total"] == 0
     assert not status.get("history")
     conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
     assert conditions["Complete"] == "True"
     assert conditions.get("Failed") != "True"
-    losses = job.losses()
+    losses = undisturbed.losses
     assert sorted(losses) == list(range(1, 61))
     assert losses[60] < losses[1]
-    assert every_sample_once(job.folder, 60, 12)
-    fields = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert every_sample_once(undisturbed.folder, 60, 12)
+    fields = json.loads((undisturbed.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
 
 
-def test_checkpoints_are_committed_when_written_and_verify(new_job: Callable[..., Job]) -> None:
-    job = new_job()
-    job.until_phase("Completed")
-
-    committed = sorted(path.parent.name for path in job.folder.glob("step-*/COMMITTED"))
+def test_checkpoints_are_committed_when_written_and_verify(undisturbed: Undisturbed) -> None:
+    committed = sorted(path.parent.name for path in undisturbed.folder.glob("step-*/COMMITTED"))
     assert committed == ["step-20", "step-40", "step-60"]
-    storage = PosixStorage(job.folder)
+    storage = PosixStorage(undisturbed.folder)
     found = survey(storage).committed
     assert [f"step-{item.step}" for item in found] == committed[::-1]
     assert [verify(storage, item, Retry()) for item in found] == [[], [], []]
 
 
+@pytest.mark.long
 def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     first, second = new_job("first"), new_job("second")
 

@@ -79,6 +79,7 @@ def test_a_gather_brings_rank_0_a_message_a_level_and_everything_arrives_once(si
     assert cost.total >= 1000 * (size - 1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_real_world_of_8_ranks_is_what_was_simulated_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     path = [str(ROOT), *(str(ROOT / part) for part in ("contract", "operator", "trainer_image", "devcluster"))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ports import reserved_port
 
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.config import TrainingConfig
@@ -244,9 +244,7 @@ def test_ranks_share_the_questions_and_find_what_one_finds(
 ) -> None:
     size = 2
     alone = stage(config, models, tmp_path / "alone" / "out")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["trainium_trainer.evaluate.stage", "transformers.models.llama"])  # once for all
     ranks = [

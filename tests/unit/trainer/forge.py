@@ -11,23 +11,25 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2] / "support"))
+
+from ports import let_go, reserved_port
+
 PR_SET_PDEATHSIG = 1
 
 
 def start(order: dict[str, Any]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     pids = []
     for rank in range(order["ranks"]):
         pid = os.fork()
         if pid == 0:
+            let_go()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives an aborted test
             log = os.open(Path(order["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)

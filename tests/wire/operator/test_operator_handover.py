@@ -11,7 +11,6 @@ import base64
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from fake_http import FakeServer
 from fake_kubernetes import FakeCluster
 from fake_workers import bind
 from operator_process import training_job
+from ports import reserved_port
 
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS
@@ -40,13 +40,6 @@ async def until(condition: Callable[[], bool], seconds: float, what: str) -> Non
     while not condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Replica:
@@ -135,7 +128,7 @@ class Site:
         self.folder = folder
         self.cluster = FakeCluster(time.time)
         self.server = FakeServer(self.cluster)
-        self.replicas = [Replica(f"operator-{at}", free_port()) for at in range(3)]
+        self.replicas = [Replica(f"operator-{at}", reserved_port()) for at in range(3)]
         self.agents: list[Agent] = []
 
     async def start(self) -> None:

@@ -79,7 +79,12 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
         pytest.param(2, [TP, SP], id="tp2, sequence"),
         pytest.param(4, [TP], id="dp2 tp2"),
         pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head"),
-        pytest.param(4, ["parallelism.tensor=4", SP, SHARDED], id="the same, sequence, sharded over one"),
+        pytest.param(
+            4,
+            ["parallelism.tensor=4", SP, SHARDED],
+            id="the same, sequence, sharded over one",
+            marks=pytest.mark.long,
+        ),
         pytest.param(2, [ZERO], id="sharded optimizer"),
         pytest.param(4, [ZERO, TP], id="sharded optimizer, tp2"),
         pytest.param(1, [SHARDED], id="sharded over one"),

@@ -42,6 +42,8 @@ def curve(launch: Launcher, ranks: int, name: str, overrides: list[str], cache: 
     return metrics
 
 
+SHARDED = ["dataParallel=FullySharded", "recompute=Selective"]
+TENSOR = ["parallelism.tensor=2", "parallelism.sequence=true"]
 MASKED = ["data.maskDocuments=true", "recompute=Full"]
 VALIDATED = "data.validation={fraction: 0.2, split: Tail, everySteps: 2, samples: 5}"
 
@@ -49,9 +51,11 @@ VALIDATED = "data.validation={fraction: 0.2, split: Tail, everySteps: 2, samples
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        pytest.param(1, [*MASKED, VALIDATED], id="one process, masked documents, full recompute"),
-        pytest.param(2, ["dataParallel=FullySharded", "recompute=Selective"], id="sharded, selective recompute"),
-        pytest.param(2, ["parallelism.tensor=2", "parallelism.sequence=true"], id="tp2, sequence"),
+        pytest.param(
+            1, [*MASKED, VALIDATED], id="one process, masked documents, full recompute", marks=pytest.mark.long
+        ),
+        pytest.param(2, SHARDED, id="sharded, selective recompute", marks=pytest.mark.long),
+        pytest.param(2, TENSOR, id="tp2, sequence", marks=pytest.mark.long),
         pytest.param(2, ["parallelism.pipeline=2"], id="pp2"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import reserved_port
 
 from trainium_contract.needs import descriptors
 
@@ -85,9 +85,7 @@ def test_ranks_hold_few_connections_to_each_other(launch: Launcher) -> None:
 def test_one_rank_with_another_mesh_ends_all_with_one_sentence(base_config: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "trainer.yaml"
     file.write_text(yaml.safe_dump({**base_config, "checkpoint": {"path": str(tmp_path / "run")}}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     started = []
     for rank in range(2):
         other = ["--set", "parallelism.tensor=2"] if rank else []

@@ -76,7 +76,7 @@ def assert_same_history(job: Job, reference: Job) -> None:
         pytest.param(5, ["batch={globalSize: 3, microSize: 1}"], id="dp5, two ranks without a sample"),
         pytest.param(3, [ONE, SHARDED], id="dp3, fully sharded"),
         pytest.param(3, [ONE, ZERO], id="dp3, sharded optimizer"),
-        pytest.param(6, [ONE, TP, SP], id="dp3 tp2, sequence"),
+        pytest.param(6, [ONE, TP, SP], id="dp3 tp2, sequence", marks=pytest.mark.long),
         pytest.param(6, [ONE, TP, SHARDED], id="dp3 tp2, fully sharded"),
         pytest.param(6, [ONE, PP], id="dp3 pp2", marks=needs_new_torch),
         pytest.param(3, [ONE, "recompute=Full", "data.maskDocuments=true"], id="dp3, recompute, masked documents"),
@@ -93,7 +93,7 @@ def test_two_runs_of_an_uneven_size_agree_bit_for_bit(launch: Launcher, override
     assert [[line.get(key) for key in KEYS] for line in first] == [[line.get(key) for key in KEYS] for line in second]
 
 
-@pytest.mark.parametrize("mode", ["dataParallel=Replicated", SHARDED, ZERO])
+@pytest.mark.parametrize("mode", ["dataParallel=Replicated", SHARDED, pytest.param(ZERO, marks=pytest.mark.long)])
 def test_a_run_goes_from_size_to_size_through_its_checkpoints(launch: Launcher, mode: str) -> None:
     """4 -> 3 -> 2 -> 4 ranks, two steps at each."""
     constant = "schedule={kind: Constant, warmupSteps: 0}"
@@ -153,7 +153,7 @@ def test_at_a_size_that_comes_out_even_a_tolerance_changes_no_bit(launch: Launch
     [
         pytest.param(3, [], id="dp3"),
         pytest.param(3, [SHARDED], id="dp3, fully sharded"),
-        pytest.param(6, [TP, SP], id="dp3 tp2, sequence"),
+        pytest.param(6, [TP, SP], id="dp3 tp2, sequence", marks=pytest.mark.long),
         pytest.param(6, [PP], id="dp3 pp2", marks=needs_new_torch),
     ],
 )

@@ -1,0 +1,77 @@
+"""Objects of an API server, read without a process: a test that polls with kubectl keeps a third of a core busy.
+
+Only what the tests wait for; whoever asks for another kind, or has other credentials, uses kubectl. What is said of an
+object that is not there is what kubectl says.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from trainium_devcluster.node.api.client import load_kubeconfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Json = dict[str, Any]
+
+_KINDS = {
+    "configmap": "api/v1/{}configmaps",
+    "node": "api/v1/nodes",
+    "nodes": "api/v1/nodes",
+    "pod": "api/v1/{}pods",
+    "pods": "api/v1/{}pods",
+    "events": "api/v1/{}events",
+    "events.events.k8s.io": "apis/events.k8s.io/v1/{}events",
+    "trainingjob": "apis/trainium.dev/v1alpha1/{}trainingjobs",
+    "trainingjobs": "apis/trainium.dev/v1alpha1/{}trainingjobs",
+}
+_QUERIES = {"-l": "labelSelector", "--field-selector": "fieldSelector"}
+
+
+class ReadError(Exception):
+    """The API server refused or did not answer; kubectl's words."""
+
+
+def path_of(arguments: tuple[str, ...]) -> str | None:
+    """The path and query of what `kubectl get ARGUMENTS -o json` reads; None when that is not known here."""
+    words, namespace, query = list(arguments), "default", ""
+    for option in ("-n", *_QUERIES):
+        if option in words:
+            at = words.index(option)
+            _, value = words.pop(at), words.pop(at)
+            if option == "-n":
+                namespace = value
+            else:
+                query = f"?{_QUERIES[option]}={quote(value)}"
+    if not 1 <= len(words) <= 2 or words[0] not in _KINDS or any(word.startswith("-") for word in words):
+        return None
+    collection = _KINDS[words[0]].format(f"namespaces/{namespace}/")
+    return "/" + "/".join([collection, *words[1:]]) + query
+
+
+class ApiReader:
+    """One GET after the other, each on a connection of its own: an API server that comes back is found again."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self._credentials = load_kubeconfig(kubeconfig)
+
+    def get(self, path: str) -> Json:
+        """One object, or a list of them; raises ReadError."""
+        address = urlsplit(self._credentials.server)
+        connection = http.client.HTTPSConnection(address.netloc, context=self._credentials.tls, timeout=60)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            document: Json = json.load(answer)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ReadError(f"The API server does not answer: {error}") from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            reason, message = document.get("reason"), document.get("message")
+            raise ReadError(f"Error from server ({reason}): {message}")
+        return document

@@ -1,0 +1,27 @@
+"""Ports for processes that listen later: nobody else on this machine is given them meanwhile."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+
+_HELD: deque[socket.socket] = deque()
+"""Bound and never listening: as these have SO_REUSEADDR, so may who listens, and the system hands them to no other."""
+
+
+def reserved_port(host: str = "127.0.0.1") -> int:
+    """A free port, kept until 64 more were asked for."""
+    if len(_HELD) == 64:
+        _HELD.popleft().close()
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    _HELD.append(held)
+    port: int = held.getsockname()[1]
+    return port
+
+
+def let_go() -> None:
+    """Close what a forked child has of them; the parent's stay."""
+    while _HELD:
+        _HELD.pop().close()
