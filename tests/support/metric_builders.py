@@ -16,6 +16,7 @@ from trainium_contract.job import (
     TrainingJobStatus,
 )
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_operator.cluster.cache.namespaces import Sight
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
@@ -59,6 +60,7 @@ def busy() -> Metrics:
     for code in (200, 401, 403, 429):
         metrics.read("/metrics", code)
     metrics.request("GET", 200, 0.01)
+    metrics.served({sight.value: 1 for sight in Sight})
     metrics.reconciled(0.1, "ConflictError")
     metrics.fleet([Machine(machine=state.value, node="a", state=state) for state in MachineState], frozen=True)
     metrics.nodes([NodeView(name="a", conditions=(NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE),))])

@@ -188,7 +188,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
+        "!has(self.elasticity.idleNodes) || self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
         "elasticity.idleNodes Take needs workers.maxReplicas: say to how many nodes the job may grow",
         ".elasticity.idleNodes",
     ),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, StatusModel
+from trainium_contract.base import ContractModel, StatusModel, later
 from trainium_contract.sizes import SizeRule
 
 
@@ -27,7 +27,7 @@ class ElasticitySpec(ContractModel):
     sizes: SizeRule = SizeRule.ANY
     """Any: every number of nodes whose processes are whole model-parallel groups. Even: only those at which
     trainer.batch.globalSize is divisible by data-parallel degree x microSize."""
-    idle_nodes: IdleNodes = IdleNodes.LEAVE
+    idle_nodes: IdleNodes = later(IdleNodes.LEAVE)
     """Take: train on idle nodes too, beyond workers.replicas and up to workers.maxReplicas, while they save a pass, and
     give them back, saved, to whoever needs them."""
 
