@@ -26,7 +26,7 @@ class Expect:
     """Worker that the history must name; "" for none; None: any."""
     node: str | None = None
     suspect: str | None = None
-    """Node that the failure must be put down to, so that new workers avoid it; "" for none; None: not judged."""
+    """Node that the failure must be attributed to, so that new workers avoid it; "" for none; None: not judged."""
     steps_lost: int = 1
     replaced: int | None = None
     """Pods that joined for it; 0 also means that every pod keeps its uid. None: not judged."""

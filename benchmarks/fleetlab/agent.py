@@ -1,7 +1,7 @@
 """One simulated agent: it speaks the real protocol over real TLS with a real token, and trains nothing.
 
 It does on the wire what the agent of a worker pod does: registers with whoever leads, holds a long poll for membership,
-beats once a second, tells of phases, steps, failures and restarts, and starts over when the coordinator is gone.
+beats once a second, reports phases, steps, failures and restarts, and starts over when the coordinator is gone.
 """
 
 from __future__ import annotations

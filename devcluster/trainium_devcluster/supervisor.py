@@ -346,7 +346,7 @@ def _lock(paths: ClusterPaths) -> TextIO:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line that tells of an error, else the last."""
+    """Return the last line that reports an error, else the last."""
     with contextlib.suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "rror" in line]

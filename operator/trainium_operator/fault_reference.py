@@ -56,7 +56,7 @@ _WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 _BEGINNING = """# Causes
 
-What each sign of a fault is put down to, and what each cause asks for; what happens then is in [faults.md](faults.md).
+What each sign of a fault is attributed to, and what each cause asks for; what then happens: [faults.md](faults.md).
 A rule of the job (`spec.recovery.rules`) comes before all of this. "Again" means: the same cause once more without a
 new step in between, for causes that blame the node: on the same worker within a week. A sign marked † may be reported
 by healthy workers because of another one; its reporter is blamed only when it was the only one, twice."""

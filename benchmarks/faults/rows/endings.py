@@ -69,7 +69,7 @@ def _judged(patient: Patient, run: int, moment: float, reason: str, says: str, t
     failed = patient.condition("Failed")
     blame = found.expect(failed.get("reason") == reason, f"the verdict is {failed.get('reason')}, expected {reason}")
     verdict = status.get("verdict", "")
-    blame &= found.expect(says in verdict, f"the verdict does not tell of {says!r}: {verdict[:200]!r}")
+    blame &= found.expect(says in verdict, f"the verdict does not report {says!r}: {verdict[:200]!r}")
     blame &= found.expect(not status.get("avoidedNodes"), f"nodes are suspected: {status.get('avoidedNodes')}")
     total = status.get("restarts", {}).get("total", 0)
     found.expect(total <= tries, f"it was tried again {total} times, expected at most {tries}")
@@ -197,7 +197,7 @@ ROWS = (
         number=13,
         part="b",
         fault="image that cannot be pulled",
-        injected="a job whose image does not exist; corrected once the status tells of it",
+        injected="a job whose image does not exist; corrected once the status reports it",
         expected="status names the image, nothing is stopped; the corrected image reaches the pods that wait",
         judged="PodsReady False, WorkerNotStarting (as detection, from the start); first step after the correction",
         play=_no_image,

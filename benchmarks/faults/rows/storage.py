@@ -102,7 +102,7 @@ def _damaged(stage: Stage, session: Session) -> Iterator[Outcome]:
         found.expect(resumed is not None and resumed < newest, f"resumed from step {resumed}, damaged was {newest}")
         events = patient.job.events()
         told = any(f"step-{newest}" in event or f"step {newest}" in event for event in events)
-        found.expect(told, "no event tells of the damaged checkpoint")
+        found.expect(told, "no event reports the damaged checkpoint")
         return replace(outcome, wrong=tuple(found.wrong))
 
     yield from in_one_job(stage, session, "damaged", change, one)

@@ -168,7 +168,7 @@ def nodes(
     kubeconfig: Kubeconfig = None,
     output: Output = Format.TEXT,
 ) -> None:
-    """Machines that faults were put down to: state, how long, and the evidence."""
+    """Machines that faults were attributed to: state, how long, and the evidence."""
     api = open_api(operator_namespace, context, kubeconfig)
 
     def page(value: Any, now: float, width: int) -> Any:

@@ -139,7 +139,7 @@ def checkpoints_page(
 def machines_page(machines: Sequence[MachineView], now: float, width: int) -> RenderableType:
     """Machines that are remembered, with why."""
     if not machines:
-        return Text("no machine is remembered: no fault was put down to one")
+        return Text("no machine is remembered: no fault was attributed to one")
     columns = (Column("NODE", 9), Column("STATE", 8), Column("FOR", 7, right=True), Column("STRIKES", 6, right=True),
                Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
     rows = [

@@ -1,4 +1,4 @@
-"""Machines that faults were put down to: the operator's memory of them (docs/node-health.md), with the evidence."""
+"""Machines that faults were attributed to: the operator's memory of them (docs/node-health.md), with the evidence."""
 
 from __future__ import annotations
 

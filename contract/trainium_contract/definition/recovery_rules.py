@@ -24,7 +24,7 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"!(self.cause in {_listed(NO_FAULT_CAUSES)})",
-        f"{_NO_FAULTS} are no faults: give the cause that the failure is to be put down to, for instance UserCode",
+        f"{_NO_FAULTS} are no faults: give the cause that the failure is to be attributed to, for instance UserCode",
         ".cause",
     ),
     Rule(

@@ -138,7 +138,7 @@ def status_sign(status: int | None) -> Sign | None:
 
 
 def kernel_sign(line: str) -> Sign | None:
-    """The row that a kernel line belongs to; None for lines that tell of no fault."""
+    """The row that a kernel line belongs to; None for lines that report no fault."""
     text = line[:_LONGEST_LINE]
     return next((sign for sign in KERNEL_LINES if sign.pattern is not None and sign.pattern.search(text)), None)
 
@@ -309,4 +309,4 @@ def _ruled(rule: RecoveryRule, index: int) -> Verdict:
         blame = Blame.PEER
     else:
         blame = Blame.NODE if leaves else Blame.NOBODY
-    return Verdict(rule.cause, blame, responses, f"put down to {rule.cause} by spec.recovery.rules[{index}]")
+    return Verdict(rule.cause, blame, responses, f"attributed to {rule.cause} by spec.recovery.rules[{index}]")

@@ -221,7 +221,7 @@ class ProcessFailure(MessageModel):
 
 
 class KernelEvent(MessageModel):
-    """One kernel line that tells of a device or host fault."""
+    """One kernel line that reports a device or host fault."""
 
     sequence: int = Field(ge=0, le=_LARGEST)
     """Counts this agent's kernel events from 0, so that a reader takes each once."""
@@ -348,7 +348,7 @@ class HeartbeatRequest(MessageModel):
     ready: bool = False
     """Standby processes are warm."""
     kernel: tuple[KernelEvent, ...] = Field(max_length=8, default=())
-    """The newest kernel lines that tell of a fault."""
+    """The newest kernel lines that report a fault."""
     stuck: tuple[StuckRank, ...] = Field(max_length=8, default=())
     """Local ranks that stand still now."""
     timing: StepTiming | None = None

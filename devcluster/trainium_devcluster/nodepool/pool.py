@@ -127,7 +127,7 @@ class NodePool:
             self._kill(node)
 
     def rows(self) -> dict[str, dict[str, object]]:
-        """Return what `status` tells of the nodes."""
+        """Return what `status` says of the nodes."""
         return {name: node.child.row(node.state) for name, node in self._nodes.items()}
 
     def _start(self, spec: NodeSpec) -> None:

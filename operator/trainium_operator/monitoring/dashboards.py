@@ -92,7 +92,7 @@ FLEET = (
     Panel(title="Time lost, by stage", queries=[("sum by (stage) (P lost_stage_seconds)", "{{stage}}")], unit="s"),
     Panel(title="Steps computed again", queries=[("sum(increase(P lost_steps_total[1h]))", "in the hour before")]),
     Panel(
-        title="Machines that faults were put down to",
+        title="Machines that faults were attributed to",
         queries=[("max by (state) (P machines)", "{{state}}"), ("max(P node_actions_frozen)", "actions frozen")],
     ),
     Panel(

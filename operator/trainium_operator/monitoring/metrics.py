@@ -60,7 +60,7 @@ class Metrics:
         self.agents = gauge("agents", "Agents that are registered")
         self.events_dropped = gauge("events_dropped", "Events that were not written because there were too many")
         self._served = gauge("namespaces", "Served namespaces by what can be read there; all as one count 1", "state")
-        self._machines = gauge("machines", "Machines that faults were put down to", "state")
+        self._machines = gauge("machines", "Machines that faults were attributed to", "state")
         self._frozen = gauge("node_actions_frozen", "1 while too many nodes look bad at once to act on any")
         self._reconcile = Histogram(
             PREFIX + "reconcile_seconds", "Duration of a reconcile", buckets=_SECONDS, registry=self.registry

@@ -30,7 +30,7 @@ _RECOVERY_STAGES = (
     "of lost time others besides ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {
-    "cause": "what an interruption was put down to ([causes](causes.md))",
+    "cause": "what an interruption was attributed to ([causes](causes.md))",
     "check": f"{_values(PreflightCheck)} ([what they look at](node-health.md#before-a-worker-joins))",
     "code": "HTTP status of the answer; 0: there was none",
     "direction": _values(("grow", "shrink")),

@@ -74,7 +74,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     losses = diagnosis.losses
     answer = _begun(facts, diagnosis)
     if all_finished(facts):
-        # The last heartbeats may tell of restarts while nobody listened.
+        # The last heartbeats may report restarts while nobody listened.
         answer = answer.then(take_restarts(facts, answer.status, member_lost=False))
         answer = answer.having(close_abandoned(facts, close_recovered(facts, answer.status)))
         answer = answer.then(summarise(facts, answer.status))
@@ -126,7 +126,7 @@ def _ended(facts: Facts, answer: Answer) -> Answer:
 
 
 def _knows_less(facts: Facts) -> bool:
-    """Whether the status tells of a newer generation than the record that this process has seen.
+    """Whether the status reports a newer generation than the record that this process has seen.
 
     Either that record is about to be written, and the next plan counts; or another operator wrote it, and counts from
     here would overwrite its counts, time after time.

@@ -108,7 +108,7 @@ class FakeWorld:
         """What follows the last step, each with its length in seconds; a fault begins the present one anew."""
         self.stages_over = 0
         self.compiled: tuple[CompiledSize, ...] = ()
-        """What every agent tells of graphs."""
+        """What every agent says of graphs."""
         self.trained_at = 0.0
         """When the last step ended."""
 

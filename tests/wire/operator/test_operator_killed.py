@@ -32,7 +32,7 @@ JOB = "llama"
 
 SETTLE_SECONDS = 12.0
 START_WRITES = 15
-"""Writes until the job trains: the story of the first start tells of those."""
+"""Writes until the job trains: the story of the first start reports those."""
 FILLED = {"Replace": "Spare"}
 """Both fill the lost rank. A new operator takes whoever speaks to it first, and pods start at once in this world."""
 EDITED = defaultdict(bool, {"resize": True, "suspend and resume": True})

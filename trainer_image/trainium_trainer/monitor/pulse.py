@@ -66,7 +66,7 @@ class Pulse:
     """Written by one thread of one process; `Pulse()` without memory beats for nobody."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
-        """Take over `PULSE_BYTES` of memory; the ring in it stays, since it tells of the same job's steps."""
+        """Take over `PULSE_BYTES` of memory; the ring in it stays, since it reports the same job's steps."""
         whole = memory if memory is not None else memoryview(bytearray(PULSE_BYTES))
         self._memory = whole
         self._words = whole[: 8 * _WORDS].cast("Q")

@@ -33,7 +33,7 @@ _log = logging.getLogger("trainium.monitor")
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the history tells of the steps before."""
+    """What the history says of the steps before."""
 
     stability: Stability = field(default_factory=Stability)
     productive_seconds: float = 0.0
@@ -123,7 +123,7 @@ class Watch:
         parameter_norm: float | None = None,
         validation_loss: float | None = None,
     ) -> tuple[StepFigures, tuple[Alert, ...]]:
-        """The figures of a step that has just ended, and what to tell of it.
+        """The figures of a step that has just ended, and what to report of it.
 
         `seconds` is None for a step of an earlier process; `new_tokens` are this step's, of all ranks.
         """

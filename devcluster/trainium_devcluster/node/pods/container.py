@@ -132,7 +132,7 @@ class Container:
             self.changed()
 
     def backed_off(self, delay: float) -> bool:
-        """Whether this is the first time that it waits for this long; so that one event tells of it."""
+        """Whether this is the first time that it waits for this long; so that one event reports it."""
         first, self._announced = self._announced != delay, delay
         return first
 

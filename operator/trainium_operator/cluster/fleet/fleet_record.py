@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 ABOUT = "about"
 ACCOUNTED = "accounted"
 _ABOUT = (
-    "Machines that faults were put down to. Delete an entry to release its machine; write one with a machine and "
+    "Machines that faults were attributed to. Delete an entry to release its machine; write one with a machine and "
     "state: Permanent to keep workers away from it. See docs/node-health.md.\n"
 )
 _LONGEST_KEY = 200

@@ -1,9 +1,9 @@
 """Policy: who began it, when an attempt was interrupted and many members report a failure.
 
-A member whose process failed for a reason of its own did, then one whose kernel log tells of a fault at that time, then
+A member whose process failed for a reason of its own did, then one whose kernel log reports a fault at that time, then
 the only one that reports what a healthy node may report because of another one, then the only one that lagged behind.
 Invariants: a member that only lost a peer or stood in a collective is never named; of many that report the same
-time-out none is; who is silent is `losses`' affair. Nothing is decided by comparing clocks of two machines but the
+time-out none is; who is silent is judged in `losses`. Nothing is decided by comparing clocks of two machines but the
 order of failures that each have a reason of their own.
 """
 

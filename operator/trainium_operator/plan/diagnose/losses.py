@@ -1,7 +1,7 @@
 """Policy: which members are lost, why, since when, and when to look again.
 
 Invariants: loss is derived anew from what is there, so it survives a restart of the operator; a worker that merely
-restarts its processes in place is not lost; nothing is put down to the node of a user's error.
+restarts its processes in place is not lost; nothing is attributed to the node of a user's error.
 """
 
 from __future__ import annotations

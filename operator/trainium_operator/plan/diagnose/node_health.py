@@ -1,4 +1,4 @@
-"""Policy: members on bad nodes are lost, or hand their rank over (what is wrong with a node is `node_signals`' affair).
+"""Policy: members on bad nodes are lost, or hand their rank over (`node_signals` says what is wrong with a node).
 
 A member on a node that is bad hands its rank over while it still answers: a spare takes it, else a pod made for it, and
 until that one is warm the member trains on; only where a device is broken for good nothing is waited for. A node that

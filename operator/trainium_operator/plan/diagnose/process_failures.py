@@ -77,7 +77,7 @@ def given_up_with(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict
 
 
 def cause_of_standstill(facts: Facts) -> Cause:
-    """What a generation is put down to that stopped although no member reported a failure of its own.
+    """What a generation is attributed to that stopped although no member reported a failure of its own.
 
     When the agents say that they gave up because their peers were lost to them, that is what connects them.
     """

@@ -41,7 +41,7 @@ _LOADED_SHARE = 0.2
 
 
 def find_stragglers(facts: Facts, status: TrainingJobStatus) -> Answer:
-    """Bring the list up to date, and tell of members that have been slow for long, once each."""
+    """Bring the list up to date, and report members that have been slow for long, once each."""
     if not _steady(facts):
         return Answer(status=status)
     spec, step = facts.job.spec.recovery.stragglers, last_step(facts)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def meaning_of_failure(beat: HeartbeatRequest, failure: ProcessFailure, rules: Sequence[RecoveryRule]) -> Verdict:
-    """What a process's end that a heartbeat tells of stands for: its code, runtime status, output and kernel lines."""
+    """What a process's end that a heartbeat reports stands for: its code, runtime status, output and kernel lines."""
     if not rules and not beat.kernel:
         return _plain_meaning(failure.exit_code, failure.runtime_status)
     return read.meaning_of(

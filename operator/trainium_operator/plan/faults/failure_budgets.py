@@ -105,8 +105,8 @@ def _counted(names: Counter[str]) -> tuple[str, ...]:
 def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
     """When new pods may be created (Unix seconds); the first few failures in ten minutes cost no wait.
 
-    The pause is for pods that fail again and again. So what was put down to a node does not count, which new pods keep
-    away from (and of which the fleet's circuit breaker allows only so many); nor does what was answered in place; and
+    The pause is for pods that fail again and again. So what was attributed to a node does not count: new pods keep away
+    from it (and the fleet's circuit breaker allows only so many); nor does what was answered in place; and
     what fails within seconds counts once, or a job that loses all of its pods at once would wait for minutes.
     """
     since = now - _BACKOFF_WINDOW_SECONDS
@@ -118,7 +118,7 @@ def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
 
 
 def avoided_nodes(failures: tuple[FailureRecord, ...], now: float, seconds: float) -> tuple[str, ...]:
-    """Nodes that a failure of the last `seconds` was put down to, newest last; at most 32."""
+    """Nodes that a failure of the last `seconds` was attributed to, newest last; at most 32."""
     newest: dict[str, float] = {}
     for record in failures:
         if record.node and record.at > now - seconds:

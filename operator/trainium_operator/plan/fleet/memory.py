@@ -27,7 +27,7 @@ GROWTH = 4.0
 """Each further quarantine is longer by this factor, up to a day."""
 PROBATION_SECONDS = DAY
 SAME_FAULT_SECONDS = 600.0
-"""Strikes within this time of an earlier one tell of the same fault."""
+"""Strikes within this time of an earlier one report the same fault."""
 MOST_STRIKES = 8
 MOST_MACHINES = 512
 
@@ -51,7 +51,7 @@ class MachineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One fault that was put down to a machine."""
+    """One fault that was attributed to a machine."""
 
     at: float
     cause: Cause
@@ -117,7 +117,7 @@ def quarantined(memory: Memory) -> frozenset[str]:
 
 
 def struck(entry: Machine, node: str, strike: Strike) -> Machine:
-    """The machine with one more strike; one that tells of the same fault as an earlier one only confirms that."""
+    """The machine with one more strike; one that reports the same fault as an earlier one only confirms that."""
     for at, old in enumerate(entry.strikes):
         if abs(strike.at - old.at) < SAME_FAULT_SECONDS:
             joined = old if strike.namespaces <= old.namespaces else replace(old, by=f"{old.by}+{strike.by}")

@@ -1,7 +1,7 @@
 """The fleet's memory of bad machines, across jobs: strikes, quarantine, probation, and the circuit breaker. Pure.
 
 A machine (by provider ID, so that a node's new name hides nothing; by node name where there is none) gets a strike when
-a job's failure is put down to its node, or when its node reports a broken device. Enough strikes put it in quarantine:
+a job's failure is attributed to its node, or when its node reports a broken device. Enough strikes: quarantine, and
 no new worker goes there. When that is over it is on probation, and the next strike puts it back at once and for longer;
 three strikes in a day are for good. A person releases a machine by deleting its entry. What only the jobs of one
 namespace say keeps the workers of that namespace away, and nobody else's.
@@ -203,7 +203,7 @@ def _first_memory(observed: FleetObserved) -> Memory:
 
 
 def _newest(job: JobRecords) -> float:
-    """When a failure was last put down to a node."""
+    """When a failure was last attributed to a node."""
     return max((record.at for record in job.failures if record.node), default=0.0)
 
 

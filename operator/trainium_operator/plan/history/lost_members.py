@@ -1,4 +1,4 @@
-"""Policy: lost members open one interruption of their generation, and the nodes they are put down to are remembered.
+"""Policy: lost members open one interruption of their generation, and the nodes they are attributed to are remembered.
 
 Invariant: a loss is noted and counted once per generation, however many members are lost and however often it is seen.
 """

@@ -239,7 +239,7 @@ class PlanSettings:
     reconnect_seconds: float = 10.0
     """How long agents may take to find a coordinator that has just started; silence counts only after it."""
     avoid_node_seconds: float = 3600.0
-    """How long new workers keep away from a node that a failure was put down to."""
+    """How long new workers keep away from a node that a failure was attributed to."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     worker_user: int = 1000

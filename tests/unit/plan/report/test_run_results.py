@@ -248,7 +248,7 @@ def test_an_artifact_is_told_once_and_the_newest_stay_in_the_status() -> None:
     assert events(later, "ArtifactWritten") == []
     assert later.status.artifacts == (again,), "written anew after a fault"
     silent = planned(telling(written(seen), now=NOW + 120))
-    assert silent.status.artifacts == (MODEL,), "another rank tells of none"
+    assert silent.status.artifacts == (MODEL,), "another rank reports none"
     many = tuple(MODEL.model_copy(update={"step": step}) for step in range(200, 200 + MAX_ARTIFACTS))
     newest = planned(telling(written(seen), now=NOW + 120, artifacts=many))
     assert [artifact.step for artifact in newest.status.artifacts] == list(range(200, 200 + MAX_ARTIFACTS))

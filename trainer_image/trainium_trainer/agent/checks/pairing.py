@@ -5,7 +5,7 @@ exchange went well, and one that fails again is bad. Two rounds do for any numbe
 nodes the second takes several waves, and where no pair went well a few nodes are paired with each other in turn.
 
 Invariants: a node that passed an exchange with anybody is never found bad for its exchanges; where nobody passed,
-nobody is; a fault that only one pair of nodes has (a link between them) is put down to neither.
+nobody is; a fault that only one pair of nodes has (a link between them) is attributed to neither.
 """
 
 from __future__ import annotations

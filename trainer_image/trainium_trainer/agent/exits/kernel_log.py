@@ -1,4 +1,4 @@
-"""Kernel lines that tell of a device or host fault, followed where the pod may read them.
+"""Kernel lines that report a device or host fault, followed where the pod may read them.
 
 /dev/kmsg needs a privilege that few pods have; without it nothing is reported and nothing else changes. For tests, and
 for nodes that copy the kernel's lines elsewhere, any file or FIFO will do. Invariants: lines from before the agent's
@@ -53,7 +53,7 @@ class KernelEvents:
         self._next = 0
 
     def take(self, line: str, at: float) -> bool:
-        """Take down a line if it tells of a fault and is no repetition; `at` in Unix seconds. Whether it did."""
+        """Take down a line if it reports a fault and is no repetition; `at` in Unix seconds. Whether it did."""
         sign = kernel_sign(line)
         if sign is None:
             return False

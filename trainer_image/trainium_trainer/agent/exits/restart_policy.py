@@ -137,7 +137,7 @@ def judge(
 def _repeats(verdict: Verdict, attempt: int, best_step: float, state: GenerationState) -> bool:
     """Whether a user's error began this attempt too and no new step came between, so that a restart does not help.
 
-    A victim may have begun the next attempt already; then the state tells of the one before.
+    A victim may have begun the next attempt already; then the state reports the one before.
     """
     if verdict.blame is not Blame.USER or attempt == 0:
         return False

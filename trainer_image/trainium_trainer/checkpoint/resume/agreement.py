@@ -87,10 +87,10 @@ def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
 
 
 def spoken_for(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
-    """Of the `claims` of its store, those that `rank` tells of; `neighbours`: at least all who share the store.
+    """Of the `claims` of its store, those that `rank` reports; `neighbours`: at least all who share the store.
 
     One rank of a store speaks for each shard, the same that would send it, and nobody for shards of another way of
-    cutting up the state, which no rank can need. So all ranks together tell of each snapshot once, and `decide` comes
+    cutting up the state, which no rank can need. So all ranks together report each snapshot once, and `decide` comes
     to what it would had each told everything.
     """
     here = list(neighbours)

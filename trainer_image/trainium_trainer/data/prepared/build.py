@@ -163,7 +163,7 @@ def _counted(
     blocks: list[tuple[int, Block]],
     progress: Callable[[Progress], None],
 ) -> Iterator[list[TokenBlock]]:
-    """Pass results on and tell of them."""
+    """Pass results on and report them."""
     total = sum(block.size for _, block in blocks)
     done = total - sum(block.size for _, block in left)
     tokens, documents, skipped, resumed = partial.tokens, partial.documents, partial.skipped, partial.tokens

@@ -52,7 +52,7 @@ class LoadedModel:
 
     folder: Candidate
     network: Any
-    """The library's model, whose type is its own affair."""
+    """The library's model, whose type is known to it alone."""
     device: torch.device
 
 
