@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
+from trainium_operator.cluster.cache.device_views import claim_view, slice_view
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
 from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.cluster.cache.reflector import UNREADABLE
@@ -93,6 +94,20 @@ WORKLOAD = {
 }
 FLAVOR = {"metadata": {"name": "trn1"}, "spec": {"nodeLabels": {"pool": "a"}, "tolerations": [{"key": "pool"}]}}
 PRIORITY = {"metadata": {"name": "high"}, "value": 1000, "globalDefault": True}
+SLICE = {
+    "metadata": {"name": "s"},
+    "spec": {
+        "driver": "neuron.aws.com", "nodeName": "n", "pool": {"name": "n", "generation": 3},
+        "devices": [{"name": "d", "taints": [{"effect": "NoExecute", "timeAdded": "2027-01-15T08:00:00Z"}]}],
+    },
+}  # fmt: skip
+CLAIM = {
+    "metadata": {"name": "c", "namespace": "team"},
+    "status": {
+        "reservedFor": [{"resource": "pods", "name": "llama-w-0", "uid": "u"}],
+        "allocation": {"devices": {"results": [{"driver": "neuron.aws.com", "pool": "n", "device": "d"}]}},
+    },
+}
 LEAF = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
     | st.sampled_from(["9" * 400, "2027-01-15T08:00:00Z", "0001-01-01T00:00:00+23:59", "\ud800", "Crash", "Running"])
@@ -194,7 +209,15 @@ def test_any_message_is_taken_or_a_validation_error(register: Any, heartbeat: An
 
 @pytest.mark.parametrize(
     ("view", "known"),
-    [(pod_view, POD), (node_view, NODE), (workload_view, WORKLOAD), (flavor_view, FLAVOR), (priority_view, PRIORITY)],
+    [
+        (pod_view, POD),
+        (node_view, NODE),
+        (workload_view, WORKLOAD),
+        (flavor_view, FLAVOR),
+        (priority_view, PRIORITY),
+        (slice_view, SLICE),
+        (claim_view, CLAIM),
+    ],
 )
 def test_any_watched_object_is_read_or_left_out_with_an_error_that_is_expected(
     view: Callable[[Any], object], known: dict[str, Any]
