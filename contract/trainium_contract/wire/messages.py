@@ -55,8 +55,8 @@ def _known_cause(value: Any) -> Any:
     return value if value in set(Cause) or not isinstance(value, str) else Cause.RESIZE
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 Protocol = Annotated[int, AfterValidator(_known)]
@@ -64,7 +64,7 @@ Uid = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(max_length=45), AfterValidator(_address)]
 Time = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
 """Unix seconds, or a length of time."""
-Figure = Annotated[float | None, BeforeValidator(_finite)]
+Figure = Annotated[float | None, AfterValidator(_finite)]
 """A measured value that may be not a number."""
 _LARGEST = 2**53
 _LAST = 2**31 - 1

@@ -245,6 +245,16 @@ def test_a_time_stamp_that_is_none_does_not_make_a_pod_look_gone(stamp: Any) -> 
     assert (seen.created, seen.finished, seen.exit_code) == (0.0, None, 70)
 
 
+@pytest.mark.parametrize("loss", ['"inf"', '"nan"', '"9e999"', f'"{"9" * 400}"', "1e999", "Infinity", "NaN"])
+def test_a_figure_that_is_no_number_is_none_however_it_is_written(loss: str) -> None:
+    message = json.dumps({**HEARTBEAT, "progress": {"step": 7, "loss": 0}}).replace('"loss": 0', f'"loss": {loss}')
+
+    taken = HeartbeatRequest.model_validate_json(message)
+
+    assert taken.progress is not None
+    assert taken.progress.loss is None
+
+
 def test_numbers_without_an_end_are_left_out() -> None:
     memory = decode({"node": "quarantines: .inf", ACCOUNTED: "uid: .nan", "node-3": "state: Permanent\n"})
 
