@@ -206,7 +206,7 @@ class Runtime:
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)
         await self.discovery.known.wait()
-        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state, dra=self.caches.dra.state)
+        self._note_optional_apis()
         self._begin_leading()
 
     async def _retried(self, reading: Callable[[], Awaitable[None]]) -> None:
@@ -284,9 +284,9 @@ class Runtime:
     def _discovered(self) -> None:
         """The cluster offers something else than before: every plan may depend on it."""
         found = self.discovery
-        self.caches.kueue.is_served(found.kueue)
-        self.caches.dra.is_served(found.claims)
-        kueue, dra = self.caches.kueue.state, self.caches.dra.state
+        self.caches.kueue.offered.is_served(found.kueue)
+        self.caches.dra.offered.is_served(found.claims)
+        kueue, dra = self.caches.kueue.offered.state, self.caches.dra.offered.state
         before = self.plan_settings
         changed = (found.gang_apis, kueue, dra) != (before.gang_apis, before.kueue, before.dra)
         self.plan_settings = replace(
@@ -302,8 +302,12 @@ class Runtime:
 
     def _apis_changed(self) -> None:
         """Kueue's objects or those of claimed devices are read now, or a flavor has changed."""
-        self.plan_settings = replace(self.plan_settings, kueue=self.caches.kueue.state, dra=self.caches.dra.state)
+        self._note_optional_apis()
         self.enqueue_all()
+
+    def _note_optional_apis(self) -> None:
+        kueue, dra = self.caches.kueue.offered.state, self.caches.dra.offered.state
+        self.plan_settings = replace(self.plan_settings, kueue=kueue, dra=dra)
 
     def _on_request(self, verb: str, status: int, seconds: float) -> None:
         if 0 < status < 500:

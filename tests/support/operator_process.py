@@ -107,8 +107,8 @@ class OperatorProcess:
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
-        runtime.caches.kueue.is_served(True)
-        runtime.caches.dra.is_served(True)
+        runtime.caches.kueue.offered.is_served(True)
+        runtime.caches.dra.offered.is_served(True)
         others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]
         self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))

@@ -23,8 +23,9 @@ from trainium_operator.cluster.cache.device_views import (
 from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.store import Entry, Store
-from trainium_operator.plan.model.devices import DeviceTaint, DraState
+from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.observed import JobView
+from trainium_operator.plan.model.optional_api import ApiState
 
 SLICE: dict[str, Any] = {
     "apiVersion": "resource.k8s.io/v1",
@@ -260,9 +261,9 @@ async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
         status=TrainingJobStatus(),
         created=0.0,
     )
-    assert (dra.state, dra.devices(view, (), bool)) == (DraState.ABSENT, None)
-    dra.is_served(True)
-    assert (dra.state, dra.devices(view, (), bool)) == (DraState.READING, None)
+    assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.ABSENT, None)
+    dra.offered.is_served(True)
+    assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.READING, None)
     for reflector in (dra.templates, dra.claims, dra.slices):
         reflector.synced.set()
     for at, (node, free) in enumerate((("a", 2), ("b", 2), ("c", 1)), start=1):
@@ -271,5 +272,5 @@ async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
     found = dra.devices(view, (), {"a", "c"}.__contains__)
     assert found is not None
     assert (found.free_nodes, found.nodes) == (("a",), 2), "b is cordoned, c has one free device"
-    dra.is_served(False)
+    dra.offered.is_served(False)
     assert dra.devices(view, (), bool) is None

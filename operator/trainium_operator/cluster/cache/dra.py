@@ -14,9 +14,11 @@ from trainium_operator.cluster.api.resources import CLAIMS, SLICES, TEMPLATES
 from trainium_operator.cluster.cache.device_views import claim_view, slice_view, template_view
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
+from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import Store
-from trainium_operator.plan.model.devices import DevicesView, DraState
+from trainium_operator.plan.model.devices import DevicesView
+from trainium_operator.plan.model.optional_api import ApiState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +40,6 @@ class Dra:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called when everything has been read; no `namespaces`: of all."""
-        self._enabled = enabled
-        self._served = asyncio.Event()
         self._wanted = asyncio.Event()
         self._on_change = on_change
         apart = bool(namespaces)
@@ -56,35 +56,15 @@ class Dra:
             api, CLAIMS, Store(by_namespace=apart), claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
         )
         self.slices: Reflector[SliceView] = Reflector(api, SLICES, Store(), slice_view)
+        self.offered = OptionalApi(enabled, self.templates, self.claims, self.slices)
         self.inventory = Inventory(self.slices.store, self.claims.store)
-
-    @property
-    def state(self) -> DraState:
-        """Whether plans may go by it."""
-        if not self._enabled:
-            return DraState.OFF
-        if not self._served.is_set():
-            return DraState.ABSENT
-        read = all(each.synced.is_set() for each in (self.templates, self.claims, self.slices))
-        return DraState.READY if read else DraState.READING
-
-    def is_served(self, served: bool) -> None:
-        """Discovery says whether the cluster has it."""
-        if served and self._enabled:
-            self._served.set()
-        else:
-            self._served.clear()
 
     async def run(self) -> None:
         """Read from when it is served and wanted, until cancelled."""
-        await self._served.wait()
+        await self.offered.served()
         await self._wanted.wait()
-        reflectors = (self.templates, self.claims, self.slices)
         async with asyncio.TaskGroup() as group:
-            for reflector in reflectors:
-                group.create_task(reflector.run())
-            for reflector in reflectors:
-                await reflector.synced.wait()
+            await self.offered.read(group)
             self._on_change()
 
     def devices(self, job: JobView, pods: tuple[PodView, ...], usable: Callable[[str], bool]) -> DevicesView | None:
@@ -96,7 +76,7 @@ class Dra:
         if accelerator.claim is not None:
             self._wanted.set()
         owned = self.templates.store.owned_by(job.id)
-        if self.state is not DraState.READY or not (owned or accelerator.claim is not None):
+        if self.offered.state is not ApiState.READY or not (owned or accelerator.claim is not None):
             return None
         nodes = [name for name in self.inventory.nodes() if usable(name)]
         count = accelerator.claimed_devices()

@@ -16,9 +16,11 @@ from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import FLAVORS, PRIORITIES, WORKLOADS
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
+from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import Store
-from trainium_operator.plan.model.quota import KueueState, Placement, QuotaView, WorkloadView
+from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.quota import Placement, QuotaView, WorkloadView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +49,6 @@ class Kueue:
 
         Where Workloads cannot be read nothing is said of quota (`quota`); everything else is planned there as well.
         """
-        self._enabled = enabled
-        self._served = asyncio.Event()
         self._on_change = on_change
         self._since = 0.0
         """Lists that are older (loop time) may miss what the last leader wrote."""
@@ -65,35 +65,16 @@ class Kueue:
         )
         self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, Store(), flavor_view)
         self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, Store(), priority_view)
+        self.offered = OptionalApi(enabled, self.workloads, self.flavors, self.priorities)
         self.flavors.store.listen(self._changed)
         self.priorities.store.listen(self._changed)
         self._namespaces.listen(self._changed)
 
-    @property
-    def state(self) -> KueueState:
-        """Whether plans may go by it."""
-        if not self._enabled:
-            return KueueState.OFF
-        if not self._served.is_set():
-            return KueueState.ABSENT
-        read = all(each.synced.is_set() for each in (self.workloads, self.flavors, self.priorities))
-        return KueueState.READY if read else KueueState.READING
-
-    def is_served(self, served: bool) -> None:
-        """Discovery says whether the cluster has it."""
-        if served and self._enabled:
-            self._served.set()
-        else:
-            self._served.clear()
-
     async def run(self) -> None:
         """Read from when it is served, until cancelled."""
-        await self._served.wait()
+        await self.offered.served()
         async with asyncio.TaskGroup() as group:
-            for reflector in (self.workloads, self.flavors, self.priorities):
-                group.create_task(reflector.run())
-            for reflector in (self.workloads, self.flavors, self.priorities):
-                await reflector.synced.wait()
+            await self.offered.read(group)
             self._on_change()
             while True:
                 await self._behind.wait()
@@ -133,7 +114,7 @@ class Kueue:
     def _knows(self, namespace: str) -> bool:
         """Whether all Workloads of this namespace are here; an absent list is no empty list."""
         listed = self._namespaces.is_open(namespace) and self.workloads.is_listed_since(namespace, self._since)
-        return self.state is KueueState.READY and listed
+        return self.offered.state is ApiState.READY and listed
 
     def _priority(self, name: str) -> int | None:
         if name:
@@ -143,5 +124,5 @@ class Kueue:
         return next((value for value, default in defaults if default), 0)
 
     def _changed(self, *_of_what: object) -> None:
-        if self.state is KueueState.READY:
+        if self.offered.state is ApiState.READY:
             self._on_change()

@@ -7,23 +7,10 @@ ever touched.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class DraState(StrEnum):
-    """Whether the operator works with dynamic resource allocation."""
-
-    OFF = "Off"
-    """It was not told to, so it has no rights to."""
-    ABSENT = "Absent"
-    """The cluster does not serve the version of the API that is known here."""
-    READING = "Reading"
-    """Its objects are not read yet."""
-    READY = "Ready"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.model.devices import DraState
 from trainium_operator.plan.model.job_id import JobId
-from trainium_operator.plan.model.quota import KueueState
+from trainium_operator.plan.model.optional_api import ApiState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -250,11 +249,11 @@ class PlanSettings:
     """uid of the namespace kube-system; empty while it is not known, or may not be."""
     topology_layers: frozenset[str] = frozenset()
     """Labels of network layers that nodes of the cluster carry."""
-    kueue: KueueState = KueueState.OFF
+    kueue: ApiState = ApiState.OFF
     """Whether the operator works with Kueue."""
     extra_priority_class: str = ""
     """PriorityClass of workers on idle nodes, below that of any other pod; without one idle nodes are left alone."""
-    dra: DraState = DraState.OFF
+    dra: ApiState = ApiState.OFF
     """Whether jobs may claim their devices."""
 
     def status_interval(self, workers: int) -> float:

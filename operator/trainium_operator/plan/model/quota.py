@@ -19,18 +19,6 @@ NAME = "kueue.x-k8s.io/v1beta2"
 """The version of the API whose fields are known here."""
 
 
-class KueueState(StrEnum):
-    """Whether the operator works with Kueue."""
-
-    OFF = "Off"
-    """It was not told to, so it has no rights to."""
-    ABSENT = "Absent"
-    """The cluster does not serve the version of Kueue that is known here."""
-    READING = "Reading"
-    """Its objects are not read yet."""
-    READY = "Ready"
-
-
 class WorkloadCondition(StrEnum):
     """Types of conditions of a Workload."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_operator.plan.manifests.claims import claim_template
 from trainium_operator.plan.model.actions import ApplyObject, DropTemplate
 from trainium_operator.plan.model.answer import Answer
-from trainium_operator.plan.model.devices import DraState
+from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 _WHY = {
-    DraState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
+    ApiState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
     "workers.accelerator.claim and install the Neuron device plugin",
-    DraState.ABSENT: "this cluster does not serve resource.k8s.io/v1, which comes with Kubernetes 1.34: leave out "
+    ApiState.ABSENT: "this cluster does not serve resource.k8s.io/v1, which comes with Kubernetes 1.34: leave out "
     "workers.accelerator.claim and install the Neuron device plugin",
-    DraState.READING: "what the cluster says of claimed devices is being read",
+    ApiState.READING: "what the cluster says of claimed devices is being read",
 }
 
 
@@ -49,9 +49,9 @@ def converge_templates(facts: Facts, status: TrainingJobStatus) -> Answer:
 def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
     """Why no pod can be made now, and what to do; None where devices can be claimed, or need not be."""
     state = facts.settings.dra
-    if facts.job.spec.workers.accelerator.claim is None or state is DraState.READY:
+    if facts.job.spec.workers.accelerator.claim is None or state is ApiState.READY:
         return None
-    reading = state is DraState.READING
+    reading = state is ApiState.READING
     return Reason.WAITING_FOR_DEVICES if reading else Reason.DEVICE_API_MISSING, _WHY[state]
 
 

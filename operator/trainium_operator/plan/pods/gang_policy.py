@@ -25,7 +25,7 @@ from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.observed import GangApi, PodPhase
-from trainium_operator.plan.model.quota import KueueState
+from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.deletion import deletion
@@ -133,7 +133,7 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
     if grant is not None and grant.stand is Stand.UNKNOWN:
-        absent = facts.settings.kueue in (KueueState.OFF, KueueState.ABSENT)
+        absent = facts.settings.kueue in (ApiState.OFF, ApiState.ABSENT)
         return False, Reason.GANG_API_MISSING if absent else Reason.WAITING_FOR_QUEUE, grant.message
     return False, Reason.WAITING_FOR_GANG, _waiting(facts, gang_api(facts))
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.plan.manifests.placement import merged
 from trainium_operator.plan.manifests.worker_pod import pod_template
-from trainium_operator.plan.model.quota import SPARES, WORKERS, KueueState, Placement, WorkloadCondition
+from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.quota import SPARES, WORKERS, Placement, WorkloadCondition
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed, PlanSettings
@@ -132,10 +133,10 @@ def _waiting(queue: str, base: WorkloadView) -> Grant:
     return Grant(stand=Stand.WAITING, message=f"queue {queue}: {told or 'Kueue has not looked at it yet'}")
 
 
-def _unknown(queue: str, state: KueueState) -> str:
+def _unknown(queue: str, state: ApiState) -> str:
     asked = f"queueName is {queue}, but"
-    if state is KueueState.OFF:
+    if state is ApiState.OFF:
         return f"{asked} this operator does not work with Kueue: set the chart's kueue.enabled, or clear it"
-    if state is KueueState.ABSENT:
+    if state is ApiState.ABSENT:
         return f"{asked} this cluster does not serve kueue.x-k8s.io/v1beta2: install Kueue, or clear it"
     return f"{asked} Kueue's objects are not read yet, or cannot be: the operator's log says which"

@@ -13,8 +13,9 @@ from trainium_contract.job import ConditionType, Phase
 from trainium_operator.plan.manifests.claims import claim_template
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DropTemplate, Plan
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.devices import DevicesView, DeviceTaint, DraState
+from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
 from trainium_operator.plan.model.observed import Observed, PodPhase
+from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.plan import plan
 
 SPEC = spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
@@ -27,7 +28,7 @@ def name() -> str:
     return found
 
 
-def planned(seen: Observed, state: DraState = DraState.READY) -> Plan:
+def planned(seen: Observed, state: ApiState = ApiState.READY) -> Plan:
     return plan(seen, replace(SETTINGS, dra=state))
 
 
@@ -84,12 +85,12 @@ def test_a_job_that_claims_nothing_any_more_has_its_template_removed() -> None:
 @pytest.mark.parametrize(
     ("state", "reason", "words"),
     [
-        (DraState.OFF, "DeviceApiMissing", "install the chart with dra.enabled=true"),
-        (DraState.ABSENT, "DeviceApiMissing", "does not serve resource.k8s.io/v1"),
-        (DraState.READING, "WaitingForDevices", "is being read"),
+        (ApiState.OFF, "DeviceApiMissing", "install the chart with dra.enabled=true"),
+        (ApiState.ABSENT, "DeviceApiMissing", "does not serve resource.k8s.io/v1"),
+        (ApiState.READING, "WaitingForDevices", "is being read"),
     ],
 )
-def test_a_job_that_cannot_claim_waits_and_says_why(state: DraState, reason: str, words: str) -> None:
+def test_a_job_that_cannot_claim_waits_and_says_why(state: ApiState, reason: str, words: str) -> None:
     result = planned(observed(job(SPEC)), state)
     assert created(result) == []
     for kind in (ConditionType.ADMITTED, ConditionType.PODS_READY):
@@ -98,13 +99,13 @@ def test_a_job_that_cannot_claim_waits_and_says_why(state: DraState, reason: str
         assert words in message
 
 
-@pytest.mark.parametrize("state", list(DraState))
-def test_a_job_without_a_claim_does_not_wait(state: DraState) -> None:
+@pytest.mark.parametrize("state", list(ApiState))
+def test_a_job_without_a_claim_does_not_wait(state: ApiState) -> None:
     assert len(created(planned(observed(job(spec())), state))) == 4
 
 
 def test_what_runs_goes_on_when_devices_cannot_be_claimed_any_more() -> None:
-    result = planned(replace(trains(), devices=None), DraState.ABSENT)
+    result = planned(replace(trains(), devices=None), ApiState.ABSENT)
     assert (created(result), deleted(result), result.status.phase) == ([], {}, Phase.RUNNING)
 
 

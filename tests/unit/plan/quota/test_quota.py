@@ -12,8 +12,8 @@ from trainium_contract.job import Condition, ConditionStatus, ConditionType, Tra
 from trainium_contract.status.activity import ActivityStatus
 from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
 from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.quota import (
-    KueueState,
     Placement,
     PodSetGrant,
     QuotaView,
@@ -28,7 +28,7 @@ from trainium_operator.plan.view.size import decide_size
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed
 
-READY = replace(SETTINGS, kueue=KueueState.READY)
+READY = replace(SETTINGS, kueue=ApiState.READY)
 BLUE = Placement(
     node_selector={"pool": "blue"}, tolerations=({"key": "pool", "operator": "Exists", "effect": "NoSchedule"},)
 )
@@ -318,14 +318,12 @@ def test_a_smaller_size_gives_back_the_steps_that_it_has_no_use_for() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (KueueState.OFF, "set the chart's kueue.enabled"),
-        (KueueState.ABSENT, "does not serve kueue.x-k8s.io/v1beta2"),
-        (KueueState.READING, "not read yet"),
+        (ApiState.OFF, "set the chart's kueue.enabled"),
+        (ApiState.ABSENT, "does not serve kueue.x-k8s.io/v1beta2"),
+        (ApiState.READING, "not read yet"),
     ],
 )
-def test_without_kueue_a_job_with_a_queue_does_not_begin_and_one_that_runs_goes_on(
-    state: KueueState, words: str
-) -> None:
+def test_without_kueue_a_job_with_a_queue_does_not_begin_and_one_that_runs_goes_on(state: ApiState, words: str) -> None:
     settings = replace(SETTINGS, kueue=state)
     result = plan(new(), settings)
     assert result.actions == ()

@@ -1,0 +1,50 @@
+"""Objects of an API that not every cluster serves, read from when this one does.
+
+Invariant: nobody waits for it: without it nothing is read, and every job that does not need it is planned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.plan.model.optional_api import ApiState
+
+if TYPE_CHECKING:
+    from trainium_operator.cluster.cache.reflector import Reflector
+
+
+class OptionalApi:
+    """The reflectors of one API; `is_served` says that they can begin."""
+
+    def __init__(self, enabled: bool, *reflectors: Reflector[Any]) -> None:
+        self._enabled = enabled
+        self._reflectors = reflectors
+        self._served = asyncio.Event()
+
+    @property
+    def state(self) -> ApiState:
+        """Whether plans may go by it."""
+        if not self._enabled:
+            return ApiState.OFF
+        if not self._served.is_set():
+            return ApiState.ABSENT
+        return ApiState.READY if all(each.synced.is_set() for each in self._reflectors) else ApiState.READING
+
+    def is_served(self, served: bool) -> None:
+        """Discovery says whether the cluster has it."""
+        if served and self._enabled:
+            self._served.set()
+        else:
+            self._served.clear()
+
+    async def served(self) -> None:
+        """Wait until it is."""
+        await self._served.wait()
+
+    async def read(self, group: asyncio.TaskGroup) -> None:
+        """Keep its objects with tasks of the group; returns when each kind has been listed once."""
+        for reflector in self._reflectors:
+            group.create_task(reflector.run())
+        for reflector in self._reflectors:
+            await reflector.synced.wait()
