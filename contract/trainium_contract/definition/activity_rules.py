@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.definition.rules import Reason, Rule, said
+from trainium_contract.definition.cel import Reason, Rule, said
 from trainium_contract.spec.managed_by import MANAGER
 
 ACTIVITY_RULES: tuple[Rule, ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.definition.rules import Reason, Rule, said
+from trainium_contract.definition.cel import Reason, Rule, said
 from trainium_contract.sizes import INSTANCES
 
 _DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.base import LATER
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
+from trainium_contract.definition.cel import Rule
 from trainium_contract.definition.claim_rules import CLAIM_RULES
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
-from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Rule
+from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES
 from trainium_contract.definition.tuning_rules import TUNING_RULES
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION

@@ -5,7 +5,7 @@ Invariant: what `faults.read.rule_verdict` would pass over is refused here, so t
 
 from __future__ import annotations
 
-from trainium_contract.definition.rules import Rule
+from trainium_contract.definition.cel import Rule
 from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 
 

@@ -9,61 +9,26 @@ operator instead (docs/decisions/0002-illegal-sizes.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
-
+from trainium_contract.definition.cel import Reason, Rule, said
+from trainium_contract.definition.size_expressions import (
+    JUDGED_BEFORE,
+    MODEL_PARALLEL,
+    NODES,
+    OUT_OF_BOUNDS,
+    SAME_RANGE,
+    SMALLEST,
+    SOME_SIZE_IS_LEGAL,
+    divides,
+    fills,
+    said_of_size,
+    with_cores,
+)
 from trainium_contract.job import MAX_NAME
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.config import TrainerSpec
 
-
-class Reason(StrEnum):
-    """Reason of the refusal, as the API server reports it."""
-
-    INVALID = "FieldValueInvalid"
-    FORBIDDEN = "FieldValueForbidden"
-    REQUIRED = "FieldValueRequired"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One CEL rule; `message` is a literal sentence, `expression` one that is computed and can give the values.
-
-    The sentence is used when the expression fails or is too long, so it is always given.
-    """
-
-    rule: str
-    message: str
-    field: str = ""
-    """Path of the field to change, below the schema that carries the rule; empty for the whole of it."""
-    expression: str = ""
-    reason: Reason = Reason.INVALID
-    optional_old: bool = False
-    """Checked at creation too, with `oldSelf` as an optional."""
-
-    def to_schema(self) -> dict[str, Any]:
-        """The entry of x-kubernetes-validations."""
-        given: dict[str, Any] = {"rule": " ".join(self.rule.split()), "message": self.message}
-        if self.expression:
-            given["messageExpression"] = " ".join(self.expression.split())
-        if self.field:
-            given["fieldPath"] = self.field
-        if self.reason is not Reason.INVALID:
-            given["reason"] = self.reason.value
-        if self.optional_old:
-            given["optionalOldSelf"] = True
-        return given
-
-
 _KNOWN = "[" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
 _KNOWN_TEXT = ", ".join(INSTANCES)
-_CORES_OF = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
-_CORES = (
-    "self.workers.accelerator.?coresPerNode.orValue("
-    f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
-)
-_NODES = "self.workers.replicas"
 ON_NXD = (
     "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
     "|| self.trainer.backend == 'Native'"
@@ -71,119 +36,26 @@ ON_NXD = (
 """Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
 _STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
 """Beginning of a rule about steps that only the data tell: the trainer judges them when it has read its data."""
-_MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
-
-# In the expressions of these functions `c` is the number of cores per node, bound once by `_with_cores`: CEL has no
-# `let`, and a comprehension over one element is the idiom for it.
-def _divides(nodes: str) -> str:
-    """Whether the training processes of `nodes` (an expression) make whole model-parallel groups."""
-    return f"{nodes} * c % {_MODEL_PARALLEL} == 0"
-
-
-def _fills(nodes: str) -> str:
-    """Whether the global batch is whole micro-batches at `nodes`, or need not be.
-
-    Fails at run time unless `_divides` holds.
-    """
-    whole = f"self.trainer.batch.globalSize % ({nodes} * c / {_MODEL_PARALLEL} * self.trainer.batch.microSize) == 0"
-    return f"(self.elasticity.sizes == 'Any' || {whole})"
-
-
-def _legal(nodes: str) -> str:
-    """Whether `nodes` is a legal size; the first half guards the second against a division by zero."""
-    return f"({_divides(nodes)} && {_fills(nodes)})"
-
-
-def _with_cores(condition: str) -> str:
-    return f"[{_CORES}].all(c, {condition})"
-
-
-# CEL before Kubernetes 1.34 has no range, so the numbers below 10,000 are written as hundreds and ones.
-_HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
-
-
-def said(text: str, *values: str) -> str:
-    """A computed sentence: `text` with a %s for each expression of `values`, in which `c` is the cores per node.
-
-    Formatting in one call, not by joining: the API server cannot bound the length of `string(number)` and would refuse
-    the concatenation as too costly.
-    """
-    return f"'{text}'.format([{', '.join(f'dyn({value})' for value in values)}])"
-
-
-def _said_of_size(text: str, *values: str) -> str:
-    """As `said`, with `c` bound and the legal sizes near the requested one at the end."""
-    nearby = f"{text}; legal sizes within 100 of it: %s below, %s above"
-    below = f"{_HUNDRED}.map(i, {_NODES} - i).filter(n, n >= 1 && {_legal('n')})"
-    above = f"{_HUNDRED}.map(i, {_NODES} + i + 1).filter(n, {_legal('n')})"
-    return f"[{_CORES}].map(c, {said(nearby, *values, below, above)})[0]"
-
-
-# The schema refuses these by itself; a rule that divided by them would add a second, useless sentence.
-_OUT_OF_BOUNDS = f"""
-{_NODES} < 1 || {_MODEL_PARALLEL} < 1 || self.trainer.batch.globalSize < 1 || self.trainer.batch.microSize < 1
-|| self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
-_SMALLEST = "self.workers.?minReplicas.orValue(1)"
-
-
-def _bound(name: str, value: str, condition: str) -> str:
-    """`condition` with a name for a value: each step of a search reads it from there, not from the object."""
-    return f"[{value}].all({name}, {condition})"
-
-
-def _some_below(limit: str, root: int, name: str, condition: str) -> str:
-    """Whether `condition` holds for some `name` from 1 on, with name ** root at most `limit`."""
-    hundreds = " * ".join(["h * 100"] * root)
-    power = " * ".join([name] * root)
-    number = f"{name} >= 1 && {power} <= {limit} && {condition}"
-    return f"{_HUNDRED}.exists(h, {hundreds} <= {limit} && {_HUNDRED}.map(l, h * 100 + l).exists({name}, {number}))"
-
-
-def _in_range(degree: str) -> str:
-    """Whether a number of nodes from s to n has this data-parallel degree; m processes make a model-parallel group."""
-    return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
-
-
-# Trying up to 10,000 sizes took an API server a second. These cost as much as a node has cores (Any), or as the root of
-# the batch in micro-batches (Even), however long the range is.
-_UNIT = "(k * m / c)"
-_SOME_MULTIPLE = _some_below("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
-"""k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
-_ROWS = "self.trainer.batch.globalSize / self.trainer.batch.microSize"
-_MOST_ROWS = 1 << 20
-_DIVISOR_OF_ROWS = _some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
-_SOME_DIVISOR = f"""(self.trainer.batch.globalSize % self.trainer.batch.microSize == 0
-&& {_bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
-"""The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator says it."""
-_SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
-_SEARCH = _bound("m", _MODEL_PARALLEL, _bound("n", _NODES, _bound("s", _SMALLEST, _SOME_SIZE)))
-_SOME_SIZE_IS_LEGAL = f"{_legal(_NODES)} || {_SEARCH}"
-_JUDGED_BEFORE = """(oldSelf.hasValue() && oldSelf.value().parallelism == self.parallelism
-&& oldSelf.value().trainer.batch == self.trainer.batch
-&& oldSelf.value().elasticity == self.elasticity
-&& oldSelf.value().workers.accelerator == self.workers.accelerator)"""
-_SAME_RANGE = f"""(oldSelf.value().workers.replicas == {_NODES}
-&& oldSelf.value().workers.?minReplicas.orValue(1) == {_SMALLEST})"""
 
 SPEC_RULES: tuple[Rule, ...] = (
     Rule(
-        f"!has(self.workers.minReplicas) || self.workers.minReplicas <= {_NODES}",
+        f"!has(self.workers.minReplicas) || self.workers.minReplicas <= {NODES}",
         "workers.minReplicas must not be above workers.replicas: lower minReplicas or raise replicas",
         ".workers.minReplicas",
         said(
             "workers.minReplicas %s is above workers.replicas %s: lower minReplicas or raise replicas",
             "self.workers.minReplicas",
-            _NODES,
+            NODES,
         ),
     ),
     Rule(
-        f"!has(self.workers.maxReplicas) || {_NODES} <= self.workers.maxReplicas",
+        f"!has(self.workers.maxReplicas) || {NODES} <= self.workers.maxReplicas",
         "workers.replicas must not be above workers.maxReplicas: lower replicas or raise maxReplicas",
         ".workers.replicas",
         said(
             "workers.replicas %s is above workers.maxReplicas %s: lower replicas or raise maxReplicas",
-            _NODES,
+            NODES,
             "self.workers.maxReplicas",
         ),
     ),
@@ -193,36 +65,36 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".elasticity.idleNodes",
     ),
     Rule(
-        f"{_OUT_OF_BOUNDS} || {_JUDGED_BEFORE} || {_with_cores(_divides(_NODES))}",
+        f"{OUT_OF_BOUNDS} || {JUDGED_BEFORE} || {with_cores(divides(NODES))}",
         "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline",
         ".workers.replicas",
-        _said_of_size(
+        said_of_size(
             "workers.replicas %s x %s cores per node = %s training processes, not divisible by parallelism.tensor x "
             "pipeline = %s: change replicas or parallelism",
-            _NODES,
+            NODES,
             "c",
-            f"{_NODES} * c",
-            _MODEL_PARALLEL,
+            f"{NODES} * c",
+            MODEL_PARALLEL,
         ),
         optional_old=True,
     ),
     Rule(
-        f"""{_OUT_OF_BOUNDS} || {_JUDGED_BEFORE}
-        || {_with_cores(f"!({_divides(_NODES)}) || {_fills(_NODES)}")}""",
+        f"""{OUT_OF_BOUNDS} || {JUDGED_BEFORE}
+        || {with_cores(f"!({divides(NODES)}) || {fills(NODES)}")}""",
         "with elasticity.sizes Even trainer.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
-        _said_of_size(
+        said_of_size(
             "workers.replicas %s gives a data-parallel degree of %s, but trainer.batch.globalSize %s is not divisible "
             "by that x microSize %s: change replicas or trainer.batch, or set elasticity.sizes to Any",
-            _NODES,
-            f"{_NODES} * c / {_MODEL_PARALLEL}",
+            NODES,
+            f"{NODES} * c / {MODEL_PARALLEL}",
             "self.trainer.batch.globalSize",
             "self.trainer.batch.microSize",
         ),
         optional_old=True,
     ),
     Rule(
-        f"{_OUT_OF_BOUNDS} || self.trainer.batch.microSize <= self.trainer.batch.globalSize",
+        f"{OUT_OF_BOUNDS} || self.trainer.batch.microSize <= self.trainer.batch.globalSize",
         "trainer.batch.microSize must not be above trainer.batch.globalSize",
         ".trainer.batch.microSize",
         said(
@@ -247,13 +119,13 @@ SPEC_RULES: tuple[Rule, ...] = (
     ),
     # Only where the rules of sizes above leave the size alone; there the operator must find some size to floor it to.
     Rule(
-        f"{_OUT_OF_BOUNDS} || !{_JUDGED_BEFORE} || {_SAME_RANGE} || {_with_cores(_SOME_SIZE_IS_LEGAL)}",
+        f"{OUT_OF_BOUNDS} || !{JUDGED_BEFORE} || {SAME_RANGE} || {with_cores(SOME_SIZE_IS_LEGAL)}",
         "no size between workers.minReplicas and workers.replicas is legal: change replicas or minReplicas",
         ".workers.replicas",
-        _said_of_size(
+        said_of_size(
             "no size from %s to %s is legal for parallelism and trainer.batch: change workers.replicas or minReplicas",
-            _SMALLEST,
-            _NODES,
+            SMALLEST,
+            NODES,
         ),
         optional_old=True,
     ),

@@ -6,7 +6,8 @@ which say the same of a file that a person wrote.
 
 from __future__ import annotations
 
-from trainium_contract.definition.rules import ON_NXD, Reason, Rule, said
+from trainium_contract.definition.cel import Reason, Rule, said
+from trainium_contract.definition.rules import ON_NXD
 
 _LORA = "self.trainer.tuning.method == 'LoRA'"
 _WEIGHTS = "has(self.trainer.model.weights)"

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
+from trainium_contract.definition.cel import Reason, Rule
 from trainium_contract.definition.claim_rules import CLAIM_RULES
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
-from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES, Reason, Rule
+from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES
 from trainium_contract.definition.tuning_rules import TUNING_RULES
 from trainium_contract.trainer.config import TrainerSpec
 

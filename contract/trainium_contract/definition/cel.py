@@ -1,0 +1,74 @@
+"""Rules in the Common Expression Language (CEL), and how they are written for the API server.
+
+Invariant: nothing here needs anything newer than Kubernetes 1.30.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Reason(StrEnum):
+    """Reason of the refusal, as the API server reports it."""
+
+    INVALID = "FieldValueInvalid"
+    FORBIDDEN = "FieldValueForbidden"
+    REQUIRED = "FieldValueRequired"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One CEL rule; `message` is a literal sentence, `expression` one that is computed and can give the values.
+
+    The sentence is used when the expression fails or is too long, so it is always given.
+    """
+
+    rule: str
+    message: str
+    field: str = ""
+    """Path of the field to change, below the schema that carries the rule; empty for the whole of it."""
+    expression: str = ""
+    reason: Reason = Reason.INVALID
+    optional_old: bool = False
+    """Checked at creation too, with `oldSelf` as an optional."""
+
+    def to_schema(self) -> dict[str, Any]:
+        """The entry of x-kubernetes-validations."""
+        given: dict[str, Any] = {"rule": " ".join(self.rule.split()), "message": self.message}
+        if self.expression:
+            given["messageExpression"] = " ".join(self.expression.split())
+        if self.field:
+            given["fieldPath"] = self.field
+        if self.reason is not Reason.INVALID:
+            given["reason"] = self.reason.value
+        if self.optional_old:
+            given["optionalOldSelf"] = True
+        return given
+
+
+# CEL before Kubernetes 1.34 has no range, so the numbers below 10,000 are written as hundreds and ones.
+HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
+
+
+def said(text: str, *values: str) -> str:
+    """A computed sentence: `text` with a %s for each expression of `values`, in which `c` is the cores per node.
+
+    Formatting in one call, not by joining: the API server cannot bound the length of `string(number)` and would refuse
+    the concatenation as too costly.
+    """
+    return f"'{text}'.format([{', '.join(f'dyn({value})' for value in values)}])"
+
+
+def bound(name: str, value: str, condition: str) -> str:
+    """`condition` with a name for a value: each step of a search reads it from there, not from the object."""
+    return f"[{value}].all({name}, {condition})"
+
+
+def some_below(limit: str, root: int, name: str, condition: str) -> str:
+    """Whether `condition` holds for some `name` from 1 on, with name ** root at most `limit`."""
+    hundreds = " * ".join(["h * 100"] * root)
+    power = " * ".join([name] * root)
+    number = f"{name} >= 1 && {power} <= {limit} && {condition}"
+    return f"{HUNDRED}.exists(h, {hundreds} <= {limit} && {HUNDRED}.map(l, h * 100 + l).exists({name}, {number}))"

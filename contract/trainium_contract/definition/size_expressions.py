@@ -1,0 +1,84 @@
+"""Sizes of a job in CEL: which are legal, and whether some size in a range is.
+
+Invariant: agrees with `sizes.BatchShape`, from which it is tested. In the expressions `c` is the number of cores per
+node, bound once by `with_cores`: CEL has no `let`, and a comprehension over one element is the idiom for it.
+"""
+
+from __future__ import annotations
+
+from trainium_contract.definition.cel import HUNDRED, bound, said, some_below
+from trainium_contract.sizes import INSTANCES
+
+_CORES_OF = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
+_CORES = (
+    "self.workers.accelerator.?coresPerNode.orValue("
+    f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
+)
+NODES = "self.workers.replicas"
+MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
+
+
+def divides(nodes: str) -> str:
+    """Whether the training processes of `nodes` (an expression) make whole model-parallel groups."""
+    return f"{nodes} * c % {MODEL_PARALLEL} == 0"
+
+
+def fills(nodes: str) -> str:
+    """Whether the global batch is whole micro-batches at `nodes`, or need not be.
+
+    Fails at run time unless `divides` holds.
+    """
+    whole = f"self.trainer.batch.globalSize % ({nodes} * c / {MODEL_PARALLEL} * self.trainer.batch.microSize) == 0"
+    return f"(self.elasticity.sizes == 'Any' || {whole})"
+
+
+def _legal(nodes: str) -> str:
+    """Whether `nodes` is a legal size; the first half guards the second against a division by zero."""
+    return f"({divides(nodes)} && {fills(nodes)})"
+
+
+def with_cores(condition: str) -> str:
+    """A condition that reads the cores per node as `c`."""
+    return bound("c", _CORES, condition)
+
+
+def said_of_size(text: str, *values: str) -> str:
+    """As `said`, with `c` bound and the legal sizes near the requested one at the end."""
+    nearby = f"{text}; legal sizes within 100 of it: %s below, %s above"
+    below = f"{HUNDRED}.map(i, {NODES} - i).filter(n, n >= 1 && {_legal('n')})"
+    above = f"{HUNDRED}.map(i, {NODES} + i + 1).filter(n, {_legal('n')})"
+    return f"[{_CORES}].map(c, {said(nearby, *values, below, above)})[0]"
+
+
+# The schema refuses these by itself; a rule that divided by them would add a second, useless sentence.
+OUT_OF_BOUNDS = f"""
+{NODES} < 1 || {MODEL_PARALLEL} < 1 || self.trainer.batch.globalSize < 1 || self.trainer.batch.microSize < 1
+|| self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
+SMALLEST = "self.workers.?minReplicas.orValue(1)"
+
+
+def _in_range(degree: str) -> str:
+    """Whether a number of nodes from s to n has this data-parallel degree; m processes make a model-parallel group."""
+    return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
+
+
+# Trying up to 10,000 sizes took an API server a second. These cost as much as a node has cores (Any), or as the root of
+# the batch in micro-batches (Even), however long the range is.
+_UNIT = "(k * m / c)"
+_SOME_MULTIPLE = some_below("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
+"""k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
+_ROWS = "self.trainer.batch.globalSize / self.trainer.batch.microSize"
+_MOST_ROWS = 1 << 20
+_DIVISOR_OF_ROWS = some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
+_SOME_DIVISOR = f"""(self.trainer.batch.globalSize % self.trainer.batch.microSize == 0
+&& {bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
+"""The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator says it."""
+_SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
+_SEARCH = bound("m", MODEL_PARALLEL, bound("n", NODES, bound("s", SMALLEST, _SOME_SIZE)))
+SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
+JUDGED_BEFORE = """(oldSelf.hasValue() && oldSelf.value().parallelism == self.parallelism
+&& oldSelf.value().trainer.batch == self.trainer.batch
+&& oldSelf.value().elasticity == self.elasticity
+&& oldSelf.value().workers.accelerator == self.workers.accelerator)"""
+SAME_RANGE = f"""(oldSelf.value().workers.replicas == {NODES}
+&& oldSelf.value().workers.?minReplicas.orValue(1) == {SMALLEST})"""
