@@ -62,8 +62,8 @@ def _in_range(degree: str) -> str:
     return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
 
 
-# Trying up to 10,000 sizes took an API server a second. These cost as much as a node has cores (Any), or as the root of
-# the batch in micro-batches (Even), however long the range is.
+# Trying up to 10,000 sizes took an API server a second, a busy one ten. These cost as much as a node has cores (Any),
+# or as the root of the batch in micro-batches (Even), however long the range is.
 _UNIT = "(k * m / c)"
 _SOME_MULTIPLE = some_below("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
 """k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
@@ -76,9 +76,15 @@ _SOME_DIVISOR = f"""(self.trainer.batch.globalSize % self.trainer.batch.microSiz
 _SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
 _SEARCH = bound("m", MODEL_PARALLEL, bound("n", NODES, bound("s", SMALLEST, _SOME_SIZE)))
 SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
-JUDGED_BEFORE = """(oldSelf.hasValue() && oldSelf.value().parallelism == self.parallelism
-&& oldSelf.value().trainer.batch == self.trainer.batch
-&& oldSelf.value().elasticity == self.elasticity
-&& oldSelf.value().workers.accelerator == self.workers.accelerator)"""
+_DECIDING = (
+    "parallelism.tensor",
+    "parallelism.pipeline",
+    "trainer.batch.globalSize",
+    "trainer.batch.microSize",
+    "elasticity.sizes",
+    "workers.accelerator",
+)
+"""What a size is judged by; a write that changes nothing of it leaves the judgement as it was."""
+JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value().{each} == self.{each}' for each in _DECIDING)})"
 SAME_RANGE = f"""(oldSelf.value().workers.replicas == {NODES}
 && oldSelf.value().workers.?minReplicas.orValue(1) == {SMALLEST})"""

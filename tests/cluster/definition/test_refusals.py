@@ -414,6 +414,13 @@ def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(runnin
     assert "minReplicas 2 is above workers.replicas 1" in below.stderr
 
 
+def test_what_has_nothing_to_do_with_sizes_can_change_at_a_size_that_the_operator_floors(running: Api) -> None:
+    assert running.refusal(job("{elasticity: {sizes: Even}, workers: {maxReplicas: 8}}")) == ""
+    running.kubectl("scale", "trn/good", "--replicas=5")
+    more = {"spec": {"elasticity": {"idleNodes": "Take"}}}
+    running.kubectl("patch", "trn", "good", "--type=merge", "--patch", json.dumps(more))
+
+
 def test_a_range_without_any_legal_size_is_refused_later_too(running: Api) -> None:
     assert running.refusal(job("{workers: {minReplicas: 2}, elasticity: {sizes: Even}}")) == ""
     said = running.refusal(job("{workers: {replicas: 8, minReplicas: 7}, elasticity: {sizes: Even}}"))
