@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.api import Missing
 from trainium_client.errors import ClientError
+from trainium_client.views.advice import run_again
 from trainium_client.views.events import event_views
 from trainium_client.views.interruptions import InterruptionView, interruptions
 from trainium_client.views.job_from_status import job_view
@@ -88,7 +89,9 @@ def read_story(api: Api, name: str, now: float, which: int | None = None) -> Sto
         raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
     chosen = entries[which - 1] if which is not None else entries[-1] if entries else None
     log, note = _log_of(api, chosen)
-    return tell(job, which=which, log=log, log_note=note, advice=view.advice)
+    # The story of the end tells the verdict itself.
+    told = view.phase == "Failed" and (chosen is None or chosen.stopped)
+    return tell(job, which=which, log=log, log_note=note, advice=(run_again(view),) if told else view.advice)
 
 
 def _log_of(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
@@ -99,5 +102,5 @@ def _log_of(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
     if not isinstance(found, Missing):
         return found, ""
     if "not found" in found.why:
-        return "", f"{entry.pod} is gone, and its log with it"
+        return "", f"{entry.pod} is gone, and its log with it; `Seen` has its last words"
     return "", f"the log cannot be read: {found.why}"

@@ -24,7 +24,7 @@ from trainium_client.commands.options import (
 from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.inside import ask_all, json_lines, run_inside
 from trainium_client.reading import read_members
-from trainium_client.views.checkpoints import checkpoint_root, checkpoint_rows
+from trainium_client.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
 from trainium_client.views.job_from_status import job_view
 from trainium_client.views.machines import MachineView, find_machine, machine_views
 from trainium_client.views.raw import mapping, text
@@ -149,7 +149,10 @@ def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
         return None, table.why
     running = [row.name for row in pod_rows(table) if row.state == "Running"]
     if not running:
-        return None, "no worker runs that could look into storage; docs/watch.md says how to look without one"
+        place = where_kept(job)
+        if not place:
+            return None, "no worker runs, and the job has no storage that outlives its pods"
+        return None, f"no worker runs that could look; they are in {place}: trainium-trainer inspect reads them there"
     command = ["python", "-m", "trainium_trainer", "inspect", checkpoint_root(job), "--json"]
     command += ["--verify"] if verify else []
     try:

@@ -15,7 +15,7 @@ from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
 from trainium_client.render.report import Report, report_html
 from trainium_client.render.words import size
-from trainium_client.views.checkpoints import metrics_path
+from trainium_client.views.checkpoints import metrics_path, where_kept
 from trainium_client.views.curve import CurvePoint, read_curve
 from trainium_client.views.interruptions import interruptions
 from trainium_client.views.raw import mapping
@@ -60,8 +60,11 @@ def _curve(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> 
         except OSError as error:
             raise ClientError(f"cannot read {metrics}: {error.strerror or error}") from error
     if screen.view.ended or screen.members is None or not screen.members.rows:
+        place = where_kept(screen.job, "metrics.jsonl")
         notes.append(
-            "loss curve: no worker runs that could read it; give --metrics FILE (docs/watch.md, files of a run)"
+            f"loss curve: no worker runs that could read it; give --metrics FILE with {place}"
+            if place
+            else "loss curve: no worker runs that could read it, and it went with the pods: the job has no storage"
         )
         return ()
     try:

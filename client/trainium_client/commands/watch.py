@@ -70,6 +70,8 @@ def watch(
             shown = line
         sys.stdout.flush()
         if view.ended:
+            if view.phase == "Failed" and output is Format.TEXT and not here.interactive:
+                sys.stdout.write("".join(f"- {each}\n" for each in view.advice))
             return
         time.sleep(_FASTEST_SECONDS)
         changed.wait(_SLOWEST_SECONDS - _FASTEST_SECONDS)

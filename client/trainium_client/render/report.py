@@ -97,7 +97,7 @@ def _facts(view: JobView) -> str:
         ("Checkpoint", "none on storage" if checkpoint is None else f"step {checkpoint} on storage"),
         ("Goodput", f"{share(view.goodput.ratio)} of {duration(view.goodput.wall_seconds)}"),
         ("Interrupted", plural(view.restarts, "time")),
-        *((each.kind, f"step {each.step}: {each.message}") for each in view.alerts),
+        *((each.kind, each.told) for each in view.alerts),
     ]
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts if v)}</dl>"
 
@@ -106,8 +106,12 @@ def _curve(report: Report) -> str:
     marks = [(each.step_before, f"{each.cause} -> {each.rung}, after step {each.step_before}")
              for each in report.entries if each.step_before is not None]  # fmt: skip
     drawn = loss_chart(report.curve, marks)
-    said = "dashed: interruptions; dots: validation; the band: lowest and highest of the steps that a point stands for"
-    return f"<h2>Loss</h2>{drawn}<p class=soft>{said}</p>" if drawn else ""
+    keys = ["by step"]
+    keys += ["dashed: interruptions"] if marks else []
+    keys += ["dots: validation"] if any(each.validation is not None for each in report.curve) else []
+    if any(each.highest > each.lowest for each in report.curve):
+        keys.append("the band: lowest and highest of the steps that a point stands for")
+    return f"<h2>Loss</h2>{drawn}<p class=soft>{'; '.join(keys)}</p>" if drawn else ""
 
 
 def _time(report: Report) -> str:
@@ -148,7 +152,8 @@ def _workers(report: Report) -> str:
     per = report.members.processes_per_node
     rows = [(f"{row.rank * per}" + (f"-{row.rank * per + per - 1}" if per > 1 else ""), row.pod, row.node)
             for row in report.members.rows]  # fmt: skip
-    title = f"Who trains (generation {report.members.generation})"
+    verb = "trained last" if report.view.ended else "trains"
+    title = f"Who {verb} (generation {report.members.generation})"
     return f"<h2>{title}</h2>{_table(('Ranks', 'Worker', 'Node'), rows)}"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
-from trainium_client.render.words import ago, clock, count, duration, figure, share, shortened, size
+from trainium_client.render.words import ago, clock, count, duration, figure, plural, share, shortened, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 _EVENTS = 5
 _NARROW = 60
-_LONGEST = 180
+_LONGEST = 300
+"""Of an event, so that it fits a screen; the operator's own end with what to do within this."""
 
 
 def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     """The screen."""
+    # Alerts have rows of their own; each time that one comes again would push out what else happened.
+    alerts = {each.kind for each in view.alerts}
+    happened = tuple(each for each in view.events if each.reason not in alerts)
     return stacked(
         labelled(_rows(view, now, width)),
-        *_events(view.events[:_EVENTS], now, width),
+        *_events(happened[:_EVENTS], now, width),
         *_advice(view),
         *_not_shown(view),
     )
@@ -37,7 +41,8 @@ def status_line(view: JobView) -> str:
     parts += [view.stage] if view.stage not in {"", "Train"} else []
     parts += [f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"]
     parts += [f"loss {figure(view.loss)}"] if view.loss is not None else []
-    parts += [f"{view.training}/{view.size} workers", f"{view.restarts} interruptions"]
+    size = view.size or view.desired or view.requested
+    parts += [f"{view.training}/{size} workers", plural(view.restarts, "interruption")]
     return ", ".join(parts)
 
 
@@ -55,11 +60,11 @@ def _rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]
         ("Size", _size(view)),
         ("Workers", _workers(view)),
         ("Checkpoint", durable + memory if view.phase else ""),
-        ("", Text(checkpoints.notice, "yellow")),
+        ("", Text("" if checkpoints.notice in view.advice else checkpoints.notice, "yellow")),
         ("Goodput", _goodput(view) if goodput.ratio is not None else ""),
         ("Interrupted", _interrupted(view)),
-        ("Last", _last(view.last, now) if view.last else ""),
-        *(("Alert", Text(f"{each.kind} at step {each.step}: {each.message}", "yellow")) for each in view.alerts),
+        ("Stopped" if view.last and view.last.stopped else "Last", _last(view.last, now) if view.last else ""),
+        *(("Alert", Text(f"{each.kind}: {each.told}", "yellow")) for each in view.alerts),
         *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({size(a.bytes)})") for a in view.artifacts),
         *(("Evaluation", f"{f.name} {figure(f.before)} -> {figure(f.after)}") for f in view.evaluation),
     ]
@@ -69,11 +74,23 @@ def _phase(view: JobView) -> Text:
     said = word(view.phase or "not answered yet")
     if view.stage and view.stage != "Train":
         said.append(f", {view.stage} {share(view.stage_share)}")
+    if view.phase == "Pending" and (wait := _wait(view)):
+        said.append(f", {wait}")
     if view.stale:
         said.append(f"  (as of {ago(view.written_seconds_ago)})", "yellow")
     if view.outdated and view.phase:
         said.append("  (the operator has not answered the newest spec yet)", "yellow")
     return said
+
+
+def _wait(view: JobView) -> str:
+    """What a job that has not begun waits for, where nobody needs to do anything about it."""
+    pods = next((each for each in view.conditions if each.type == "PodsReady"), None)
+    if pods is None:
+        return ""
+    if pods.status == "True":
+        return f"{pods.message} and get ready: imports, checks of their node"
+    return pods.message.rstrip(" .") if pods.reason == "WaitingForWorkers" else ""
 
 
 def _progress(view: JobView, width: int) -> str:
@@ -98,7 +115,7 @@ def _size(view: JobView) -> str:
     if view.requested != view.desired and view.desired:
         parts.append(f"{view.requested} asked for")
     parts += [f"{view.data_parallel} data-parallel"] if view.data_parallel else []
-    parts += [f"{view.spares} spare{'s' if view.spares != 1 else ''}"] if view.spares else []
+    parts += [plural(view.spares, "spare")] if view.spares else []
     parts += [f"generation {view.generation}.{view.attempt}"] if view.generation else []
     return ", ".join(parts)
 
@@ -134,8 +151,8 @@ def _last(entry: InterruptionView, now: float) -> str:
     who = f" on {entry.pod or entry.node}" if entry.pod or entry.node else ""
     when = f", {ago(max(0.0, now - entry.at))}" if entry.at is not None else ""
     if entry.stopped:
-        return f"{entry.cause}{who}{when}: {entry.answer}"
-    lost = f", {entry.steps_lost} steps lost" if entry.steps_lost else ""
+        return f"{entry.cause}{who}{when}"
+    lost = f", {plural(entry.steps_lost, 'step')} lost" if entry.steps_lost else ""
     took = "under way" if entry.open else f"{duration(entry.recovered_seconds)}{lost}"
     return f"{entry.cause}{who}{when}: {entry.answer} ({took})"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import heading, labelled, stacked
-from trainium_client.render.words import clock, duration, shortened
+from trainium_client.render.words import clock, duration, plural, shortened
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +36,7 @@ def story_page(story: Story) -> RenderableType:
         if entry.open
         else f"after {duration(entry.recovered_seconds)}"
     )
+    joined = [f"{plural(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
     return stacked(
         Text(_title(story), "bold"),
         labelled([
@@ -44,7 +45,7 @@ def story_page(story: Story) -> RenderableType:
             ("Who", " on ".join(each for each in (entry.pod, entry.node) if each) or "no one worker"),
             ("Cause", entry.cause),
             ("Seen", shortened(entry.message, _LONGEST) if story.log_lines else entry.message),
-            ("Answer", entry.answer + (f", {entry.pods_replaced} pods joined" if entry.pods_replaced else "")),
+            ("Answer", ", ".join([entry.answer, *joined])),
             ("Trained on", "" if entry.stopped else end),
             ("Seconds", stages),
             ("Steps", steps),

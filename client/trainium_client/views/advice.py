@@ -24,12 +24,23 @@ def advise(view: JobView) -> tuple[str, ...]:
     if view.phase == "Failed":
         return (
             f"{view.verdict or 'The job failed; it gave no verdict.'}",
-            f"See why: kubectl trn why {view.name}. Go on from the newest checkpoint: kubectl trn retry {view.name}",
+            f"What led to it: kubectl trn why {view.name}",
+            run_again(view),
         )
     found = list(_troubles(view))
     if view.phase == "Suspended":
         found.append(f"It waits for you: kubectl trn resume {view.name}")
     return tuple(found)
+
+
+def run_again(view: JobView) -> str:
+    """How a failed job gets another run: as it is, or corrected, which a job that has ended cannot be in place."""
+    saved = view.checkpoints.durable_step
+    start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
+    return (
+        f"Run it again as it is, {start}: kubectl trn retry {view.name}. To change the job itself: correct its file, "
+        f"kubectl delete trn {view.name}, kubectl apply -f FILE"
+    )
 
 
 def _troubles(view: JobView) -> list[str]:
@@ -49,8 +60,11 @@ def _troubles(view: JobView) -> list[str]:
     admitted = conditions.get("Admitted")
     if not view.ended and admitted is not None and admitted.status == "False" and view.phase == "Pending":
         found.append(admitted.message)
-    checks = (("SizeLegal", "False"), ("CheckpointHealthy", "False"), ("NodesHealthy", "False"))
-    found += [_told(conditions[kind]) for kind, bad in checks if kind in conditions and conditions[kind].status == bad]
+    for kind in ("SizeLegal", "CheckpointHealthy", "NodesHealthy"):
+        if kind in conditions and conditions[kind].status == "False":
+            # What the store itself answered says more than that nothing was committed in time.
+            notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""
+            found.append(notice or _told(conditions[kind]))
     resizing = conditions.get("Resizing")
     if not view.ended and resizing is not None and resizing.reason == "CapacityMissing":
         found.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")

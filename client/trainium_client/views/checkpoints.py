@@ -48,6 +48,21 @@ def metrics_path(job: Mapping[str, Any]) -> str:
     return f"{CHECKPOINT_MOUNT if '://' in root else root}/metrics.jsonl"
 
 
+def where_kept(job: Mapping[str, Any], file: str = "") -> str:
+    """Where a file of the run is when no worker is left, for a person; empty when it went with the pods."""
+    storage = mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
+    metadata = mapping(job, "metadata")
+    below = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")
+    below += f"/{file}" if file else ""
+    if bucket := text(mapping(storage, "s3"), "path"):
+        return f"{bucket}/{below}"
+    if folder := text(mapping(storage, "hostPath"), "path"):
+        return f"{folder}/{below} on the nodes"
+    if claim := text(mapping(storage, "persistentVolumeClaim"), "claimName"):
+        return f"{below} on the volume of claim {claim}"
+    return ""
+
+
 def checkpoint_rows(printed: str) -> tuple[CheckpointRow, ...] | None:
     """The list; None when this is not what `inspect` prints."""
     try:

@@ -54,6 +54,11 @@ class AlertView:
     step: int
     message: str
 
+    @property
+    def told(self) -> str:
+        """The message with its step, which most begin with themselves."""
+        return self.message if self.message.startswith(f"Step {self.step}") else f"step {self.step}: {self.message}"
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsView:

@@ -58,7 +58,7 @@ def job_view(
         data_parallel=whole(membership, "dataParallel"),
         generation=whole(membership, "generation"),
         attempt=whole(membership, "attempt"),
-        checkpoints=_checkpoints(mapping(status, "checkpoint"), now),
+        checkpoints=_checkpoints(status, now),
         goodput=goodput,
         restarts=whole(mapping(status, "restarts"), "total"),
         restarts_by_cause=numbers(mapping(status, "restarts"), "byCause"),
@@ -115,8 +115,11 @@ def _artifact(raw: Mapping[str, Any]) -> ArtifactView:
     )
 
 
-def _checkpoints(raw: Mapping[str, Any], now: float) -> CheckpointsView:
+def _checkpoints(status: Mapping[str, Any], now: float) -> CheckpointsView:
+    raw = mapping(status, "checkpoint")
     memory, durable = whole(raw, "memoryStep", -1), whole(raw, "durableStep", -1)
+    if text(status, "phase") in {"Completed", "Failed"}:
+        memory = -1  # it went with the pods
     return CheckpointsView(
         memory_step=None if memory < 0 else memory,
         durable_step=None if durable < 0 else durable,

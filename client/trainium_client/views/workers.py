@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
+_NOWHERE = "<none>"
+"""In the server's table, of a pod without a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class PodRow:
     state: str
     """As kubectl shows it: Running, Pending, Error, CrashLoopBackOff, Terminating."""
     node: str
+    """Empty where it has none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def pod_rows(table: Mapping[str, Any]) -> tuple[PodRow, ...]:
     for row in objects(table, "rows"):
         values = row.get("cells")
         cells = dict(zip(columns, values, strict=False)) if isinstance(values, list) else {}
-        found.append(PodRow(*(plain(str(cells.get(key) or "")) for key in ("name", "state", "node"))))
+        name, state, node = (plain(str(cells.get(key) or "")) for key in ("name", "state", "node"))
+        found.append(PodRow(name, state, "" if node == _NOWHERE else node))
     return tuple(found)
 
 

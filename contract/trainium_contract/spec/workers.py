@@ -72,4 +72,5 @@ class WorkersSpec(ContractModel):
     accelerator: AcceleratorSpec = AcceleratorSpec()
     """What one node offers."""
     template: dict[str, Any] = {}
-    """Partial PodTemplateSpec, merged over the operator's own (containers and volumes by name)."""
+    """Partial PodTemplateSpec, merged over the operator's own, containers and volumes by name. The training container
+    is `worker`; a container of another name runs beside it."""

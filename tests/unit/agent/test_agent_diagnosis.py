@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ def test_the_last_word_of_a_program_comes_first_and_steps_that_went_well_are_lef
 
 def test_the_last_word_survives_a_long_output_and_a_short_bound() -> None:
     text = describe_exit(ended(1, "a frame of the traceback\n" * 200 + "ValueError: the cause\n"))
-    assert text.startswith("ValueError: the cause\na")
+    assert text.startswith("ValueError: the cause\na frame of the traceback\n"), "no half line"
     assert len(text) <= 1024
     word = "x" * 3000 + " cause"
     assert describe_exit(ended(1, f"line\n{word}")) == word[:1024]
@@ -134,6 +135,8 @@ def test_the_last_word_survives_a_long_output_and_a_short_bound() -> None:
 
 def test_of_a_process_that_was_killed_the_newest_lines_are_told_in_their_order() -> None:
     assert describe_exit(ended(137, "one\ntwo\n")) == "killed by signal 9\none\ntwo"
+    text = describe_exit(ended(137, "".join(f"line {number:04} of many\n" for number in range(400))))
+    assert re.fullmatch(r"killed by signal 9\n(line \d{4} of many\n)+line 0399 of many", text), "no half line"
 
 
 def test_a_message_holds_no_secret() -> None:

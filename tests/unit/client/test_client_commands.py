@@ -186,6 +186,25 @@ def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
+def test_why_a_job_failed_is_said_once_and_followed_by_what_to_do(trn: Callable[..., Run]) -> None:
+    code, said, _ = trn("why", "broken")
+
+    assert code == 0
+    assert " ".join(said.split()).count("there is no such file or folder") == 1
+    assert "kubectl trn retry broken" in said
+    assert "kubectl trn why" not in said, "it is what was asked"
+
+
+def test_a_watch_in_a_pipe_ends_with_why_the_job_failed(trn: Callable[..., Run]) -> None:
+    code, said, _ = trn("watch", "broken")
+
+    assert code == 0
+    first, *rest = said.splitlines()
+    assert "Failed, step 0" in first
+    assert "there is no such file or folder" in rest[0]
+    assert rest[1] == "- What led to it: kubectl trn why broken"
+
+
 def test_a_job_that_cannot_be_made_anew_is_not_deleted(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"POST {JOBS}"] = 422
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,10 +64,24 @@ def test_a_failed_job_tells_its_verdict_and_how_to_go_on() -> None:
     view = screen("failed")
 
     assert "there is no such file or folder" in view.advice[0]
-    assert "kubectl trn retry broken" in view.advice[1]
+    assert view.advice[1] == "What led to it: kubectl trn why broken"
+    assert "as it is, from the beginning, no checkpoint is on storage: kubectl trn retry broken" in view.advice[2]
+    assert "kubectl delete trn broken, kubectl apply -f FILE" in view.advice[2]
     assert view.eta_seconds is None
     assert view.checkpoints.durable_step is None
     assert "none on storage" in page(view)
+    assert re.search(r"Stopped +UserCode on ", page(view)), "an end is no interruption"
+
+
+def test_what_was_in_memory_is_not_there_when_the_job_has_ended() -> None:
+    assert "step 262 in memory" in page(screen())
+    assert "in memory" not in page(screen(phase="Completed"))
+
+
+def test_the_line_of_changes_counts_the_workers_that_are_asked_for_until_they_train() -> None:
+    job = recorded("job")
+    job["status"] = {"phase": "Pending", "desired": 2}
+    assert status_line(job_view(job, now=NOW)) == "Pending, step 0, 0/2 workers, 0 interruptions"
 
 
 def test_a_job_without_a_status_asks_for_the_operator() -> None:
@@ -94,13 +110,15 @@ def test_members_spares_and_pods_that_are_not_well_are_counted_apart() -> None:
     table = recorded("pods")
     bad = json.loads(json.dumps(table["rows"][0]))
     bad["cells"][0], bad["cells"][2] = "llama-w-9", "ImagePullBackOff"
+    node = [each["name"] for each in table["columnDefinitions"]].index("Node")
+    bad["cells"][node] = "<none>"
     table["rows"].append(bad)
 
     view = workers_view(pod_rows(table), members())
 
     assert view.members == {"Running": 2}
     assert view.others == {"Running": 1, "ImagePullBackOff": 1}
-    assert [row.name for row in view.not_well] == ["llama-w-9"]
+    assert [(row.name, row.node) for row in view.not_well] == [("llama-w-9", "")]
 
 
 def test_a_member_whose_pod_is_gone_is_counted_as_gone() -> None:
@@ -337,6 +355,42 @@ def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
     view = screen(phase="Pending", conditions=[condition])
 
     assert "w-0 cannot be scheduled" in view.advice
+
+
+@pytest.mark.parametrize(
+    ("pods", "said"),
+    [
+        (("True", "AllReady", "2 workers are registered"), "Pending, 2 workers are registered and get ready: imports"),
+        (("False", "WaitingForWorkers", "1 of 2 workers are registered. "), "Pending, 1 of 2 workers are registered\n"),
+        (("False", "Unschedulable", "llama-w-1 cannot be scheduled"), "Pending\n"),
+    ],
+)
+def test_a_job_that_has_not_begun_says_what_it_waits_for(pods: tuple[str, str, str], said: str) -> None:
+    status, reason, message = pods
+    condition = {"type": "PodsReady", "status": status, "reason": reason, "message": message}
+    shown = re.sub(" +", " ", page(screen(phase="Pending", stage="", conditions=[condition])))
+    assert f"Phase {said}" in re.sub(" *\n", "\n", shown)
+
+
+def test_saves_that_fail_are_told_once_in_the_words_of_the_store() -> None:
+    overdue = {"type": "CheckpointHealthy", "status": "False", "reason": "CheckpointOverdue", "message": "too slow"}
+    full = "a save failed, training goes on: No space left on device: free space"
+    view = screen(conditions=[overdue], checkpoint={"durableStep": 50, "notice": full})
+
+    assert view.advice == (full,)
+    assert page(view, 200).count("free space") == 1
+    assert "too slow" in screen(conditions=[overdue]).advice
+
+
+def test_an_alert_that_comes_again_and_again_leaves_room_for_what_else_happened() -> None:
+    view = screen(alerts=[{"kind": "LossAlarm", "step": 606, "message": "the run diverges unless this passes"}])
+    again = tuple(replace(view.events[0], reason="LossAlarm", message=f"step {step}") for step in range(9))
+    shown = page(replace(view, events=again + view.events))
+
+    assert shown.count("LossAlarm") == 1
+    assert "LossAlarm: step 606: the run diverges" in shown
+    assert replace(view.alerts[0], message="Step 606: it diverges").told == "Step 606: it diverges", "said once"
+    assert "GenerationStarted" in shown
 
 
 def test_a_job_that_ends_at_a_deadline_says_so_while_it_saves_and_afterwards() -> None:

@@ -15,7 +15,7 @@ from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 from trainium_client.commands.main import main
 from trainium_client.render.report import Report, report_html
 from trainium_client.render.svg import Axis
-from trainium_client.views.checkpoints import CheckpointRow, metrics_path
+from trainium_client.views.checkpoints import CheckpointRow, metrics_path, where_kept
 from trainium_client.views.curve import MOST_POINTS, read_curve
 from trainium_client.views.events import event_views
 from trainium_client.views.interruptions import interruptions
@@ -160,6 +160,29 @@ def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
 
     assert not left.value.code
     assert "polyline" in Page(output.read_text()).tags
+
+
+@pytest.mark.parametrize(
+    ("storage", "place"),
+    [
+        ({"hostPath": {"path": "/data"}}, "/data/team/llama/metrics.jsonl on the nodes"),
+        ({"hostPath": {"path": "/data"}, "subPath": "runs/one"}, "/data/runs/one/metrics.jsonl on the nodes"),
+        ({"persistentVolumeClaim": {"claimName": "fsx"}}, "team/llama/metrics.jsonl on the volume of claim fsx"),
+        ({"s3": {"path": "s3://bucket/runs"}}, "s3://bucket/runs/team/llama/metrics.jsonl"),
+        ({}, ""),
+    ],
+)
+def test_what_outlives_the_workers_is_found_by_its_place(storage: dict[str, object], place: str) -> None:
+    job = recorded("job")
+    job["spec"]["checkpoint"]["storage"] = storage
+    assert where_kept(job, "metrics.jsonl") == place
+
+
+def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
+    plain = report_html(replace(full(), entries=(), curve=read_curve(lines(50))), NOW)
+    assert "<p class=soft>by step</p>" in plain
+    assert "dashed: interruptions" in report_html(replace(full(), curve=read_curve(lines(50))), NOW)
+    assert "the band" in report_html(replace(full(), curve=read_curve(lines(20_000))), NOW)
 
 
 def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:

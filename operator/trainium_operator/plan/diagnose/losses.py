@@ -17,7 +17,7 @@ from trainium_operator.plan.diagnose.node_health import hand_overs, unhealthy
 from trainium_operator.plan.diagnose.not_joining import join_deadlines, not_joined
 from trainium_operator.plan.diagnose.process_failures import accused, given_up_with, reported
 from trainium_operator.plan.diagnose.silence import evidence_of_loss, failed_since, take_testimony
-from trainium_operator.plan.diagnose.stragglers import evicted
+from trainium_operator.plan.diagnose.stragglers import slowest_to_hand_over
 from trainium_operator.plan.faults.ends import cause_of_leaving, meaning_of_pod
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
 
@@ -47,7 +47,7 @@ def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
                 looks.append(_next_look(facts, testimony, worker))
             if join_by is not None:
                 looks.append(join_by)
-    found = hand_overs(facts, testimony, accused(facts, found)) or evicted(facts)
+    found = hand_overs(facts, testimony, accused(facts, found)) or slowest_to_hand_over(facts)
     if found and len(found) < len(facts.members):
         found += _finished_companions(facts, {loss.member.pod_uid for loss in found})
     return tuple(sorted(found, key=lambda loss: (severity(loss.cause), loss.member.node_rank))), tuple(looks)

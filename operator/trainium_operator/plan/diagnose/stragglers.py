@@ -73,7 +73,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> Answer:
     return Answer(status=status, notes=tuple(notes), looks=tuple(looks))
 
 
-def evicted(facts: Facts) -> list[Loss]:
+def slowest_to_hand_over(facts: Facts) -> list[Loss]:
     """The slowest of those who have been reported, when a spare takes over or it is not missed; nothing is lost."""
     spec = facts.job.spec.recovery.stragglers
     slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}

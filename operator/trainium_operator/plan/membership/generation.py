@@ -17,6 +17,7 @@ from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model.actions import PublishMembership, event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import counted
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
@@ -76,7 +77,9 @@ def begin_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
     notes: tuple[EventIntent, ...] = ()
     if number > facts.job.status.membership.generation:
         # Decided anew after a crash it has been told already.
-        note = f"Generation {number} begins on {size} nodes ({new.cause.value}, {new.transition.value})."
+        # The first one answers nothing, so it has no cause.
+        why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
+        note = f"Generation {number} begins on {counted(size, 'node')}{why}."
         notes = (event(Reason.GENERATION_STARTED, note),)
     return Answer(status=_with_date_of_decision(facts, status), actions=(publish,), notes=notes)
 

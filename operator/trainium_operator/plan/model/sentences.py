@@ -9,12 +9,21 @@ SENTENCE_LIMIT = 1000
 
 
 def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
-    """The text on one line, cut in the middle when it is longer than `limit`: cause and advice stand at its ends."""
-    line = without_secrets(" ".join(text.split()))
+    """The text on one line, cut in the middle when it is longer than `limit`: cause and advice stand at its ends.
+
+    Lines of a program's output stay apart, so that it shows where its last word ends and what it said before begins.
+    """
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    line = without_secrets(" | ".join(line for line in lines if line))
     if len(line) <= limit:
         return line
     tail = limit // 2
     return f"{line[: limit - tail - 5]} ... {line[-tail:]}"
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 pod`, `2 pods`."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def listed(names: tuple[str, ...], most: int = 3) -> str:

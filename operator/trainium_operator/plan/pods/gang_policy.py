@@ -140,11 +140,11 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
 
 def _waiting(facts: Facts, api: GangApi) -> str:
     wanted = facts.job.spec.scheduling.gang
-    limit = f"after {facts.job.spec.scheduling.gang_timeout_seconds} s too few to begin give their nodes back"
-    missing = ""
+    limit = facts.job.spec.scheduling.gang_timeout_seconds
+    how = "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"
     if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
-        missing = f" (this cluster does not serve the gang API that was asked for, {wanted.value})"
-    return f"not all workers have a node; gang: {api.value}{missing}; {limit}"
+        how = f" (this cluster does not serve the gang API that was asked for, {wanted.value})"
+    return f"not all workers have a node{how}; if after {limit} s too few have one to begin, they give them back"
 
 
 def _timed_out(facts: Facts, gang: GangStatus) -> str:

@@ -8,6 +8,7 @@ from trainium_contract.job import ConditionType, Rung
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import counted
 from trainium_operator.plan.report.run_results import artifact_sentence, evaluation_sentence, place_of
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ def _began(entry: Interruption) -> Iterator[EventIntent]:
 
 
 def _ended(old: TrainingJobStatus, entry: Interruption) -> Iterator[EventIntent]:
-    lost = "" if entry.steps_lost is None else f", {entry.steps_lost} steps lost"
+    lost = "" if entry.steps_lost is None else f", {counted(entry.steps_lost, 'step')} lost"
     yield event(
         Reason.RESIZED if entry.rung in (Rung.RESIZE, Rung.GROW) else Reason.RECOVERED,
         f"Training goes on after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{lost}, "
-        f"{entry.pods_replaced} pods replaced).",
+        f"{counted(entry.pods_replaced, 'pod')} replaced).",
     )
     durable = old.checkpoint.durable_step
     if entry.resume_step is not None and entry.resume_step < durable:

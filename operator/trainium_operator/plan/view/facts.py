@@ -13,7 +13,7 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
 from trainium_operator.plan.view.grant import granted
 from trainium_operator.plan.view.node_problems import troubles_of
-from trainium_operator.plan.view.workers import Worker, contact_of, with_contact, workers_of
+from trainium_operator.plan.view.workers import Worker, any_broke_off, contact_of, with_contact, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Facts:
     counts_from: tuple[float, ...] = ()
     """When problems of nodes that are too young to count will count (Unix seconds)."""
     lost_contact: str = ""
-    """Why silence says nothing now, as a sentence; see `contact`."""
+    """Why silence says nothing now, as a sentence for people; see `contact`. Empty while workers merely start."""
     grant: Grant | None = None
     """What Kueue grants the job; None for a job without a queue."""
 
@@ -97,7 +97,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         beats=() if current is None else _beats(observed, current),
         troubles=troubles.by_pod,
         counts_from=troubles.counts_from + _confirmed_at(observed, workers),
-        lost_contact=contact.lost,
+        lost_contact=contact.lost if any_broke_off(workers.values(), observed.coordinator_since) else "",
         grant=granted(observed, settings),
     )
 

@@ -167,13 +167,26 @@ def contact_of(workers: Collection[Worker], frozen: str) -> Contact:
     """Whether so many are silent at once that it says nothing; see `contact`."""
     if not any(worker.silent_seconds >= worker.timeout for worker in workers):
         return Contact()  # the usual case, of thousands of workers
-    running = [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
+    running = _running(workers)
     return judge_contact(
         running=len(running),
         silent=sum(worker.silent for worker in running),
         refusing=sum(worker.refuses for worker in running),
         frozen=frozen,
     )
+
+
+def any_broke_off(workers: Collection[Worker], coordinator_since: float) -> bool:
+    """Whether somebody is silent who was in contact, with this coordinator or, being older, with one before it.
+
+    A pod that was made a moment ago and has not called yet is silent as well, as each job's first ones are.
+    """
+    silent = [worker for worker in _running(workers) if worker.silent]
+    return any(worker.agent is not None or worker.pod.created <= coordinator_since for worker in silent)
+
+
+def _running(workers: Collection[Worker]) -> list[Worker]:
+    return [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
 
 
 def _written_off(node: NodeView) -> bool:

@@ -15,7 +15,9 @@ from plan_builders import (
     pod,
     published,
     ranks,
+    running,
     spec,
+    with_pod,
 )
 
 from trainium_contract.job import MembershipStatus, Phase, TrainingJobStatus
@@ -54,6 +56,24 @@ def test_the_first_generation_begins_when_the_desired_workers_are_warm() -> None
         generation=1, size=4, data_parallel=4, passes=6, batch=24, speed=1.0
     )
     assert result.status.waiting_since is None
+
+
+def test_workers_that_start_are_no_lost_contact_although_none_has_called_yet() -> None:
+    seen = replace(waiting(4), agents={}, coordinator_since=NOW - 600)
+    reasons = {each.reason for each in planned(seen).status.conditions}
+    assert "ContactLost" not in reasons
+    older = replace(seen, pods=tuple(replace(each, created=NOW - 700) for each in seen.pods))
+    result = planned(older)
+    assert any(each.reason == "ContactLost" for each in result.status.conditions), "they called the operator before"
+
+
+def test_the_first_generation_answers_nothing_and_a_later_one_says_what() -> None:
+    def told(seen: Any) -> list[str]:
+        return [each.note for each in planned(seen).events if each.reason == "GenerationStarted"]
+
+    assert told(waiting(4)) == ["Generation 1 begins on 4 nodes."]
+    lost = with_pod(running(4, spares=1), pod(1, phase=PodPhase.FAILED, reason="Evicted"))
+    assert told(lost) == ["Generation 2 begins on 4 nodes (Preempted, Immediate)."]
 
 
 def test_ranks_follow_the_nodes_so_that_neighbours_are_next_to_each_other() -> None:

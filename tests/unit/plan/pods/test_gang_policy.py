@@ -165,6 +165,14 @@ def test_a_partial_gang_gives_its_nodes_back_after_the_time_out() -> None:
     assert [event.reason for event in result.events if event.reason == "GangTimedOut"] == ["GangTimedOut"]
 
 
+def test_a_job_that_waits_for_nodes_says_until_when() -> None:
+    told = find_condition(planned(partial(3)).status, ConditionType.ADMITTED)
+    assert told is not None
+    assert told.message == (
+        "not all workers have a node; if after 600 s too few have one to begin, they give them back"
+    )
+
+
 def test_a_crash_after_the_decision_ends_the_same_way_and_tells_nothing_twice() -> None:
     first = planned(partial(3, since=NOW - 600))
     seen = partial(3)

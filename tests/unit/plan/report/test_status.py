@@ -24,6 +24,7 @@ from trainium_contract.status.ledger import GoodputStatus
 from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 
 
@@ -297,3 +298,8 @@ def test_a_later_alert_and_one_of_another_kind_are_told_and_unknown_ones_are_not
     result = planned(alerting(seen, *others, now=NOW + 60))
     assert [event.note for event in result.events if event.reason in set(AlertKind)] == ["Two", "Three", "Five"]
     assert len(result.status.alerts) == 3
+
+
+def test_lines_of_output_stay_apart_in_a_sentence() -> None:
+    output = "step 2: loss is nan: lower the rate\n\n  16:35:21 rank 0  INFO start-up: data 0.05 s\n"
+    assert sentence(output) == "step 2: loss is nan: lower the rate | 16:35:21 rank 0 INFO start-up: data 0.05 s"

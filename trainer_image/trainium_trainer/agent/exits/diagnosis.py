@@ -93,8 +93,13 @@ def _shortened(code: int, output: str, room: int) -> str:
         return output
     first, _, rest = output.partition("\n")
     if code > _SIGNAL_BASE or len(first) >= room - 2:
-        return output[-room:] if code > _SIGNAL_BASE else output[:room]
-    return f"{first}\n{rest[-(room - len(first) - 1) :]}"
+        return _whole_lines(output[-room:]) if code > _SIGNAL_BASE else output[:room]
+    return f"{first}\n{_whole_lines(rest[-(room - len(first) - 1) :])}"
+
+
+def _whole_lines(cut: str) -> str:
+    """Text that was cut at its front, without the rest of the line that was cut, unless that is all."""
+    return cut.partition("\n")[2] or cut
 
 
 def weight(verdict: Verdict) -> tuple[bool, bool, bool]:
