@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
-    from trainium_client.views.job import JobView
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.views.job import JobView
 
 __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 

@@ -20,19 +20,19 @@ from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.inside import curve_inside
 from trainium_client.kubeconfig import find_access
 from trainium_client.reading import read_members, read_screen, read_story
-from trainium_client.views.checkpoints import metrics_path
-from trainium_client.views.events import EventView, event_views
-from trainium_client.views.job_from_status import job_view
-from trainium_client.views.raw import mapping, text
+from trainium_contract.views.checkpoints import metrics_path
+from trainium_contract.views.events import EventView, event_views
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.raw import mapping, text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_client.views.curve import CurvePoint
-    from trainium_client.views.job import ArtifactView, JobView
     from trainium_client.views.story import Story
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.views.curve import CurvePoint
+    from trainium_contract.views.job import ArtifactView, JobView
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"
@@ -204,9 +204,9 @@ class TrainingJob:
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from trainium_client.render.report import facts_html  # noqa: PLC0415 - only notebooks need it
+        from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
-        return facts_html(self.status())
+        return cell_html(self.status())
 
     def _api(self) -> Api:
         access = find_access(self.kubeconfig, self.context, os.environ)

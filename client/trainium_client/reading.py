@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.api import Missing
 from trainium_client.errors import ClientError
-from trainium_client.views.events import event_views
-from trainium_client.views.interruptions import InterruptionView, interruptions
-from trainium_client.views.job_from_status import job_view
-from trainium_client.views.raw import mapping
 from trainium_client.views.story import Story, tell
-from trainium_client.views.workers import Members, members_view, pod_rows, workers_view
+from trainium_contract.views.events import event_views
+from trainium_contract.views.interruptions import InterruptionView, interruptions
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.raw import mapping
+from trainium_contract.views.workers import Members, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
-    from trainium_client.views.job import JobView
+    from trainium_contract.views.job import JobView
 
 
 _LOG_LINES = 5000

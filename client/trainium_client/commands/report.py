@@ -13,12 +13,12 @@ from trainium_client.commands.options import Context, JobName, Kubeconfig, Names
 from trainium_client.errors import ClientError
 from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
-from trainium_client.render.report import Report, report_html
-from trainium_client.render.words import size
-from trainium_client.views.checkpoints import metrics_path
-from trainium_client.views.curve import CurvePoint, read_curve
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.raw import mapping
+from trainium_contract.pages.job_page import Report, report_html
+from trainium_contract.pages.words import size
+from trainium_contract.views.checkpoints import metrics_path
+from trainium_contract.views.curve import CurvePoint, read_curve
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.raw import mapping
 
 if TYPE_CHECKING:
     from trainium_client.api import Api

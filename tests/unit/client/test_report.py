@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 
 from trainium_client.commands.main import main
-from trainium_client.render.report import Report, report_html
-from trainium_client.render.svg import Axis
-from trainium_client.views.checkpoints import CheckpointRow, metrics_path
-from trainium_client.views.curve import MOST_POINTS, read_curve
-from trainium_client.views.events import event_views
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.job import ArtifactView, FigureView
-from trainium_client.views.job_from_status import job_view
-from trainium_client.views.workers import MemberRow, Members
+from trainium_contract.pages.job_page import Report, report_html
+from trainium_contract.pages.svg import Axis
+from trainium_contract.views.checkpoints import CheckpointRow, metrics_path
+from trainium_contract.views.curve import MOST_POINTS, read_curve
+from trainium_contract.views.events import event_views
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job import ArtifactView, FigureView
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.workers import MemberRow, Members
 
 if TYPE_CHECKING:
     from pathlib import Path
