@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 2_000
 """Workers and squares on a page; beyond it a count."""
 MOST_EVENTS = 100
+_KEY = "green: runs (members, where that is known); grey: runs, no member; yellow: pending; red: anything else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,11 @@ def _history(report: Report, now: float) -> str:
 def _workers(report: Report) -> str:
     members = report.members
     ranks = {row.pod: _ranks(row.rank, members.processes_per_node) for row in members.rows} if members else {}
-    cells = [_square(each, ranks.get(each.name, "")) for each in report.pods[:MOST_ROWS]]
+    known = members is not None
+    cells = [_square(each, ranks.get(each.name, "") if known else None) for each in report.pods[:MOST_ROWS]]
     drawn = squares(cells, "Workers by state")
-    shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(_counted(report.view))}</p>" if drawn else ""
+    said = "; ".join(filter(None, (_counted(report.view), _KEY)))
+    shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(said)}</p>" if drawn else ""
     if members is not None and members.rows:
         rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MOST_ROWS]]
         title = f"Who trains (generation {members.generation})"
@@ -161,10 +164,12 @@ def _ranks(node_rank: int, per: int) -> str:
     return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
 
 
-def _square(pod: PodRow, ranks: str) -> tuple[int, str]:
+def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:
+    """`ranks`: empty for a pod that is no member, None where it is not known who is."""
     well = pod.state in {"Running", "Completed"}
-    colour = WAITS if pod.state == "Pending" else BAD if not well else GOOD if ranks else OTHER
-    return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}, {f'ranks {ranks}' if ranks else 'no member'}"
+    colour = WAITS if pod.state == "Pending" else BAD if not well else OTHER if ranks == "" else GOOD
+    member = "" if ranks is None else f", ranks {ranks}" if ranks else ", no member"
+    return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}"
 
 
 def _counted(view: JobView) -> str:

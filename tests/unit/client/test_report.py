@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 import pytest
+from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
@@ -27,34 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
-
-
-class Page(HTMLParser):
-    """Elements, their attributes, and the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.open: list[str] = []
-        self.said = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in {"meta", "img"}:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.said += data
 
 
 def lines(steps: int) -> list[str]:
