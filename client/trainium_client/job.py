@@ -178,6 +178,28 @@ class TrainingJob:
                 return view
             pause(POLL_SECONDS)
 
+    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
+        """Show the job, live, until it has ended or the time is over: in a notebook with its curve, else as text.
+
+        Interrupted (Ctrl-C, or the notebook's stop button) it only stops to watch. Returns what it saw last.
+        """
+        from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
+
+        view = self.status()
+        with open_display() as display:
+            watched = Watched(display, time.monotonic() + seconds)
+            try:
+                while True:
+                    if watched.lacks_curve(view):
+                        watched.begin(curve_so_far(self.metrics))
+                    watched.saw(view)
+                    if watched.is_over(view, time.monotonic()):
+                        return view
+                    pause(POLL_SECONDS)
+                    view = self.status()
+            except KeyboardInterrupt:
+                return view
+
     def scale(self, size: int) -> None:
         """Another number of nodes."""
         self._with(lambda api: api.scale_job(self.name, size))

@@ -13,7 +13,7 @@ from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.job_from_status import job_view
 from trainium_contract.views.raw import mapping
-from trainium_contract.views.workers import Members, members_view, pod_rows, workers_view
+from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Screen:
     view: JobView
     job: Json
     members: Members | None
+    pods: tuple[PodRow, ...]
 
 
 def read_screen(api: Api, name: str, now: float) -> Screen:
@@ -44,7 +45,8 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
     record, rows, told = found
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
-    workers = None if isinstance(rows, Missing) else workers_view(pod_rows(rows), members)
+    pods = () if isinstance(rows, Missing) else pod_rows(rows)
+    workers = None if isinstance(rows, Missing) else workers_view(pods, members)
     # A job that never began has no membership: that is no gap in what is shown.
     gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", told))
                  if isinstance(each, Missing))  # fmt: skip
@@ -52,7 +54,7 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
         gaps = (*gaps, f"which pods are members: {record.why}")
     happened = () if isinstance(told, Missing) else event_views(told, uid=uid)
     view = job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
-    return Screen(view, job, members)
+    return Screen(view, job, members, pods)
 
 
 def read_members(api: Api, name: str) -> Members:

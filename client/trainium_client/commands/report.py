@@ -38,12 +38,12 @@ def report(
     api, now = open_api(namespace, context, kubeconfig), time.time()
     screen = read_screen(api, name, now)
     notes: list[str] = []
-    curve = _curve(api, screen, metrics, notes)
+    curve = read_curve_of(api, screen, metrics, notes)
     rows, why_not = on_storage(api, screen.job, verify=False)
     if rows is None:
         notes.append(f"checkpoints on storage: {why_not}")
     entries = interruptions(mapping(screen.job, "status"))
-    page = report_html(Report(screen.view, entries, screen.members, rows, curve, tuple(notes)), now)
+    page = report_html(Report(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods), now)
     path = output or Path(f"{name}.html")
     try:
         path.write_text(page, encoding="utf-8")
@@ -52,7 +52,8 @@ def report(
     say(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {each}" for each in notes))
 
 
-def _curve(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
+def read_curve_of(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
+    """The curve from a file, or from the worker of rank 0; why there is none goes to the notes."""
     if metrics is not None:
         try:
             with metrics.open(encoding="utf-8", errors="replace") as lines:

@@ -57,9 +57,10 @@ class LiveCurve:
 
     __slots__ = ("_most", "_points")
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
+    def __init__(self, most: int = MOST_POINTS, begun: Sequence[CurvePoint] = ()) -> None:
+        """`begun`: what is known of it already."""
         self._most = max(2, most)
-        self._points: list[CurvePoint] = []
+        self._points: list[CurvePoint] = list(begun)
 
     def add(self, step: int, loss: float | None, tokens_per_second: float | None = None) -> None:
         """What was seen now; the same step again says nothing new."""
