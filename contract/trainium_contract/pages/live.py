@@ -3,7 +3,8 @@
 The script asks for the page again and takes over the sections that have changed, so nothing flickers, and what is
 selected or scrolled elsewhere stays. It takes text from its own address alone; markup that came with a value could
 neither run (the policy allows this script only, by its digest) nor load anything.
-Invariants: one request at a time, none while nobody looks at the page; where no answer comes the page says since when.
+Invariants: one request at a time, none while nobody looks at the page; where no answer comes, or a refusal, the page
+says how old it is, and asks less and less often, up to once a minute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ EVERY_SECONDS = 5
 LIVE_SCRIPT = """
 (() => {
   const every = %d000, quiet = document.getElementById('quiet');
-  let since = Date.now(), asking = false;
+  let since = Date.now(), wait = every, asking = false;
   const taken = (main, fresh) => {
     const ids = (of) => [...of.children].map((each) => each.id).join();
     if (ids(main) !== ids(fresh)) { main.replaceChildren(...fresh.children); return; }
@@ -39,8 +40,10 @@ LIVE_SCRIPT = """
       if (fresh === null) throw new Error('another page came than was asked for');
       taken(document.querySelector('main'), fresh);
       since = Date.now();
+      wait = every;
       quiet.hidden = true;
     } catch (error) {
+      wait = Math.min(2 * wait, 12 * every);
       const seconds = Math.round((Date.now() - since) / 1000);
       quiet.textContent = 'What is shown is ' + seconds + ' s old. ' + error.message;
       quiet.hidden = false;
@@ -48,7 +51,7 @@ LIVE_SCRIPT = """
       asking = false;
     }
   };
-  const again = async () => { await look(); setTimeout(again, every); };
+  const again = async () => { await look(); setTimeout(again, wait); };
   setTimeout(again, every);
   document.addEventListener('visibilitychange', look);
 })();

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_kubernetes import FakeCluster, refuse
 from html_page import Page
+from operator_process import OperatorProcess
 from readers import ReadersWorld, readers_world
 from recorded_jobs import NOW, recorded
 
@@ -291,3 +292,12 @@ async def test_a_job_that_somebody_else_controls_and_one_that_cannot_be_read_hav
         assert "the job cannot be read: workers" in (await got(world, session, "/ui/team/newer"))[1]
         listed = Page((await got(world, session, "/ui/team"))[1]).said
         assert "kueue.x-k8s.io/multikueue controls it" in listed
+
+
+async def test_pages_are_served_only_where_asked_for_and_by_a_name_of_the_certificate() -> None:
+    asked = OperatorProcess(FakeCluster(), settings=Settings(ui=True, ui_service="pages")).runtime
+    assert asked.readers is not None
+    assert asked.shown is not None
+    assert {"pages.system.svc", "trainium-operator-coordinator.system.svc"} <= set(asked.keeper._names)
+    plain = OperatorProcess(FakeCluster(), settings=Settings()).runtime
+    assert (plain.readers, plain.shown) == (None, None)
