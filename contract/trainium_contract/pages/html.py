@@ -70,8 +70,8 @@ def document(title: str, body: str, *, script: str = "") -> str:
 
 
 def section(name: str, content: str) -> str:
-    """A part of a page, by which a live one is kept up to date; nothing for nothing."""
-    return f'<section id="{name}">{content}</section>' if content else ""
+    """A part of a page, by which a live one is kept up to date; an empty one keeps the place of what may come."""
+    return f'<section id="{name}">{content}</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str | Link]]) -> str:

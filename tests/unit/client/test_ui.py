@@ -202,7 +202,9 @@ def test_a_real_browser_shows_the_page_keeps_it_up_to_date_and_runs_nothing_of_w
         tab.evaluate("window.facts = document.getElementById('facts'); 0")
         world.now = 100.0
         job["status"]["progress"]["step"] = 777
+        job["status"]["artifacts"] = [{"kind": "Model", "path": "/made", "step": 777, "bytes": 1, "digest": "d"}]
         tab.until("document.getElementById('facts').innerText.includes('step 777')")
+        assert tab.evaluate("document.getElementById('results').innerText.includes('/made')"), "a part that is new"
         assert tab.evaluate("document.getElementById('history') === window.kept"), "nothing has happened there"
         assert tab.evaluate("document.getElementById('facts') !== window.facts")
         world.now = 200.0
