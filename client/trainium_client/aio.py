@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
-    from trainium_client.views.job import JobView
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.views.job import JobView
 
 __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 
@@ -105,6 +105,24 @@ class TrainingJob:
             if awaited.is_met(view, time.monotonic()):
                 return view
             await pause(sync.POLL_SECONDS)
+
+    async def watch(
+        self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> JobView:
+        """Show the job, live, until it has ended or the time is over; several at once, each in a place of its own."""
+        from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
+
+        view = await self.status()
+        with open_display() as display:
+            watched = Watched(display, time.monotonic() + seconds)
+            while True:
+                if watched.lacks_curve(view):
+                    watched.begin(await asyncio.to_thread(curve_so_far, self.blocking.metrics))
+                watched.saw(view)
+                if watched.is_over(view, time.monotonic()):
+                    return view
+                await pause(sync.POLL_SECONDS)
+                view = await self.status()
 
     def __repr__(self) -> str:
         """As the other's."""

@@ -68,6 +68,10 @@ class Api:
         """All jobs of the namespace."""
         return _items(self._jobs("GET", Asked("list", PLURAL, self.namespace), ""))
 
+    def all_jobs(self) -> list[Json]:
+        """All jobs of all namespaces."""
+        return _items(self.call("GET", Asked("list", f"{PLURAL}.{GROUP}"), f"/apis/{GROUP}/{VERSION}/{PLURAL}"))
+
     def create_job(self, manifest: Json, *, dry_run: bool = False) -> Json:
         """Create it; a dry run validates it only."""
         query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}

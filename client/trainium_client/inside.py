@@ -13,13 +13,13 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from trainium_client.connection import proxy_of
 from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
-from trainium_client.views.curve import read_curve
+from trainium_contract.views.curve import read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_client.api import Api
-    from trainium_client.views.curve import CurvePoint
+    from trainium_contract.views.curve import CurvePoint
 
 _PROTOCOL = "v4.channel.k8s.io"
 _OUT, _ERROR, _STATUS = 1, 2, 3

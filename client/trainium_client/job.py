@@ -20,19 +20,19 @@ from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.inside import curve_inside
 from trainium_client.kubeconfig import find_access
 from trainium_client.reading import read_members, read_screen, read_story
-from trainium_client.views.checkpoints import metrics_path
-from trainium_client.views.events import EventView, event_views
-from trainium_client.views.job_from_status import job_view
-from trainium_client.views.raw import mapping, text
+from trainium_contract.views.checkpoints import metrics_path
+from trainium_contract.views.events import EventView, event_views
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.raw import mapping, text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_client.views.curve import CurvePoint
-    from trainium_client.views.job import ArtifactView, JobView
     from trainium_client.views.story import Story
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.views.curve import CurvePoint
+    from trainium_contract.views.job import ArtifactView, JobView
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"
@@ -178,6 +178,28 @@ class TrainingJob:
                 return view
             pause(POLL_SECONDS)
 
+    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
+        """Show the job, live, until it has ended or the time is over: in a notebook with its curve, else as text.
+
+        Interrupted (Ctrl-C, or the notebook's stop button) it only stops to watch. Returns what it saw last.
+        """
+        from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
+
+        view = self.status()
+        with open_display() as display:
+            watched = Watched(display, time.monotonic() + seconds)
+            try:
+                while True:
+                    if watched.lacks_curve(view):
+                        watched.begin(curve_so_far(self.metrics))
+                    watched.saw(view)
+                    if watched.is_over(view, time.monotonic()):
+                        return view
+                    pause(POLL_SECONDS)
+                    view = self.status()
+            except KeyboardInterrupt:
+                return view
+
     def scale(self, size: int) -> None:
         """Another number of nodes."""
         self._with(lambda api: api.scale_job(self.name, size))
@@ -204,9 +226,9 @@ class TrainingJob:
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from trainium_client.render.report import facts_html  # noqa: PLC0415 - only notebooks need it
+        from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
-        return facts_html(self.status())
+        return cell_html(self.status())
 
     def _api(self) -> Api:
         access = find_access(self.kubeconfig, self.context, os.environ)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.api import Missing
 from trainium_client.errors import ClientError
-from trainium_client.views.advice import run_again
-from trainium_client.views.events import event_views
-from trainium_client.views.interruptions import InterruptionView, interruptions
-from trainium_client.views.job_from_status import job_view
-from trainium_client.views.raw import mapping
 from trainium_client.views.story import Story, tell
-from trainium_client.views.workers import Members, members_view, pod_rows, workers_view
+from trainium_contract.views.advice import run_again
+from trainium_contract.views.events import event_views
+from trainium_contract.views.interruptions import InterruptionView, interruptions
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.raw import mapping
+from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
-    from trainium_client.views.job import JobView
+    from trainium_contract.views.job import JobView
 
 
 _LOG_LINES = 5000
@@ -32,6 +32,7 @@ class Screen:
     view: JobView
     job: Json
     members: Members | None
+    pods: tuple[PodRow, ...]
 
 
 def read_screen(api: Api, name: str, now: float) -> Screen:
@@ -45,7 +46,8 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
     record, rows, told = found
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
-    workers = None if isinstance(rows, Missing) else workers_view(pod_rows(rows), members)
+    pods = () if isinstance(rows, Missing) else pod_rows(rows)
+    workers = None if isinstance(rows, Missing) else workers_view(pods, members)
     # A job that never began has no membership: that is no gap in what is shown.
     gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", told))
                  if isinstance(each, Missing))  # fmt: skip
@@ -53,7 +55,7 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
         gaps = (*gaps, f"which pods are members: {record.why}")
     happened = () if isinstance(told, Missing) else event_views(told, uid=uid)
     view = job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
-    return Screen(view, job, members)
+    return Screen(view, job, members, pods)
 
 
 def read_members(api: Api, name: str) -> Members:

@@ -121,6 +121,8 @@ class Supervisor:
             self._spawn(group, self._serve_readers(runtime.readers, host), "readers")
             if runtime.mounted is not None:
                 self._spawn(group, runtime.mounted.run(), "mounted certificate")
+        if runtime.shown is not None:
+            self._spawn(group, runtime.shown.run(), "curves")
         self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
         self._spawn(group, runtime.fleet.run(), "fleet")

@@ -46,6 +46,7 @@ from trainium_operator.cluster.queue.pace import Pace
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.cluster.reconciler import Reconciler
+from trainium_operator.cluster.shown import Shown
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
 from trainium_operator.coordinator.certificates import server_names
@@ -113,9 +114,10 @@ class Runtime:
         lease_api = Api(lease_transport or transport, on_request=self._on_request)
         self.elector = LeaseElector(lease_api, namespace, settings.lease_name, identity, wall_clock=wall_clock)
         self.acting = Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
+        services = filter(None, (settings.coordinator_service, settings.ui_service))
         self.keeper = CertificateKeeper(
             KubernetesSecret(self.api, namespace, settings.secret_name),
-            server_names(settings.coordinator_service, namespace),
+            tuple(dict.fromkeys(name for service in services for name in server_names(service, namespace))),
             wall_clock=wall_clock,
             on_new_bundle=self.enqueue_all,
         )
@@ -142,10 +144,17 @@ class Runtime:
         )
         self.mounted = MountedCertificate(settings.https_certificate) if settings.https_certificate else None
         """The certificate of the HTTPS port, where it is not the coordinator's."""
+        self.shown = Shown(self.api, self.caches, clock) if settings.ui else None
         self.readers: ReadersServer | None = None
-        if settings.secure_metrics:
+        if settings.serves_readers:
             access = Access(token_reviewer.review, Reviewer(self.api, ACCESS_REVIEWS).review, wall_clock=clock)
-            self.readers = ReadersServer(access, exposition, on_answer=self.metrics.read)
+            self.readers = ReadersServer(
+                access,
+                exposition if settings.secure_metrics else None,
+                jobs=self.shown,
+                clock=clock,
+                on_answer=self.metrics.read,
+            )
         self.plan_settings = plan_settings(settings, namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
         self.discovery = Discovery(self.api, nodes, on_change=self._discovered)

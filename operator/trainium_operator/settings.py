@@ -79,6 +79,12 @@ class Settings:
     secure_metrics: bool = _setting(
         False, "serve /metrics at the HTTPS port only, to whom the API server lets get the nonResourceURL /metrics"
     )
+    ui: bool = _setting(
+        False, "serve pages of jobs (/ui) at the HTTPS port, to each user what the API server lets them read"
+    )
+    ui_service: str = _setting(
+        "", "name of the Service by which /ui is reached, a name of the operator's own certificate"
+    )
     https_port: int = _setting(8444, "port for readers (HTTPS), open where something is served there; 0: any free one")
     https_certificate: str = _setting(
         "", "folder with tls.crt and tls.key for the HTTPS port; default: the coordinator's certificate"
@@ -109,6 +115,11 @@ class Settings:
         """Name of the ConfigMap that remembers bad machines."""
         return self.quarantine_name or f"{self.lease_name}-quarantine"
 
+    @property
+    def serves_readers(self) -> bool:
+        """Whether anything is served at the HTTPS port."""
+        return self.secure_metrics or self.ui
+
     def problems(self) -> list[str]:
         """What is wrong, one sentence each."""
         checks = (
@@ -121,7 +132,7 @@ class Settings:
             (
                 "--https-port",
                 self.https_port,
-                self.https_port not in {self.metrics_port, self.coordinator_port} - {0} or not self.secure_metrics,
+                self.https_port not in {self.metrics_port, self.coordinator_port} - {0} or not self.serves_readers,
                 "another port than --metrics-port and --coordinator-port",
             ),
             ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MOST_NAMED_JOBS, f"from 0 to {MOST_NAMED_JOBS}"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fake_kubernetes import FakeCluster
 
     from trainium_operator.cluster.api.transport import Transport
+    from trainium_operator.readers.pages import Jobs
 
     Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -99,14 +100,22 @@ class ReadersWorld:
 
 
 @asynccontextmanager
-async def readers_world(cluster: FakeCluster, transport: Transport | None = None) -> AsyncIterator[ReadersWorld]:
-    """Wired as `Runtime` does it; `transport` leads to the API server."""
+async def readers_world(
+    cluster: FakeCluster, transport: Transport | None = None, jobs: Callable[[ReadersWorld], Jobs] | None = None
+) -> AsyncIterator[ReadersWorld]:
+    """Wired as `Runtime` does it; `transport` leads to the API server. `jobs`: what there are pages of."""
     world = ReadersWorld(cluster)
     api = Api(transport or cluster)
     tokens, rights = (world.counted(Reviewer(api, kind).review) for kind in (TOKEN_REVIEWS, ACCESS_REVIEWS))
     access = Access(tokens, rights, wall_clock=lambda: world.now)
     exposition = Exposition(world.exposition, lambda: world.now)
-    world.server = ReadersServer(access, exposition, on_answer=lambda *answer: world.answers.append(answer))
+    world.server = ReadersServer(
+        access,
+        exposition,
+        jobs=jobs(world) if jobs is not None else None,
+        clock=lambda: world.now,
+        on_answer=lambda *answer: world.answers.append(answer),
+    )
     material = renewed(None, server_names("coordinator", "system"), time.time())
     tls = ServerTls()
     tls.load(material.server_cert, material.server_key)

@@ -10,7 +10,7 @@ import typer
 
 from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
 from trainium_client.errors import ClientError, NotFoundError
-from trainium_client.views.raw import mapping, text
+from trainium_contract.views.raw import mapping, text
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json

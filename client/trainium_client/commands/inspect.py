@@ -24,12 +24,12 @@ from trainium_client.commands.options import (
 from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.inside import ask_all, json_lines, run_inside
 from trainium_client.reading import read_members
-from trainium_client.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
-from trainium_client.views.job_from_status import job_view
 from trainium_client.views.machines import MachineView, find_machine, machine_views
-from trainium_client.views.raw import mapping, text
-from trainium_client.views.workers import pod_rows, rank_rows
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.workers import pod_rows, rank_rows
 
 ASKED_UNASKED = 64
 """Workers that are asked for their steps without being told to: more of them take the API server's time."""

@@ -15,13 +15,13 @@ from trainium_client.commands.options import Context, JobName, Kubeconfig, Names
 from trainium_client.errors import ClientError
 from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members, read_members
-from trainium_client.views.raw import mapping, plain, text
-from trainium_client.views.workers import pod_rows
+from trainium_contract.views.raw import mapping, plain, text
+from trainium_contract.views.workers import pod_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_client.views.workers import MemberRow, Members
+    from trainium_contract.views.workers import MemberRow, Members
 
 _POLL_SECONDS = 2.0
 _OLD_PODS = 8

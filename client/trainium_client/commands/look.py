@@ -18,9 +18,9 @@ from trainium_client.commands.options import (
     open_api,
 )
 from trainium_client.reading import read_screen, read_story
-from trainium_client.views.goodput import goodput_view
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.raw import mapping
+from trainium_contract.views.goodput import goodput_view
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.raw import mapping
 
 
 def status(

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from trainium_client.commands import act, bundle, inspect, logs, look, report, watch
+from trainium_client.commands import act, bundle, inspect, logs, look, report, ui, watch
 from trainium_client.commands.options import close_connections
 from trainium_client.errors import ClientError
 
@@ -29,6 +29,7 @@ for _command in (
 ):  # fmt: skip
     app.command()(_command)
 app.command()(report.report)
+app.command()(ui.ui)
 app.command("support-bundle")(bundle.support_bundle)
 
 

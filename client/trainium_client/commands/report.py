@@ -13,12 +13,12 @@ from trainium_client.commands.options import Context, JobName, Kubeconfig, Names
 from trainium_client.errors import ClientError
 from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
-from trainium_client.render.report import Report, report_html
-from trainium_client.render.words import size
-from trainium_client.views.checkpoints import metrics_path, where_kept
-from trainium_client.views.curve import CurvePoint, read_curve
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.raw import mapping
+from trainium_contract.pages.job_page import Report, report_html
+from trainium_contract.pages.words import size
+from trainium_contract.views.checkpoints import metrics_path, where_kept
+from trainium_contract.views.curve import CurvePoint, read_curve
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.raw import mapping
 
 if TYPE_CHECKING:
     from trainium_client.api import Api
@@ -38,12 +38,12 @@ def report(
     api, now = open_api(namespace, context, kubeconfig), time.time()
     screen = read_screen(api, name, now)
     notes: list[str] = []
-    curve = _curve(api, screen, metrics, notes)
+    curve = read_curve_of(api, screen, metrics, notes)
     rows, why_not = on_storage(api, screen.job, verify=False)
     if rows is None:
         notes.append(f"checkpoints on storage: {why_not}")
     entries = interruptions(mapping(screen.job, "status"))
-    page = report_html(Report(screen.view, entries, screen.members, rows, curve, tuple(notes)), now)
+    page = report_html(Report(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods), now)
     path = output or Path(f"{name}.html")
     try:
         path.write_text(page, encoding="utf-8")
@@ -52,7 +52,8 @@ def report(
     say(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {each}" for each in notes))
 
 
-def _curve(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
+def read_curve_of(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
+    """The curve from a file, or from the worker of rank 0; why there is none goes to the notes."""
     if metrics is not None:
         try:
             with metrics.open(encoding="utf-8", errors="replace") as lines:

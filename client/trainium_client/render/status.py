@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
-from trainium_client.render.words import ago, clock, count, duration, figure, plural, share, shortened, size
+from trainium_contract.pages.words import ago, clock, count, duration, figure, plural, share, shortened, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trainium_client.views.events import EventView
-    from trainium_client.views.interruptions import InterruptionView
-    from trainium_client.views.job import JobView
+    from trainium_contract.views.events import EventView
+    from trainium_contract.views.interruptions import InterruptionView
+    from trainium_contract.views.job import JobView
 
 _EVENTS = 5
 _NARROW = 60

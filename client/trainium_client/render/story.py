@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import heading, labelled, stacked
-from trainium_client.render.words import clock, duration, plural, shortened
+from trainium_contract.pages.words import clock, duration, plural, shortened
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
-from trainium_client.render.words import ago, clock, duration, figure, share, size
+from trainium_contract.pages.words import ago, clock, duration, figure, share, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-    from trainium_client.views.checkpoints import CheckpointRow
-    from trainium_client.views.goodput import GoodputView
-    from trainium_client.views.interruptions import InterruptionView
-    from trainium_client.views.job import JobView
     from trainium_client.views.machines import MachineView
     from trainium_client.views.sizes import SizeRow
-    from trainium_client.views.workers import RankRow
+    from trainium_contract.views.checkpoints import CheckpointRow
+    from trainium_contract.views.goodput import GoodputView
+    from trainium_contract.views.interruptions import InterruptionView
+    from trainium_contract.views.job import JobView
+    from trainium_contract.views.workers import RankRow
 
 _BAR = 20
 

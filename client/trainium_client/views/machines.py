@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_client.views.raw import mapping, plain, seconds_of
+from trainium_contract.views.raw import mapping, plain, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainium_client.errors import ClientError
-from trainium_client.views.raw import mapping, number, objects, whole
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.spec.elasticity import IdleNodes
+from trainium_contract.views.raw import mapping, number, objects, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.views.interruptions import InterruptionView, interruptions
-from trainium_client.views.raw import mapping, plain, seconds_of, text
+from trainium_contract.views.interruptions import InterruptionView, interruptions
+from trainium_contract.views.raw import mapping, plain, seconds_of, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- /* Whether anything is served at the HTTPS port for readers. */}}
 {{- define "trainium-operator.readers" -}}
-{{- if .Values.metrics.secure }}true{{ end }}
+{{- if or .Values.metrics.secure .Values.ui.enabled }}true{{ end }}
 {{- end }}
 
 {{- /* Secret with the certificate of the HTTPS port; empty: the coordinator's certificate. */}}

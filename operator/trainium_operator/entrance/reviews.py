@@ -48,6 +48,8 @@ class Question(Generic[T]):
     lane: Callable[[], Lane]
     """Who asks; only called when the API server has to be asked."""
     ask: Callable[[], Awaitable[Yes[T] | None]]
+    counts: bool = True
+    """Whether a no speaks against who asks; not where somebody who may see a page is asked about a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ class Reviews(Generic[T]):
         if said is None:
             self._known.pop(digest, None)
             _remember(self._refused, digest, now, REFUSALS_REMEMBERED)
-            self._desk.refused(lane)
+            if question.counts:
+                self._desk.refused(lane)
             return None
         # An expiry that is over: the API server has just accepted it, so it is our clock that is wrong.
         expires = None if said.expires is not None and said.expires <= now else said.expires

@@ -12,7 +12,7 @@ import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_operator.entrance.errors import RefusedError, UnauthenticatedError
 from trainium_operator.entrance.review_desk import Lane, ReviewDesk
@@ -41,19 +41,62 @@ class User:
     extra: tuple[tuple[str, tuple[str, ...]], ...]
 
 
+class Deed(Protocol):
+    """Something that the API server lets somebody do, or not."""
+
+    def attributes(self) -> dict[str, Any]:
+        """The part of a SubjectAccessReview's spec that says what is asked for."""
+        ...
+
+    def __str__(self) -> str:
+        """After `may not`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Deed:
+class ReadPath:
     """Reading a path of ours."""
 
     path: str
     verb: str = "get"
 
     def attributes(self) -> dict[str, Any]:
-        """The part of a SubjectAccessReview's spec that says what is asked for."""
+        """See Deed."""
         return {"nonResourceAttributes": {"path": self.path, "verb": self.verb}}
 
     def __str__(self) -> str:
         return f"{self.verb} the nonResourceURL {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadObjects:
+    """Reading what the API server holds: `get` with a name, `list` without one; no namespace: of all."""
+
+    resource: str
+    namespace: str
+    name: str = ""
+    group: str = ""
+
+    @property
+    def verb(self) -> str:
+        """As kubectl would need it."""
+        return "get" if self.name else "list"
+
+    def attributes(self) -> dict[str, Any]:
+        """See Deed."""
+        given = {
+            "group": self.group,
+            "resource": self.resource,
+            "verb": self.verb,
+            "namespace": self.namespace,
+            "name": self.name,
+        }
+        return {"resourceAttributes": {key: value for key, value in given.items() if value}}
+
+    def __str__(self) -> str:
+        what = f"{self.resource}.{self.group}" if self.group else self.resource
+        name = f" {self.name}" if self.name else ""
+        return f"{self.verb} {what}{name} in {f'namespace {self.namespace}' if self.namespace else 'all namespaces'}"
 
 
 class Access:
@@ -74,7 +117,7 @@ class Access:
         Raises UnauthenticatedError, RefusedError, FloodedError and ReviewUnavailableError, each with a sentence.
         """
         user = await self._user(authorization, source)
-        if not await self._may(user, deed, source):
+        if not await self.may(user, deed, source, counts=True):
             raise RefusedError(f"{user.name} may not {deed}")
         self._known[user.name] = None
         self._known.move_to_end(user.name)
@@ -92,10 +135,14 @@ class Access:
             raise UnauthenticatedError("the token is not valid (any more) for the API server of this cluster")
         return user
 
-    async def _may(self, user: User, deed: Deed, source: str) -> bool:
+    async def may(self, user: User, deed: Deed, source: str, *, counts: bool = False) -> bool:
+        """Whether somebody who was admitted may do this too; a no `counts` like a bad token.
+
+        Raises FloodedError and ReviewUnavailableError.
+        """
         spec = _spec(user, deed)
         digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).digest()
-        question = Question(digest, partial(self._lane, user.name, source), partial(self._ask_whether, spec))
+        question = Question(digest, partial(self._lane, user.name, source), partial(self._ask_whether, spec), counts)
         return await self._allowed.answer(question) or False
 
     def _lane_of_token(self, token: str, source: str) -> Lane:

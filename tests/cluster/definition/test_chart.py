@@ -32,7 +32,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.ya
 EVERYTHING = (
     "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
     "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
-    "metrics.secure=true,metrics.tokenSecret.name=scraper,https.issuer.name=ca,"
+    "metrics.secure=true,metrics.tokenSecret.name=scraper,https.issuer.name=ca,ui.enabled=true,"
     "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
 )
 
@@ -160,6 +160,29 @@ def test_others_rights_may_be_asked_about_only_where_readers_are_served_over_htt
     assert f"{NAME}-metrics-reader" not in [one["metadata"]["name"] for one in documents if "Binding" in one["kind"]]
     named = rendered(api, "metrics.secure=true,metrics.readers[0].kind=User,metrics.readers[0].name=ann")
     assert only(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
+
+
+def test_pages_of_jobs_bring_a_right_a_service_and_its_name_in_the_certificate_and_no_right_to_metrics(
+    api: Api,
+) -> None:
+    assert f"{NAME}-ui" not in [each["metadata"]["name"] for each in rendered(api)]
+    documents = rendered(api, "ui.enabled=true,networkPolicy.create=true,networkPolicy.uiFrom[0].podSelector.a=b")
+    assert granted(only(documents, "ClusterRole", f"{NAME}-ui")) == used(Scope.PAGES)
+    assert granted(only(documents, "ClusterRole", f"{NAME}-readers")) == used(Scope.READERS)
+    assert f"{NAME}-metrics-reader" not in [each["metadata"]["name"] for each in documents]
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    parsed = parse_settings(container["args"], {})
+    assert (parsed.ui, parsed.secure_metrics) == (True, False)
+    (port,) = only(documents, "Service", parsed.ui_service)["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (443, "https")
+    rules = only(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
+    opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[1:]]
+    assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
+
+    few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
+    assert granted(only(few, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.PAGES)
+    assert f"{NAME}-ui" not in [each["metadata"]["name"] for each in few if each["kind"] == "ClusterRole"]
+    assert f"{NAME}-ui.system.svc" in only(few, "Certificate", f"{NAME}-https")["spec"]["dnsNames"]
 
 
 def endpoint(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:

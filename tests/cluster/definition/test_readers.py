@@ -7,14 +7,11 @@ import http.client
 import json
 import shutil
 import socket
-import ssl
 import subprocess
-import sys
 import threading
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +21,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from readable_operator import Readable, readable_operator, token_of, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from conftest import Api
 
@@ -39,63 +37,6 @@ SETTINGS = (
     "metrics.secure=true,metrics.readers[0].kind=ServiceAccount,metrics.readers[0].name=prometheus,"
     f"metrics.readers[0].namespace={PEOPLE}"
 )
-PATIENCE_SECONDS = 60.0
-KINDS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret"}
-
-
-@dataclass
-class Readable:
-    """An operator process whose HTTPS port is open."""
-
-    api: Api
-    port: int
-    trust: ssl.SSLContext
-    authority: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def get(self, token: str = "", source: str = "127.0.0.1") -> tuple[int, str]:
-        """Status and text of /metrics, over a connection of its own."""
-        connection = http.client.HTTPSConnection(
-            "localhost", self.port, timeout=30, context=self.trust, source_address=(source, 0)
-        )
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            connection.request("GET", "/metrics", headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
-            connection.close()
-
-
-def until(condition: Callable[[], Any], why: Callable[[], str]) -> Any:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.1)
-    return found
-
-
-def objects(api: Api) -> list[dict[str, Any]]:
-    text = api.helm("template", RELEASE, api.chart, "--namespace", SYSTEM, "--set", SETTINGS)
-    return [one for one in yaml.safe_load_all(text) if one]
-
-
-def token_of(api: Api, account: str, namespace: str) -> str:
-    return api.kubectl("create", "token", account, "-n", namespace).strip()
-
-
-def credentials(api: Api, folder: Path) -> str:
-    """A kubeconfig with the operator's own token, so with the chart's rights and no others."""
-    whole = json.loads(api.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
-    whole["users"] = [{"name": whole["users"][0]["name"], "user": {"token": token_of(api, ACCOUNT, SYSTEM)}}]
-    cluster = whole["clusters"][0]["cluster"]
-    if "certificate-authority" in cluster:
-        authority = Path(cluster.pop("certificate-authority"))
-        cluster["certificate-authority-data"] = base64.b64encode(authority.read_bytes()).decode()
-    path = folder / "kubeconfig"
-    path.write_text(json.dumps(whole))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -106,37 +47,10 @@ def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         defined.kubectl("create", "namespace", name)
     defined.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
     defined.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)
-    made = objects(defined)
-    defined.run("kubectl", "apply", "-f", "-", stdin=yaml.safe_dump_all(one for one in made if one["kind"] in KINDS))
-    (deployment,) = [one for one in made if one["kind"] == "Deployment"]
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    folder = tmp_path_factory.mktemp("readable")
-    log = folder / "log"
-    ours = ["--namespace", SYSTEM, "--kubeconfig", credentials(defined, folder), "--bind-address", "127.0.0.1"]
-    ours += ["--coordinator-port", "0", "--metrics-port", "0", "--https-port", "0"]
-    command = [sys.executable, "-m", "trainium_operator.main", *container["args"], *ours]
-    with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
-        try:
-            said = until(lambda: line_of(log, "readers are served on port"), log.read_text)
-            secret = json.loads(
-                defined.kubectl("get", "secret", f"{ACCOUNT}-coordinator-tls", "-n", SYSTEM, "-o", "json")
-            )
-            authority = base64.b64decode(secret["data"]["ca.crt"]).decode()
-            port = int(said.rpartition(" ")[2])
-            yield Readable(defined, port, ssl.create_default_context(cadata=authority), authority, process, log)
-        finally:
-            process.terminate()
-            process.wait(30)
+    with readable_operator(defined, tmp_path_factory.mktemp("readable"), RELEASE, SYSTEM, SETTINGS) as running:
+        yield running
     for name in (SYSTEM, PEOPLE):
         defined.run("kubectl", "delete", "namespace", name, "--wait=false")
-    for one in made:
-        if one["kind"].startswith("ClusterRole"):
-            defined.run("kubectl", "delete", one["kind"], one["metadata"]["name"], "--ignore-not-found")
-
-
-def line_of(log: Path, text: str) -> str:
-    lines = [json.loads(line)["message"] for line in log.read_text().splitlines() if line.startswith("{")]
-    return next((line for line in lines if text in line), "")
 
 
 def test_who_was_named_may_read_and_a_tenant_and_a_stranger_may_not(readable: Readable) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_client.views.job import JobView
+    from trainium_contract.views.job import JobView
 
 
 @pytest.fixture

@@ -19,19 +19,19 @@ from trainium_client.render.page import show
 from trainium_client.render.status import status_line, status_page
 from trainium_client.render.story import story_page
 from trainium_client.render.tables import goodput_page, history_page, machines_page, ranks_page, sizes_page
-from trainium_client.render.words import duration
-from trainium_client.views.events import event_views
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.job_from_status import job_view
 from trainium_client.views.machines import find_machine, machine_views
-from trainium_client.views.raw import plain
 from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
-from trainium_client.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
+from trainium_contract.pages.words import duration
+from trainium_contract.views.events import event_views
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.raw import plain
+from trainium_contract.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
 
 if TYPE_CHECKING:
-    from trainium_client.views.job import JobView
+    from trainium_contract.views.job import JobView
 
 
 def screen(name: str = "job", **changes: Any) -> JobView:

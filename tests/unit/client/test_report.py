@@ -4,57 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 import pytest
+from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 
 from trainium_client.commands.main import main
-from trainium_client.render.report import Report, report_html
-from trainium_client.render.svg import Axis
-from trainium_client.views.checkpoints import CheckpointRow, metrics_path, where_kept
-from trainium_client.views.curve import MOST_POINTS, read_curve
-from trainium_client.views.events import event_views
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.job import ArtifactView, FigureView
-from trainium_client.views.job_from_status import job_view
-from trainium_client.views.workers import MemberRow, Members
+from trainium_contract.pages.job_page import Report, report_html
+from trainium_contract.pages.svg import Axis
+from trainium_contract.views.checkpoints import CheckpointRow, metrics_path, where_kept
+from trainium_contract.views.curve import MOST_POINTS, read_curve
+from trainium_contract.views.events import event_views
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job import ArtifactView, FigureView
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.workers import MemberRow, Members
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
-
-
-class Page(HTMLParser):
-    """Elements, their attributes, and the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.open: list[str] = []
-        self.said = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in {"meta", "img"}:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.said += data
 
 
 def lines(steps: int) -> list[str]:

@@ -36,6 +36,7 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--status-interval", "0"], "--status-interval must be above 0 seconds"),
         (["--coordinator-port", "70000"], "--coordinator-port must be from 0 to 65535"),
         (["--https-port", "-1"], "--https-port must be from 0 to 65535, not -1"),
+        (["--ui", "true", "--https-port", "8443"], "--https-port must be another port than --metrics-port and"),
         (["--secure-metrics", "true", "--https-port", "8080"], "--https-port must be another port than --metrics-port"),
         (["--log-level", "loud"], "--log-level must be one of debug, info"),
         (["--workers", "many"], "invalid int value: 'many'"),

@@ -78,12 +78,21 @@ class Api:
         return await self._call("GET", path)
 
     async def list_page(
-        self, resource: Resource, namespace: str = "", *, labels: str = "", continue_token: str = "", limit: int = PAGE
+        self,
+        resource: Resource,
+        namespace: str = "",
+        *,
+        labels: str = "",
+        fields: str = "",
+        continue_token: str = "",
+        limit: int = PAGE,
     ) -> Json:
         """One page of a list; `metadata.continue` leads to the next. Raises GoneError when the token is too old."""
         query = {"limit": str(limit)}
         if labels:
             query["labelSelector"] = labels
+        if fields:
+            query["fieldSelector"] = fields
         if continue_token:
             query["continue"] = continue_token
         return await self._call("GET", resource.path(namespace), query=query)

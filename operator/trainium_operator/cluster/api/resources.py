@@ -68,9 +68,11 @@ CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 SECRETS = Resource("", "v1", "secrets", "Secret")
 DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
+CORE_EVENTS = Resource("", "v1", "events", "Event")
+"""The same objects as `kubectl get events` reads them; only read, for pages of jobs."""
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
 ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False)
 REVIEWS = (TOKEN_REVIEWS, ACCESS_REVIEWS)
 
-ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, LEASES, *REVIEWS)
+ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, CORE_EVENTS, LEASES, *REVIEWS)

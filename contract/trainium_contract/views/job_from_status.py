@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.views.advice import advise
-from trainium_client.views.goodput import GoodputView, goodput_view
-from trainium_client.views.interruptions import interruptions
-from trainium_client.views.job import AlertView, ArtifactView, CheckpointsView, ConditionView, FigureView, JobView
-from trainium_client.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
 from trainium_contract.spec.managed_by import is_ours
+from trainium_contract.views.advice import advise
+from trainium_contract.views.goodput import GoodputView, goodput_view
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job import AlertView, ArtifactView, CheckpointsView, ConditionView, FigureView, JobView
+from trainium_contract.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainium_client.views.events import EventView
-    from trainium_client.views.workers import WorkersView
+    from trainium_contract.views.events import EventView
+    from trainium_contract.views.workers import WorkersView
 
 
 def job_view(

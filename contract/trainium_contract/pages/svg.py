@@ -6,12 +6,12 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_client.render.words import shortened
+from trainium_contract.pages.words import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_client.views.curve import CurvePoint
+    from trainium_contract.views.curve import CurvePoint
 
 WIDTH, HEIGHT = 960, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 30
@@ -20,7 +20,9 @@ _ROUNDING = 1e-9
 _MOST = 1e100
 """Of a value on an axis; beyond it differences are not finite."""
 COLOURS = ("#2f9e63", "#c2453d", "#d08a1d", "#3f77c4", "#8a5bc0", "#5f6b76", "#b0497f", "#2a9aa5")
-"""The first stands for what is good."""
+"""The first stands for what is good, the second for what is not; in a page they are the classes c0, c1, …"""
+GOOD, BAD, WAITS, OTHER = 0, 1, 2, 5
+_SQUARE, _GAP = 14, 2
 
 
 class Axis:
@@ -77,17 +79,18 @@ def loss_chart(curve: Sequence[CurvePoint], marks: Sequence[tuple[int, str]]) ->
     return _svg(HEIGHT, parts, "Loss by step")
 
 
-def share_bar(parts: Sequence[tuple[str, float]], colours: Sequence[str] = COLOURS) -> str:
-    """Shares of a whole as one bar with a legend."""
+def share_bar(parts: Sequence[tuple[str, float]], *, first: int = 0) -> str:
+    """Shares of a whole as one bar with a legend; `first`: the colour of the first part."""
     total = sum(value for _, value in parts)
     if total <= 0:
         return ""
     x, drawn, legend = 0.0, [], []
     for at, (name, value) in enumerate(parts):
-        colour, width = colours[at % len(colours)], WIDTH * value / total
+        width = WIDTH * value / total
+        colour = f"c{first + at % (len(COLOURS) - first)}"
         title = f"{name}: {value:.1f} s, {100 * value / total:.1f} %"
-        drawn.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="28" fill="{colour}">{_title(title)}</rect>')
-        legend.append(f'<span class="key"><i style="background:{colour}"></i>{escape(title)}</span>')
+        drawn.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="28" class="{colour}">{_title(title)}</rect>')
+        legend.append(f'<span class="key"><i class="{colour}"></i>{escape(title)}</span>')
         x += width
     return f'{_svg(28, drawn, "Where the time went")}<p class="legend">{"".join(legend)}</p>'
 
@@ -108,10 +111,21 @@ def timeline(begin: float, end: float, spans: Sequence[tuple[str, float, float, 
         for _, since, until, title in (span for span in spans if span[0] == row):
             x = across.at(since)
             width = max(3.0, across.at(until) - x)
-            colour = COLOURS[1 + at % (len(COLOURS) - 1)]
-            place = f'x="{x}" y="{y + 2}" width="{width:.1f}" height="16" rx="2" fill="{colour}"'
+            colour = f"c{1 + at % (len(COLOURS) - 1)}"
+            place = f'x="{x}" y="{y + 2}" width="{width:.1f}" height="16" rx="2" class="{colour}"'
             parts.append(f"<rect {place}>{_title(title)}</rect>")
     return _svg(height, parts, "Interruptions by time")
+
+
+def squares(cells: Sequence[tuple[int, str]], label: str) -> str:
+    """One square for each thing, in rows: its colour, and what it is."""
+    a_row = WIDTH // (_SQUARE + _GAP)
+    drawn = []
+    for at, (colour, title) in enumerate(cells):
+        x, y = (_SQUARE + _GAP) * (at % a_row), (_SQUARE + _GAP) * (at // a_row)
+        place = f'x="{x}" y="{y}" width="{_SQUARE}" height="{_SQUARE}" rx="2"'
+        drawn.append(f'<rect {place} class="c{colour}">{_title(title)}</rect>')
+    return _svg((_SQUARE + _GAP) * -(-len(cells) // a_row), drawn, label) if cells else ""
 
 
 def _svg(height: int, parts: Sequence[str], label: str) -> str:

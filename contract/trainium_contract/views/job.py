@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_client.views.events import EventView
-    from trainium_client.views.goodput import GoodputView
-    from trainium_client.views.interruptions import InterruptionView
-    from trainium_client.views.workers import WorkersView
+    from trainium_contract.views.events import EventView
+    from trainium_contract.views.goodput import GoodputView
+    from trainium_contract.views.interruptions import InterruptionView
+    from trainium_contract.views.workers import WorkersView
 
 STALE_SECONDS = 120.0
 """Nobody has written of a job that trains for so long: six times the longest interval of the operator."""

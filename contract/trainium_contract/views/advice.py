@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_client.views.job import ConditionView, JobView
+    from trainium_contract.views.job import ConditionView, JobView
 
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trainium_client.views.raw import number, whole
+from trainium_contract.views.raw import number, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,6 +47,36 @@ def read_curve(lines: Iterable[str], most: int = MOST_POINTS) -> tuple[CurvePoin
             CurvePoint(step, loss, loss, loss, number(found, "validationLoss"), number(found, "tokensPerSecond"))
         )
     return _thinned(points, most)
+
+
+class LiveCurve:
+    """The curve of a run that is watched: a point for each look at it, thinned once there are `most`.
+
+    Invariant: steps ascend; where a run went back, what came after that step is forgotten, as in its own record.
+    """
+
+    __slots__ = ("_most", "_points")
+
+    def __init__(self, most: int = MOST_POINTS, begun: Sequence[CurvePoint] = ()) -> None:
+        """`begun`: what is known of it already."""
+        self._most = max(2, most)
+        self._points: list[CurvePoint] = list(begun)
+
+    def add(self, step: int, loss: float | None, tokens_per_second: float | None = None) -> None:
+        """What was seen now; the same step again says nothing new."""
+        points = self._points
+        if loss is None or (points and points[-1].step == step):
+            return
+        while points and points[-1].step >= step:
+            points.pop()
+        points.append(CurvePoint(step, loss, loss, loss, None, tokens_per_second))
+        if len(points) > self._most:
+            self._points = list(_thinned(points, self._most // 2))
+
+    @property
+    def points(self) -> tuple[CurvePoint, ...]:
+        """What is drawn."""
+        return tuple(self._points)
 
 
 def _thinned(points: Sequence[CurvePoint], most: int) -> tuple[CurvePoint, ...]:

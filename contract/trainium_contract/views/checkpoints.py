@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.views.raw import mapping, number, text, whole
+from trainium_contract.views.raw import mapping, number, text, whole
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
 if TYPE_CHECKING:

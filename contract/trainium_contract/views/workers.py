@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.views.raw import mapping, number, objects, plain, text, whole
+from trainium_contract.views.raw import mapping, number, objects, plain, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,0 +1,46 @@
+"""`ui`: jobs in the browser, from a small server on this machine that reads with the person's own rights."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Annotated
+
+import typer
+
+from trainium_client.commands.options import Context, Kubeconfig, Namespace, complete_jobs, open_api, say
+
+
+def ui(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="The TrainingJob; default: a list.", autocompletion=complete_jobs),
+    ] = None,
+    everywhere: Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0: any.")] = 0,
+    show: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")] = True,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Jobs in the browser, live and read-only, with your own rights; until Ctrl-C."""
+    # Imported here: the other commands do without, and start sooner.
+    import webbrowser  # noqa: PLC0415
+
+    from trainium_client.commands.pages import LocalPages  # noqa: PLC0415
+    from trainium_client.commands.ui_server import UiServer  # noqa: PLC0415
+
+    first = open_api(namespace, context, kubeconfig)
+    if name is not None:
+        first.job(name)  # what cannot be read is told here and not in the browser
+    secret = secrets.token_urlsafe(24)
+    where = "" if everywhere and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
+    pages = LocalPages(lambda: open_api(namespace, context, kubeconfig), f"/{secret}")
+    server = UiServer(pages, secret, where, port)
+    say(f"{server.url}\nserved to this machine until Ctrl-C")
+    if show:
+        threading.Thread(target=webbrowser.open, args=(server.once,), daemon=True).start()
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()

@@ -1,0 +1,118 @@
+"""The small server of `ui`: pages for the browser of the person that started it.
+
+Invariants: it listens on the loopback interface alone and answers nothing but GET; every path begins with a secret of
+this start, so neither another user of the machine nor another site that is open in the browser can read from it; the
+address that a browser is started with, which others could see, leads there once.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
+from trainium_contract.pages.live import HEADERS
+
+if TYPE_CHECKING:
+    from trainium_client.commands.pages import LocalPages
+
+HOST = "127.0.0.1"
+REQUEST_SECONDS = 30.0
+_CODES = ((ForbiddenError, HTTPStatus.FORBIDDEN), (NotFoundError, HTTPStatus.NOT_FOUND))
+
+
+class UiServer(ThreadingHTTPServer):
+    """Serves pages below a secret; `url` leads there, `once` too, but for the first time only."""
+
+    daemon_threads = True
+
+    def __init__(self, pages: LocalPages, secret: str, start: str, port: int = 0) -> None:
+        """`start`: the path that `url` shows, below the secret. Raises ClientError when the port is taken."""
+        self.pages = pages
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ClientError(
+                f"cannot listen on port {port}: {error.strerror or error}; choose another --port"
+            ) from error
+        self.secret = secret
+        self.start = f"/{secret}{start}"
+        self._ticket = secrets.token_urlsafe(24)
+        self._lock = threading.Lock()
+        self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+
+    @property
+    def url(self) -> str:
+        """For the person."""
+        return f"http://{HOST}:{self.server_port}{self.start}"
+
+    @property
+    def once(self) -> str:
+        """For the command line of a browser."""
+        return f"http://{HOST}:{self.server_port}/{self._ticket}"
+
+    def takes_ticket(self, path: str) -> bool:
+        """Whether this is the address for the first time, which is then used up."""
+        with self._lock:
+            good = bool(self._ticket) and hmac.compare_digest(path.encode(), f"/{self._ticket}".encode())
+            if good:
+                self._ticket = ""
+            return good
+
+    def server_close(self) -> None:
+        """Stop listening, and leave the API server."""
+        super().server_close()
+        self.pages.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: UiServer
+    protocol_version = "HTTP/1.1"
+    server_version = "kubectl-trn"
+    sys_version = ""
+    timeout = REQUEST_SECONDS
+
+    def do_GET(self) -> None:
+        """A page, or a sentence."""
+        path = urlsplit(self.path).path
+        if self.headers.get("Host", "") not in self.server.hosts:
+            self._answer(HTTPStatus.FORBIDDEN, "this server answers to its own address alone\n")
+        elif self.server.takes_ticket(path):
+            self._answer(HTTPStatus.SEE_OTHER, "", Location=self.server.start)
+        else:
+            self._page(path)
+
+    def _page(self, path: str) -> None:
+        first, *rest = [unquote(part) for part in path.split("/")[1:]]
+        if not hmac.compare_digest(first.encode(), self.server.secret.encode()) or len(rest) > 2:
+            self._answer(HTTPStatus.NOT_FOUND, "no such page: use the address that kubectl trn ui has printed\n")
+            return
+        namespace, name = (*rest, "", "")[:2]
+        pages = self.server.pages
+        try:
+            text = pages.job(namespace, name) if name else pages.jobs(namespace)
+        except ClientError as error:
+            code = next((code for kind, code in _CODES if isinstance(error, kind)), HTTPStatus.BAD_GATEWAY)
+            self._answer(code, f"{error}\n")
+        else:
+            self._answer(HTTPStatus.OK, text, **{"Content-Type": "text/html; charset=utf-8"})
+
+    def _answer(self, code: HTTPStatus, text: str, **headers: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        every = {"Content-Type": "text/plain; charset=utf-8", **HEADERS, **headers, "Content-Length": str(len(body))}
+        for name, value in every.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
+        """Nothing: the address is a secret."""

@@ -1,0 +1,1 @@
+"""A job as HTML, for files, browsers and notebooks. Pure: the time is given, and everything is escaped."""

@@ -1,0 +1,218 @@
+"""A job as one self-contained page: no file and no address from outside, everything escaped.
+
+As a file it runs nothing. Live it is the same page, with a script that keeps its sections up to date (`live.py`); so
+what it shows are moments and not ages, and a section changes only when something has happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from trainium_contract.pages.html import document, section, table
+from trainium_contract.pages.live import LIVE_SCRIPT
+from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
+from trainium_contract.pages.words import clock, count, duration, figure, plural, share, size
+
+if TYPE_CHECKING:
+    from trainium_contract.views.checkpoints import CheckpointRow
+    from trainium_contract.views.curve import CurvePoint
+    from trainium_contract.views.interruptions import InterruptionView
+    from trainium_contract.views.job import JobView
+    from trainium_contract.views.workers import Members, PodRow
+
+MOST_ROWS = 2_000
+"""Workers and squares on a page; beyond it a count."""
+MOST_EVENTS = 100
+_KEY = "green: runs (members, where that is known); grey: runs, no member; yellow: pending; red: anything else"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the page is made of."""
+
+    view: JobView
+    entries: tuple[InterruptionView, ...]
+    members: Members | None
+    checkpoints: tuple[CheckpointRow, ...] | None
+    curve: tuple[CurvePoint, ...]
+    notes: tuple[str, ...]
+    """What could not be had, and why."""
+    pods: tuple[PodRow, ...] = ()
+    curve_note: str = ""
+    """What the curve is of, where it is not the whole one."""
+
+
+def report_html(report: Report, now: float) -> str:
+    """The page as a file."""
+    return document(_title(report.view), f"<main>{_sections(report, now)}</main>")
+
+
+def live_job_html(report: Report, now: float, *, jobs: str = "") -> str:
+    """The page as a server answers it, with `live.HEADERS`; `jobs`: the path of the list of jobs."""
+    back = f'<p><a href="{escape(jobs)}">all jobs</a></p>' if jobs else ""
+    body = f"{back}<p class=bad id=quiet hidden></p><main>{_sections(report, now)}</main>"
+    return document(_title(report.view), body, script=LIVE_SCRIPT)
+
+
+def _title(view: JobView) -> str:
+    return f"{view.namespace}/{view.name}"
+
+
+def _sections(report: Report, now: float) -> str:
+    view = report.view
+    return "".join([
+        section("job", f"<h1>{escape(_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
+        section("as-of", f"<p class=soft>as of {clock(now)} UTC</p>"),
+        section("advice", advice_html(view)),
+        section("facts", facts_html(view)),
+        section("curve", _curve(report)),
+        section("time", _time(report)),
+        section("history", _history(report, now)),
+        section("workers", _workers(report)),
+        section("checkpoints", _checkpoints(report)),
+        section("results", _results(view)),
+        section("events", _events(view)),
+        section("notes", _notes(report)),
+    ])  # fmt: skip
+
+
+def advice_html(view: JobView) -> str:
+    """What to do; nothing for nothing."""
+    return "".join(f"<p class=bad>{escape(each)}</p>" for each in view.advice)
+
+
+def facts_html(view: JobView) -> str:
+    """How the job is, in a few lines."""
+    checkpoint = view.checkpoints.durable_step
+    steps = f"step {view.step}" + (f" of {view.total_steps} ({share(view.share)})" if view.total_steps else "")
+    facts = [
+        ("Phase", view.phase or "not answered yet"),
+        ("Progress", steps + (f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else "")),
+        ("Loss", figure(view.loss, 5)),
+        ("Speed", f"{count(view.tokens_per_second)} tokens/s" if view.tokens_per_second else ""),
+        ("Size", f"{view.size} of {view.desired or view.requested} nodes, {plural(view.spares, 'spare')}"),
+        ("Checkpoint", "none on storage" if checkpoint is None else f"step {checkpoint} on storage"),
+        ("Goodput", f"{share(view.goodput.ratio)} of {duration(view.goodput.wall_seconds)}"),
+        ("Interrupted", plural(view.restarts, "time")),
+        *((each.kind, each.told) for each in view.alerts),
+    ]
+    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts if v)}</dl>"
+
+
+def _curve(report: Report) -> str:
+    marks = [(each.step_before, f"{each.cause} -> {each.rung}, after step {each.step_before}")
+             for each in report.entries if each.step_before is not None]  # fmt: skip
+    drawn = loss_chart(report.curve, marks)
+    keys = ["by step"]
+    keys += ["dashed: interruptions"] if marks else []
+    keys += ["dots: validation"] if any(each.validation is not None for each in report.curve) else []
+    if any(each.highest > each.lowest for each in report.curve):
+        keys.append("the band: lowest and highest of the steps that a point stands for")
+    keys += [report.curve_note] if report.curve_note else []
+    return f"<h2>Loss</h2>{drawn}<p class=soft>{escape('; '.join(keys))}</p>" if drawn else ""
+
+
+def _time(report: Report) -> str:
+    goodput = report.view.goodput
+    if goodput.ratio is None:
+        return ""
+    parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
+    stages = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
+    lost = f"<h2>What was lost, by stage</h2>{share_bar(stages, first=1)}" if goodput.lost else ""
+    return f"<h2>Where the time went</h2>{share_bar(parts)}{lost}"
+
+
+def _history(report: Report, now: float) -> str:
+    if not report.entries:
+        return "<h2>Interruptions</h2><p class=soft>Nothing has interrupted this job.</p>"
+    spans = [
+        (f"{each.cause}", each.at, each.at + (each.recovered_seconds or (0.0 if each.stopped else now - each.at)),
+         f"{clock(each.at)}: {each.cause} -> {each.rung} {each.pod}")
+        for each in report.entries if each.at is not None
+    ]  # fmt: skip
+    begin = min((since for _, since, _, _ in spans), default=now)
+    end = max((until for _, _, until, _ in spans), default=now)
+    margin = max(30.0, (end - begin) * 0.05)
+    rows = [
+        (clock(each.at), each.cause, each.rung, each.pod, each.node,
+         "-" if each.stopped else "open" if each.open else duration(each.recovered_seconds),
+         "-" if each.steps_lost is None else str(each.steps_lost), each.message)
+        for each in report.entries
+    ]  # fmt: skip
+    head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")
+    drawn = timeline(begin - margin, end + margin, spans)
+    return f"<h2>Interruptions</h2>{drawn}{table(head, rows)}"
+
+
+def _workers(report: Report) -> str:
+    members = report.members
+    ranks = {row.pod: _ranks(row.rank, members.processes_per_node) for row in members.rows} if members else {}
+    known = members is not None
+    cells = [_square(each, ranks.get(each.name, "") if known else None) for each in report.pods[:MOST_ROWS]]
+    drawn = squares(cells, "Workers by state")
+    said = "; ".join(filter(None, (_counted(report.view), _KEY)))
+    shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(said)}</p>" if drawn else ""
+    if members is not None and members.rows:
+        rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MOST_ROWS]]
+        verb = "trained last" if report.view.ended else "trains"
+        title = f"Who {verb} (generation {members.generation})"
+        left = len(members.rows) - len(rows)
+        more = f"<p class=soft>… and {left} more</p>" if left else ""
+        shown += f"<h2>{title}</h2>{table(('Ranks', 'Worker', 'Node'), rows)}{more}"
+    return shown
+
+
+def _ranks(node_rank: int, per: int) -> str:
+    first = node_rank * per
+    return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
+
+
+def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:
+    """`ranks`: empty for a pod that is no member, None where it is not known who is."""
+    well = pod.state in {"Running", "Completed"}
+    colour = WAITS if pod.state == "Pending" else BAD if not well else OTHER if ranks == "" else GOOD
+    member = "" if ranks is None else f", ranks {ranks}" if ranks else ", no member"
+    return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}"
+
+
+def _counted(view: JobView) -> str:
+    if view.workers is None:
+        return ""
+    parts = [("members", view.workers.members), ("others", view.workers.others)]
+    return "; ".join(f"{name}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+                     for name, counts in parts if counts)  # fmt: skip
+
+
+def _checkpoints(report: Report) -> str:
+    if not report.checkpoints:
+        return ""
+    rows = [
+        (each.name, each.state, clock(each.created) or "-", size(each.bytes), each.world, each.problem)
+        for each in report.checkpoints
+    ]  # fmt: skip
+    return (
+        f"<h2>Checkpoints on storage</h2>{table(('Name', 'State', 'Written (UTC)', 'Size', 'Ranks', 'Problem'), rows)}"
+    )
+
+
+def _results(view: JobView) -> str:
+    artifacts = [(each.kind, str(each.step), each.path, size(each.bytes), each.digest) for each in view.artifacts]
+    figures = [(each.name, figure(each.before), figure(each.after)) for each in view.evaluation]
+    shown = ""
+    if artifacts:
+        shown += f"<h2>Artifacts</h2>{table(('Kind', 'Step', 'Path', 'Size', 'Digest'), artifacts)}"
+    if figures:
+        shown += f"<h2>Evaluation</h2>{table(('Measure', 'Before', 'After'), figures)}"
+    return shown
+
+
+def _events(view: JobView) -> str:
+    rows = [(clock(each.at), each.reason, each.message) for each in view.events[:MOST_EVENTS]]
+    return f"<h2>Events</h2>{table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
+
+
+def _notes(report: Report) -> str:
+    notes = (*report.view.not_shown, *report.notes)
+    return f"<h2>Not shown</h2><ul>{''.join(f'<li>{escape(each)}</li>' for each in notes)}</ul>" if notes else ""

@@ -1,0 +1,88 @@
+"""The list of jobs, with a link to each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from trainium_contract.pages.html import Link, document, section, table
+from trainium_contract.pages.live import LIVE_SCRIPT
+from trainium_contract.pages.words import clock, figure, share
+from trainium_contract.views.raw import mapping, number, text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+MOST_JOBS = 1_000
+"""On one page; those that have not ended come first."""
+_ENDED = {"Completed", "Failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """One job in the list."""
+
+    namespace: str
+    name: str
+    phase: str = ""
+    step: int = 0
+    total_steps: int = 0
+    loss: float | None = None
+    training: int = 0
+    desired: int = 0
+    goodput: float | None = None
+    restarts: int = 0
+    note: str = ""
+    """Why nothing else is known of it."""
+
+
+def job_row(job: Mapping[str, Any]) -> JobRow:
+    """The row of a TrainingJob as the API server holds it."""
+    metadata, status = mapping(job, "metadata"), mapping(job, "status")
+    progress = mapping(status, "progress")
+    return JobRow(
+        namespace=text(metadata, "namespace"),
+        name=text(metadata, "name"),
+        phase=text(status, "phase"),
+        step=whole(progress, "step"),
+        total_steps=whole(progress, "totalSteps"),
+        loss=number(progress, "loss"),
+        training=whole(status, "readyReplicas"),
+        desired=whole(status, "desired"),
+        goodput=number(mapping(status, "goodput"), "ratio"),
+        restarts=whole(mapping(status, "restarts"), "total"),
+    )
+
+
+def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str) -> str:
+    """The page as a server answers it, with `live.HEADERS`; `root`: the path below which jobs have their pages."""
+    ordered = sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
+    head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
+    cells = [
+        (each.namespace, Link(each.name, f"{root}/{each.namespace}/{each.name}"), each.phase or "not answered yet",
+         f"{each.step} of {each.total_steps}" if each.total_steps else "-", figure(each.loss),
+         f"{each.training} of {each.desired}", share(each.goodput), str(each.restarts), each.note)
+        for each in ordered[:MOST_JOBS]
+    ]  # fmt: skip
+    left = len(ordered) - len(cells)
+    title = f"TrainingJobs in {where}"
+    body = "".join([
+        "<p class=bad id=quiet hidden></p><main>",
+        section("title", f"<h1>{escape(title)}</h1>"),
+        section("as-of", f"<p class=soft>as of {clock(now)} UTC</p>"),
+        section("jobs", table(head, cells) if cells else "<p>There are none.</p>"),
+        section("left", f"<p class=soft>… and {left} more: look at one namespace.</p>" if left else ""),
+        "</main>",
+    ])  # fmt: skip
+    return document(title, body, script=LIVE_SCRIPT)
+
+
+def which_namespace_html(sentence: str, root: str) -> str:
+    """For somebody who may not list all jobs: a form that leads to one namespace."""
+    form = (
+        f'<form action="{escape(root)}" method=get><label>Namespace <input name=namespace required '
+        f'maxlength=63 pattern="[a-z0-9-]+"></label> <button>Show its jobs</button></form>'
+    )
+    return document("TrainingJobs", f"<h1>TrainingJobs</h1><p>{escape(sentence)}</p>{form}")

@@ -1,0 +1,32 @@
+"""A job in the output of a notebook's cell: facts, what to do, and the curve."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from trainium_contract.pages.job_page import advice_html, facts_html
+from trainium_contract.pages.svg import loss_chart
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_contract.views.curve import CurvePoint
+    from trainium_contract.views.job import JobView
+
+_RULES = (
+    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1.2rem;margin:.4rem 0}", "dt{font-weight:600}",
+    "dd{margin:0;overflow-wrap:anywhere}", ".bad{border-left:4px solid #c2453d;padding:.3rem .8rem}",
+    "svg{width:100%;max-width:60rem;height:auto}", "svg text{font-size:12px;fill:#8a949e}",
+    ".grid{stroke:#8a949e;opacity:.35}", ".curve{fill:none;stroke:#3f77c4;stroke-width:1.6}",
+    ".spread{fill:#3f77c4;opacity:.18}", ".validation{fill:#d08a1d}",
+)  # fmt: skip
+_STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
+"""For what is inside of our own element: a notebook has many."""
+
+
+def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:
+    """The job as it is now."""
+    title = f"<h3>{escape(view.namespace)}/{escape(view.name)}</h3>"
+    drawn = loss_chart(curve, ())
+    return f'<div class="trn-job"><style>{_STYLE}</style>{title}{advice_html(view)}{facts_html(view)}{drawn}</div>'

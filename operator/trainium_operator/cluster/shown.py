@@ -1,0 +1,220 @@
+"""What the operator knows of jobs, for pages that people read: from the caches, so that viewers cost the API no list.
+
+Invariants: nothing here decides who may see it; only events are asked for, of one job at most every `EVENTS_SECONDS`
+and one at a time, however many look; curves are of jobs that were seen training by this process, at most `MOST_CURVES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.pages.job_page import Report
+from trainium_contract.pages.jobs_page import JobRow
+from trainium_contract.pages.words import clock
+from trainium_contract.views.curve import LiveCurve
+from trainium_contract.views.events import EventView, event_views
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.workers import PodRow, members_view, workers_view
+from trainium_contract.wire.worker_env import KIND
+from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
+from trainium_operator.cluster.api.resources import CORE_EVENTS
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.observed import PodPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.views.curve import CurvePoint
+    from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.views import JobRecord
+    from trainium_operator.cluster.queue.observe import Caches
+    from trainium_operator.plan.model.observed import PodView
+
+SAMPLE_SECONDS = 5.0
+"""Progress is written about as often."""
+MOST_CURVES = 200
+CURVE_POINTS = 400
+EVENTS_SECONDS = 15.0
+EVENTS_PATIENCE_SECONDS = 3.0
+EVENTS_ASKED = 500
+"""Events of a job are kept for an hour, and a job makes ten a minute at most."""
+REMEMBERED_EVENTS = 64
+_STATES = {PodPhase.SUCCEEDED: "Completed", PodPhase.FAILED: "Error"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Of one job, immutable: a page is made of it in a thread."""
+
+    record: JobRecord
+    pods: tuple[PodView, ...] | None
+    membership: Callable[[], dict[str, Any] | None] | None
+    curve: tuple[CurvePoint, ...]
+    watched_since: float
+
+
+class Shown:
+    """`run` beside the rest; the methods are what `readers` asks for. `clock` in Unix seconds."""
+
+    def __init__(self, api: Api, caches: Caches, clock: Callable[[], float]) -> None:
+        self._api = api
+        self._caches = caches
+        self._clock = clock
+        self._curves: OrderedDict[str, tuple[float, LiveCurve]] = OrderedDict()
+        """By uid, with the time of the first look."""
+        self._events: OrderedDict[str, tuple[float, tuple[EventView, ...] | str]] = OrderedDict()
+        self._failed = (float("-inf"), "")
+        """When the API server last gave no answer: then nobody waits for the next."""
+        self._asking = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Look at the progress of all jobs now and then, until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def sample(self) -> None:
+        """Take what every job's status says now into its curve."""
+        known = self._caches.jobs.store.snapshot().values()
+        for uid in self._curves.keys() - {entry.uid for entry in known}:
+            del self._curves[uid]
+        for entry in known:
+            view = entry.view.view
+            if view is None or view.status.progress.loss is None:
+                continue
+            progress = view.status.progress
+            _, curve = self._curves.setdefault(entry.uid, (self._clock(), LiveCurve(CURVE_POINTS)))
+            if not view.status.completion_time:
+                self._curves.move_to_end(entry.uid)
+            curve.add(progress.step, progress.loss, progress.tokens_per_second)
+        while len(self._curves) > MOST_CURVES:
+            self._curves.popitem(last=False)
+
+    def rows(self, namespace: str) -> list[JobRow]:
+        """The jobs of a namespace; empty: of all."""
+        entries = self._caches.jobs.store.snapshot().items()
+        return [_row(entry.view) for key, entry in entries if namespace in ("", key[0])]
+
+    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., Report] | None:
+        """What makes the report of a job, in any thread, with `now`, `events` and `notes`; None: there is no such job.
+
+        `pods`, `members`: whether to tell of them.
+        """
+        record = self._caches.jobs.store.get((namespace, name))
+        if record is None:
+            return None
+        owned = self._caches.pods.store.owned_by(record.id).values() if pods else None
+        since, curve = self._curves.get(record.uid, (0.0, LiveCurve(CURVE_POINTS)))
+        known = _Known(
+            record,
+            tuple(sorted(owned, key=lambda pod: pod.ordinal)) if owned is not None else None,
+            self._membership(record) if members else None,
+            curve.points,
+            since,
+        )
+        return partial(_report, known)
+
+    def _membership(self, record: JobRecord) -> Callable[[], dict[str, Any] | None]:
+        """What unpacks the record: a large one takes a while."""
+        key = (record.namespace, names.membership_name(record.name))
+        child = self._caches.config_maps.store.owned_by(record.id).get(key)
+
+        def read() -> dict[str, Any] | None:
+            membership = child.membership if child is not None else None
+            return membership.to_wire() if membership is not None else None
+
+        return read
+
+    async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
+        """Events about a job, the newest first, or why they are not known."""
+        record = self._caches.jobs.store.get((namespace, name))
+        if record is None:
+            return ()
+        async with self._asking:
+            known = self._events.get(record.uid)
+            if self._clock() - self._failed[0] < EVENTS_SECONDS:
+                return self._failed[1]
+            if known is None or self._clock() - known[0] >= EVENTS_SECONDS:
+                found = await self._ask(namespace, name, record.uid)
+                known = self._events[record.uid] = (self._clock(), found)
+                self._events.move_to_end(record.uid)
+                while len(self._events) > REMEMBERED_EVENTS:
+                    self._events.popitem(last=False)
+        return known[1]
+
+    async def _ask(self, namespace: str, name: str, uid: str) -> tuple[EventView, ...] | str:
+        fields = f"involvedObject.kind={KIND},involvedObject.name={name}"
+        try:
+            async with asyncio.timeout(EVENTS_PATIENCE_SECONDS):
+                page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields, limit=EVENTS_ASKED)
+        except (ApiError, TimeoutError) as error:
+            forbidden = isinstance(error, ForbiddenError)
+            why = "the operator may not list them (docs/install.md, rights)" if forbidden else "no answer"
+            if not forbidden:
+                self._failed = (self._clock(), why)
+            return why
+        return event_views(page.get("items") or (), uid=uid)
+
+
+def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> Report:
+    job = _as_stored(known.record)
+    record = known.membership() if known.membership is not None else None
+    members = members_view(record) if record is not None else None
+    pods = tuple(map(_pod_row, known.pods)) if known.pods is not None else ()
+    workers = workers_view(pods, members) if known.pods is not None else None
+    if known.record.error:
+        notes = (*notes, f"the job cannot be read: {known.record.error}")
+    return Report(
+        view=job_view(job, now=now, workers=workers, events=events),
+        entries=interruptions(job.get("status", {})),
+        members=members,
+        checkpoints=None,
+        curve=known.curve,
+        notes=notes,
+        pods=pods,
+        curve_note=f"as this operator has seen it since {clock(known.watched_since)} UTC",
+    )
+
+
+def _as_stored(record: JobRecord) -> dict[str, Any]:
+    """The job as the API server holds it, as far as we keep it."""
+    metadata: dict[str, Any] = {"namespace": record.namespace, "name": record.name, "uid": record.uid}
+    view = record.view
+    if view is None:
+        return {"metadata": metadata, "spec": {"managedBy": record.elsewhere} if record.elsewhere else {}}
+    created = datetime.fromtimestamp(view.created, UTC).isoformat()
+    metadata |= {"creationTimestamp": created, "generation": view.generation}
+    return {"metadata": metadata, "spec": view.spec.to_wire(), "status": view.status.to_wire()}
+
+
+def _pod_row(pod: PodView) -> PodRow:
+    """With its state as kubectl shows it."""
+    state = "Terminating" if pod.deleting else pod.reason or _STATES.get(pod.phase, pod.phase.value)
+    return PodRow(pod.name, state, pod.node)
+
+
+def _row(record: JobRecord) -> JobRow:
+    view = record.view
+    if view is None:
+        note = f"{record.elsewhere} controls it" if record.elsewhere else record.error
+        return JobRow(record.namespace, record.name, note=note)
+    status = view.status
+    return JobRow(
+        namespace=record.namespace,
+        name=record.name,
+        phase=status.phase.value,
+        step=status.progress.step,
+        total_steps=status.progress.total_steps,
+        loss=status.progress.loss,
+        training=status.ready_replicas,
+        desired=status.desired,
+        goodput=status.goodput.ratio if status.goodput.wall_seconds else None,
+        restarts=status.restarts.total,
+        note=status.verdict,
+    )

@@ -1,0 +1,148 @@
+"""`/ui`: jobs as pages for a browser, of which everybody sees what the API server would let them read.
+
+Invariants: a list needs the right to list TrainingJobs there, a page that to get the job; of pods, membership and
+events it shows what its reader may list or get, and names what it leaves out. It changes nothing. A page is made at
+most every `FRESH_SECONDS` for all who may see the same of it, one at a time and beside the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from aiohttp import web
+
+from trainium_contract.pages.job_page import live_job_html
+from trainium_contract.pages.jobs_page import live_jobs_html, which_namespace_html
+from trainium_contract.pages.live import HEADERS
+from trainium_contract.wire.worker_env import GROUP, PLURAL
+from trainium_operator.entrance.errors import RefusedError
+from trainium_operator.readers.access import ReadObjects
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from trainium_contract.pages.job_page import Report
+    from trainium_contract.pages.jobs_page import JobRow
+    from trainium_contract.views.events import EventView
+    from trainium_operator.readers.access import Deed
+
+    Admit = Callable[[web.Request, Deed], Awaitable["Ask"]]
+    Ask = Callable[[Deed], Awaitable[bool]]
+
+ROOT = "/ui"
+FRESH_SECONDS = 2.0
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_PACKING = 1
+"""Of gzip: the fastest; a page of 1,000 workers becomes a tenth."""
+
+
+class Jobs(Protocol):
+    """What is known of jobs, whoever may see it (`cluster/shown.py`)."""
+
+    def rows(self, namespace: str) -> list[JobRow]:
+        """The jobs of a namespace; empty: of all."""
+        ...
+
+    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., Report] | None:
+        """What makes a report, with `now`, `events` and `notes`, in any thread; None: there is no such job."""
+        ...
+
+    async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
+        """Events about a job, or why they are not known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    at: float
+    packed: bytes
+
+
+class Pages:
+    """Handlers; `admit(request, deed)` raises, or answers what else this user may do. `clock` in Unix seconds."""
+
+    def __init__(self, jobs: Jobs, admit: Admit, clock: Callable[[], float]) -> None:
+        self._jobs = jobs
+        self._admit = admit
+        self._clock = clock
+        self._made: dict[tuple[object, ...], _Made] = {}
+        """No older than `FRESH_SECONDS`."""
+        self._making = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        """GET only."""
+        return [
+            web.get(ROOT, self._all),
+            web.get(f"{ROOT}/{{namespace}}", self._namespace),
+            web.get(f"{ROOT}/{{namespace}}/{{name}}", self._job),
+        ]
+
+    async def _all(self, request: web.Request) -> web.StreamResponse:
+        if request.query.get("namespace"):
+            return await self._list(request, _valid(request.query["namespace"]))
+        try:
+            return await self._list(request, "")
+        except RefusedError as error:
+            sentence = f"{error}. Name a namespace whose TrainingJobs you may list:"
+            page = which_namespace_html(sentence, ROOT)
+            return web.Response(status=403, text=page, content_type="text/html", headers=HEADERS)
+
+    async def _namespace(self, request: web.Request) -> web.StreamResponse:
+        return await self._list(request, _valid(request.match_info["namespace"]))
+
+    async def _list(self, request: web.Request, namespace: str) -> web.StreamResponse:
+        await self._admit(request, ReadObjects(PLURAL, namespace, group=GROUP))
+        where = f"namespace {namespace}" if namespace else "all namespaces"
+        rows, now = self._jobs.rows(namespace), self._clock()
+        return await self._answer(request, (namespace,), partial(live_jobs_html, rows, now, where=where, root=ROOT))
+
+    async def _job(self, request: web.Request) -> web.StreamResponse:
+        namespace, name = (_valid(request.match_info[each]) for each in ("namespace", "name"))
+        may = await self._admit(request, ReadObjects(PLURAL, namespace, name, group=GROUP))
+        needs = {
+            "workers": ReadObjects("pods", namespace),
+            "who trains": ReadObjects("configmaps", namespace, f"{name}-membership"),
+            "events": ReadObjects("events", namespace),
+        }
+        given = dict(zip(needs, await asyncio.gather(*(may(deed) for deed in needs.values())), strict=True))
+        notes = [f"{part}: you may not {needs[part]}" for part, allowed in given.items() if not allowed]
+        report = self._jobs.report(namespace, name, pods=given["workers"], members=given["who trains"])
+        if report is None:
+            raise web.HTTPNotFound(reason=f"there is no TrainingJob {name} in namespace {namespace}")
+        events = await self._jobs.events(namespace, name) if given["events"] else ()
+        if isinstance(events, str):
+            notes, events = [*notes, f"events: {events}"], ()
+        now, jobs = self._clock(), f"{ROOT}/{namespace}"
+
+        def make() -> str:
+            return live_job_html(report(now=now, events=events, notes=tuple(notes)), now, jobs=jobs)
+
+        return await self._answer(request, (namespace, name, tuple(given.values())), make)
+
+    async def _answer(
+        self, request: web.Request, what: tuple[object, ...], make: Callable[[], str]
+    ) -> web.StreamResponse:
+        """`what` tells apart pages, and what may be seen of them."""
+        async with self._making:
+            now = self._clock()
+            self._made = {key: made for key, made in self._made.items() if 0 <= now - made.at < FRESH_SECONDS}
+            if what not in self._made:
+                packed = await asyncio.to_thread(lambda: gzip.compress(make().encode(), _PACKING))
+                self._made[what] = _Made(now, packed)
+            body = self._made[what].packed
+        headers = {**HEADERS, "Content-Type": "text/html; charset=utf-8", "Vary": "Accept-Encoding"}
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            return web.Response(body=body, headers={**headers, "Content-Encoding": "gzip"})
+        return web.Response(body=gzip.decompress(body), headers=headers)
+
+
+def _valid(name: str) -> str:
+    """A name as Kubernetes allows it; what is none is not there."""
+    if not _NAME.fullmatch(name):
+        raise web.HTTPNotFound(reason="there is no such page: /ui, /ui/NAMESPACE and /ui/NAMESPACE/NAME are there")
+    return name

@@ -1,0 +1,49 @@
+# ruff: noqa: INP001 - a script
+"""Writes docs/images/page.png: the page of the recorded job (tests/unit/client/recorded) in chromium.
+
+Its curve is what the recorded log tells of the last steps. Needs chromium on PATH.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests/support"))
+
+from browser import browser  # noqa: E402 - after the path
+from recorded_jobs import NOW, recorded, recorded_log  # noqa: E402
+
+from trainium_client.reading import decode_members  # noqa: E402
+from trainium_contract.pages.job_page import Report, report_html  # noqa: E402
+from trainium_contract.views.curve import LiveCurve  # noqa: E402
+from trainium_contract.views.events import event_views  # noqa: E402
+from trainium_contract.views.interruptions import interruptions  # noqa: E402
+from trainium_contract.views.job_from_status import job_view  # noqa: E402
+from trainium_contract.views.workers import pod_rows, workers_view  # noqa: E402
+
+PICTURE = ROOT / "docs/images/page.png"
+HEIGHT = 1250
+_STEP = re.compile(r"rank 0 INFO step (\d+)/\d+: loss ([0-9.]+)")
+
+
+def main() -> None:
+    """Draw it."""
+    job, curve = recorded("job"), LiveCurve()
+    for step, loss in _STEP.findall(recorded_log()):
+        curve.add(int(step), float(loss))
+    members, pods = decode_members(recorded("membership")), pod_rows(recorded("pods"))
+    view = job_view(job, now=NOW, workers=workers_view(pods, members), events=event_views(recorded("events")["items"]))
+    report = Report(view, interruptions(job["status"]), members, None, curve.points, (), pods)
+    with tempfile.TemporaryDirectory() as folder, browser() as tab:
+        page = Path(folder) / "page.html"
+        page.write_text(report_html(report, NOW), encoding="utf-8")
+        tab.open(page.as_uri())
+        tab.picture(PICTURE, height=HEIGHT)
+
+
+if __name__ == "__main__":
+    main()

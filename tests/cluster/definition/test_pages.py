@@ -1,0 +1,216 @@
+"""Pages of jobs on a real API server: its users, roles and tokens, the operator as a process, a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from browser import CHROMIUM, browser
+from html_page import Page
+from readable_operator import Readable, kubeconfig_of, readable_operator, token_of, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from conftest import Api
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SYSTEM, OURS, THEIRS = "pages-system", "pages-ours", "pages-theirs"
+ROLES = {"ann": "view", "novice": ""}
+"""ServiceAccounts of OURS, and the role that each has there."""
+JOB = {
+    "apiVersion": "trainium.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "spec": {"workers": {"replicas": 2, "accelerator": {"device": "cpu"}}, "trainer": {"model": {"preset": "Tiny"}}},
+}
+
+
+def event_about(job: dict[str, Any]) -> dict[str, Any]:
+    """As anybody may make one."""
+    about = {key: job["metadata"][key] for key in ("name", "namespace", "uid")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{about['name']}.1", "namespace": about["namespace"]},
+        "involvedObject": {"apiVersion": job["apiVersion"], "kind": job["kind"], **about},
+        "reason": "Noticed",
+        "message": "<b>bold</b>",
+        "type": "Normal",
+    }
+
+
+@pytest.fixture(scope="module")
+def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Readable]:
+    """An operator that serves pages, and a job in each of two namespaces."""
+    if defined.existing:
+        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+    for name in (SYSTEM, OURS, THEIRS):
+        defined.kubectl("create", "namespace", name)
+    for name, role in ROLES.items():
+        defined.kubectl("create", "serviceaccount", name, "-n", OURS)
+        if role:
+            subject = f"--serviceaccount={OURS}:{name}"
+            defined.kubectl("create", "rolebinding", name, "-n", OURS, f"--clusterrole={role}", subject)
+    folder = tmp_path_factory.mktemp("pages")
+    with readable_operator(defined, folder, "pages", SYSTEM, "ui.enabled=true,watchNodes=false") as running:
+        for namespace, name in ((OURS, "ours"), (THEIRS, "secret")):
+            manifest = {**JOB, "metadata": {"name": name, "namespace": namespace}}
+            made = json.loads(
+                defined.kubectl("apply", "-f", "-", "-n", namespace, "-o", "json", stdin=json.dumps(manifest))
+            )
+            defined.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(event_about(made)))
+        yield running
+        for namespace in (OURS, THEIRS):
+            defined.run("kubectl", "delete", "trn", "--all", "-n", namespace, "--wait=false")
+    for name in (SYSTEM, OURS, THEIRS):
+        defined.run("kubectl", "delete", "namespace", name, "--wait=false")
+
+
+def shown(readable: Readable, token: str, path: str, words: str) -> str:
+    """The page once it has these words."""
+
+    def look() -> str:
+        status, text = readable.get(token, path=path)
+        return text if status == 200 and words in Page(text).said else ""
+
+    found: str = until(look, lambda: f"{readable.get(token, path=path)} {readable.log.read_text()}")
+    return found
+
+
+def test_who_may_view_one_namespace_sees_its_jobs_and_no_other(readable: Readable) -> None:
+    token = token_of(readable.api, "ann", OURS)
+    page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Noticed"))
+    assert "0 of 2 nodes" in page.said
+    assert "<b>bold</b>" in page.said
+    assert "Events" in page.said
+    assert "Not shown" not in page.said
+    listed = Page(shown(readable, token, f"/ui/{OURS}", "ours"))
+    assert "secret" not in listed.said
+    who = f"system:serviceaccount:{OURS}:ann"
+    for path, verb in ((f"/ui/{THEIRS}", "list"), (f"/ui/{THEIRS}/secret", "get"), (f"/ui/{THEIRS}/nothing", "get")):
+        status, text = readable.get(token, path=path)
+        assert status == 403
+        assert f"{who} may not {verb} trainingjobs.trainium.dev" in text
+    status, text = readable.get(token, path="/ui")
+    assert (status, "in all namespaces" in text, "secret" in text) == (403, True, False)
+
+
+def test_without_a_right_or_a_token_there_is_nothing_and_metrics_are_not_served_here(readable: Readable) -> None:
+    assert readable.get(token_of(readable.api, "novice", OURS), path=f"/ui/{OURS}/ours")[0] == 403
+    assert readable.get(path=f"/ui/{OURS}/ours")[0] == 401
+    assert readable.get("forged", path=f"/ui/{OURS}/ours")[0] == 401
+    assert readable.get(token_of(readable.api, "ann", OURS))[0] == 404
+
+
+def test_a_right_to_jobs_alone_shows_the_job_and_names_what_is_left_out(readable: Readable) -> None:
+    api = readable.api
+    api.kubectl("create", "serviceaccount", "few", "-n", OURS)
+    api.kubectl("create", "role", "few", "-n", OURS, "--verb=get", "--resource=trainingjobs.trainium.dev")
+    api.kubectl("create", "rolebinding", "few", "-n", OURS, "--role=few", f"--serviceaccount={OURS}:few")
+    token = token_of(api, "few", OURS)
+    page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Phase"))
+    for part in ("list pods", "get configmaps ours-membership", "list events"):
+        assert f"you may not {part} in namespace {OURS}" in page.said
+    assert "Noticed" not in page.said
+
+
+@contextmanager
+def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
+    """As a proxy before the operator that has signed somebody in: it adds their token and knows the authority."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            upstream = http.client.HTTPSConnection("localhost", readable.port, timeout=30, context=readable.trust)
+            upstream.request("GET", self.path, headers={"Authorization": f"Bearer {token}"})
+            answer = upstream.getresponse()
+            body = answer.read()
+            upstream.close()
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
+                if name.lower() not in {"connection", "date", "server"}:
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_real_browser_behind_a_proxy_reads_the_list_follows_it_and_sees_the_job_change(readable: Readable) -> None:
+    api = readable.api
+    with signing_proxy(readable, token_of(api, "ann", OURS)) as address, browser() as tab:
+        tab.open(f"{address}/ui/{OURS}")
+        tab.until("document.querySelector('a[href$=\"/ours\"]') !== null")
+        assert "TrainingJobs in namespace" in tab.text()
+        tab.evaluate("document.querySelector('a[href$=\"/ours\"]').click()")
+        tab.until(f"location.pathname === '/ui/{OURS}/ours' && document.getElementById('facts') !== null")
+        tab.evaluate("window.kept = document.getElementById('job'); 0")
+        api.kubectl("patch", "trn", "ours", "-n", OURS, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+        tab.until("document.getElementById('facts').innerText.includes('Suspended')")
+        assert tab.evaluate("document.getElementById('job') === window.kept"), "the page was not loaded anew"
+        api.kubectl("patch", "trn", "ours", "-n", OURS, "--type=merge", "-p", '{"spec": {"suspend": false}}')
+        tab.open(f"{address}/ui/{THEIRS}/secret")
+        assert "may not get trainingjobs.trainium.dev secret" in tab.text()
+        assert [each for each in tab.complaints if "favicon" not in each and "403" not in each] == []
+
+
+@contextmanager
+def own_pages(api: Api, kubeconfig: str, name: str, namespace: str) -> Iterator[str]:
+    """The address that `kubectl trn ui` prints."""
+    command = [sys.executable, "-m", "trainium_client.commands.main", "ui", name, "-n", namespace, "--no-browser"]
+    command += ["--kubeconfig", kubeconfig]
+    environment = {**os.environ, **api.variables}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            yield process.stderr.readline().strip()
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def fetched(url: str) -> tuple[int, str]:
+    address, path = re.fullmatch(r"http://([^/]+)(/.*)", url).groups()  # type: ignore[union-attr]
+    connection = http.client.HTTPConnection(address, timeout=60)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_command_shows_the_same_by_a_client_certificate_or_a_token_and_no_more_than_that_may(
+    readable: Readable, tmp_path: Path
+) -> None:
+    api = readable.api
+    by_token = kubeconfig_of(api, token_of(api, "ann", OURS), tmp_path / "ann")
+    for kubeconfig in (api.variables["KUBECONFIG"], by_token):
+        with own_pages(api, kubeconfig, "ours", OURS) as url:
+            status, text = fetched(url)
+            assert (status, "Noticed" in Page(text).said) == (200, True)
+            status, text = fetched(url.replace(f"/{OURS}/ours", f"/{THEIRS}/secret"))
+            assert status == (403 if kubeconfig == by_token else 200)
+            assert fetched(url.replace(f"/{OURS}/ours", "/elsewhere/x/y"))[0] == 404

@@ -1,0 +1,136 @@
+"""A real browser (chromium, headless) and what it makes of a page, over its DevTools protocol."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import websocket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE_SECONDS = 60.0
+_FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0",
+    "--remote-allow-origins=*", "--no-first-run", "--disable-background-networking", "--disable-extensions",
+    "--window-size=1100,1400", "--no-proxy-server",
+)  # fmt: skip
+
+
+class Browser:
+    """One tab."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._number = 0
+        self._seen: list[dict[str, Any]] = []
+        self.complaints: list[str] = []
+        """What the console says: refusals of the policy, errors of scripts, what could not be loaded."""
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._ask(f"{domain}.enable")
+
+    def open(self, url: str) -> None:
+        """Go there, and wait until the page is loaded."""
+        self._seen.clear()
+        self._ask("Page.navigate", url=url)
+        self._until(lambda: any(each["method"] == "Page.loadEventFired" for each in self._seen), f"{url} is loaded")
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        found = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.evaluate(expression):
+            assert time.monotonic() < deadline, f"{expression}: {self.text()[:2000]}"
+            time.sleep(0.1)
+
+    def text(self) -> str:
+        """What a person reads."""
+        return str(self.evaluate("document.body.innerText"))
+
+    def picture(self, path: Path, *, height: int = 1400, dark: bool = False) -> None:
+        """The top of the page as a PNG file."""
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self._ask("Emulation.setEmulatedMedia", features=scheme)
+        clip = {"x": 0, "y": 0, "width": 1100, "height": height, "scale": 1}
+        found = self._ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def _until(self, condition: Any, what: str) -> None:
+        while not condition():
+            self._take(what)
+
+    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        number = self._number
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while True:
+            answer = self._take(method)
+            if answer.get("id") == number:
+                assert "error" not in answer, (method, answer)
+                return dict(answer["result"])
+
+    def _take(self, what: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(self._socket.recv())
+        except websocket.WebSocketTimeoutException as error:
+            raise AssertionError(f"not within {PATIENCE_SECONDS:.0f} s: {what}") from error
+        if found.get("method") == "Log.entryAdded":
+            self.complaints.append(found["params"]["entry"]["text"])
+        elif found.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(found["params"]["exceptionDetails"]))
+        elif "method" in found:
+            self._seen.append(found)
+        return found
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser with a profile of its own."""
+    assert CHROMIUM is not None
+    with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as folder:
+        command = [CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                port = _port(process)
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE_SECONDS) as answer:
+                    tabs = json.load(answer)
+                url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+                socket = websocket.create_connection(url, timeout=PATIENCE_SECONDS, suppress_origin=True)
+                try:
+                    yield Browser(socket)
+                finally:
+                    socket.close()
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(PATIENCE_SECONDS)
+
+
+def _port(process: subprocess.Popen[str]) -> int:
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        found = re.search(r"DevTools listening on ws://[^:]+:(\d+)/", line)
+        if found:
+            return int(found[1])
+    raise AssertionError(f"no browser: {said}")

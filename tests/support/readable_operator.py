@@ -1,0 +1,112 @@
+"""The operator as a process with the chart's rights and arguments, whose HTTPS port for readers is open."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE_SECONDS = 60.0
+KINDS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret"}
+
+
+@dataclass
+class Readable:
+    """An operator process whose HTTPS port is open; `api` is the cluster's kubectl and helm."""
+
+    api: Any
+    port: int
+    trust: ssl.SSLContext
+    authority: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, token: str = "", source: str = "127.0.0.1", path: str = "/metrics") -> tuple[int, str]:
+        """Status and text, over a connection of its own."""
+        connection = http.client.HTTPSConnection(
+            "localhost", self.port, timeout=30, context=self.trust, source_address=(source, 0)
+        )
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+
+def until(condition: Callable[[], Any], why: Callable[[], str]) -> Any:
+    """Its first true value. AssertionError after a while."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.1)
+    return found
+
+
+def token_of(api: Any, account: str, namespace: str) -> str:
+    """A token of a ServiceAccount for the API server."""
+    found: str = api.kubectl("create", "token", account, "-n", namespace)
+    return found.strip()
+
+
+def kubeconfig_of(api: Any, token: str, path: Path) -> str:
+    """A kubeconfig with this token."""
+    whole = json.loads(api.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+    whole["users"] = [{"name": whole["users"][0]["name"], "user": {"token": token}}]
+    cluster = whole["clusters"][0]["cluster"]
+    if "certificate-authority" in cluster:
+        authority = Path(cluster.pop("certificate-authority"))
+        cluster["certificate-authority-data"] = base64.b64encode(authority.read_bytes()).decode()
+    path.write_text(json.dumps(whole))
+    return str(path)
+
+
+@contextmanager
+def readable_operator(api: Any, folder: Path, release: str, namespace: str, settings: str) -> Iterator[Readable]:
+    """Installed without its Deployment, which is a process here; with the operator's own token, so no other rights."""
+    text = api.helm("template", release, api.chart, "--namespace", namespace, "--set", settings)
+    made = [one for one in yaml.safe_load_all(text) if one]
+    api.run("kubectl", "apply", "-f", "-", stdin=yaml.safe_dump_all(one for one in made if one["kind"] in KINDS))
+    (deployment,) = [one for one in made if one["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+    log = folder / "log"
+    credentials = kubeconfig_of(api, token_of(api, account, namespace), folder / "kubeconfig")
+    ours = ["--namespace", namespace, "--kubeconfig", credentials, "--bind-address", "127.0.0.1"]
+    ours += ["--coordinator-port", "0", "--metrics-port", "0", "--https-port", "0"]
+    command = [sys.executable, "-m", "trainium_operator.main", *container["args"], *ours]
+    with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
+        try:
+            said = until(lambda: line_of(log, "readers are served on port"), log.read_text)
+            secret = json.loads(
+                api.kubectl("get", "secret", f"{account}-coordinator-tls", "-n", namespace, "-o", "json")
+            )
+            authority = base64.b64decode(secret["data"]["ca.crt"]).decode()
+            port = int(said.rpartition(" ")[2])
+            yield Readable(api, port, ssl.create_default_context(cadata=authority), authority, process, log)
+        finally:
+            process.terminate()
+            process.wait(30)
+    for one in made:
+        if one["kind"].startswith("ClusterRole"):
+            api.run("kubectl", "delete", one["kind"], one["metadata"]["name"], "--ignore-not-found")
+
+
+def line_of(log: Path, text: str) -> str:
+    """The first message of a log with this text; empty when there is none."""
+    lines = [json.loads(line)["message"] for line in log.read_text().splitlines() if line.startswith("{")]
+    return next((line for line in lines if text in line), "")

@@ -1,0 +1,129 @@
+"""`TrainingJob.watch`: lines for a pipe, a screen for a terminal, and one cell's output in a real notebook kernel."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from html_page import Page
+from recorded_jobs import JOBS, ApiServer, recorded_answers
+from rich.console import Console
+from rich.live import Live
+
+from trainium_client import TrainingJob, aio
+from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
+from trainium_contract.views.curve import CurvePoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PATIENCE_SECONDS = 120
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with ApiServer(recorded_answers(), tmp_path).running() as running:
+        yield running
+
+
+class Steps:
+    """Each pause is a step of the job, the third its end."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.status = server.answers[f"{JOBS}/llama"]["status"]
+        self.paused = 0
+
+    def pause(self, _seconds: float) -> None:
+        self.paused += 1
+        self.status["progress"]["step"] += 10
+        if self.paused == 3:
+            self.status["phase"] = "Completed"
+
+    async def wait(self, seconds: float) -> None:
+        self.pause(seconds)
+
+
+def job(server: ApiServer) -> TrainingJob:
+    return TrainingJob("llama", kubeconfig=str(server.kubeconfig))
+
+
+def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = job(server).watch(pause=Steps(server).pause)
+    lines = capsys.readouterr().out.splitlines()
+    assert last.phase == "Completed"
+    assert [line.split()[2] for line in lines] == ["263/4000,", "273/4000,", "283/4000,", "293/4000,"]
+
+
+async def test_the_awaited_one_shows_the_same(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    found = aio.TrainingJob("llama", kubeconfig=str(server.kubeconfig))
+    assert (await found.watch(pause=Steps(server).wait)).step == 293
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_who_interrupts_or_has_no_more_time_only_stops_to_watch(server: ApiServer) -> None:
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    assert job(server).watch(pause=interrupted).phase == "Running"
+    assert job(server).watch(seconds=0.0).phase == "Running"
+    assert {method for method, _, _ in server.requests} == {"GET"}
+
+
+def test_a_terminal_shows_the_screen_of_status_in_place(server: ApiServer) -> None:
+    file = io.StringIO()
+    with Live(console=Console(file=file, force_terminal=True, width=100), auto_refresh=False) as live:
+        TerminalDisplay(live).show(job(server).status(), ())
+    assert "step 263/4000" in file.getvalue()
+
+
+def test_a_notebook_updates_the_output_of_one_cell(server: ApiServer) -> None:
+    shown: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], **options: Any) -> None:
+            shown.append(("update", data, options))
+
+    def display(data: dict[str, str], **options: Any) -> Handle:
+        shown.append(("display", data, options))
+        return Handle()
+
+    view, screen = job(server).status(), NotebookDisplay(display)
+    screen.show(view, ())
+    screen.show(view, [CurvePoint(step, 5.0, 5.0, 5.0, None, None) for step in (1, 2)])
+    assert [what for what, _, _ in shown] == ["display", "update"]
+    assert shown[0][2] == {"raw": True, "display_id": True}
+    page = Page(shown[1][1]["text/html"])
+    assert page.open == []
+    assert "polyline" in page.tags
+    assert not {"script", "img"} & set(page.tags)
+    assert shown[1][1]["text/plain"].startswith("Running")
+
+
+def test_without_a_kernel_there_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert notebook_display() is None
+
+
+@pytest.mark.parametrize("verb", ["job.watch", "await aio.TrainingJob('llama', kubeconfig=kubeconfig).watch"])
+def test_in_a_real_kernel_the_cell_shows_the_last_state_alone(server: ApiServer, verb: str) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    begin = f"""
+from trainium_client import TrainingJob, aio
+kubeconfig = {str(server.kubeconfig)!r}
+job = TrainingJob("llama", kubeconfig=kubeconfig)
+"""
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(begin), nbformat.v4.new_code_cell(f"view = {verb}(seconds=5)\nview.step")]
+    )
+    server.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = 500
+    nbclient.NotebookClient(notebook, timeout=PATIENCE_SECONDS).execute()
+    shown, value = notebook.cells[1].outputs
+    assert shown.output_type == "display_data"
+    assert "step 500 of 4000" in Page(shown.data["text/html"]).said
+    assert value.data["text/plain"] == "500"
