@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.scale.book import MIBIBYTE, Book
-from benchmarks.scale.wire import Counter, free_port
+from benchmarks.scale.wire import Counter
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.events.api import Event, EventSource
 
@@ -36,6 +36,7 @@ from trainium_contract.wire.messages import (
     Transition,
     WorkerPhase,
 )
+from trainium_devcluster.ports import reserved_port
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_trainer.agent.exits.restart_policy import GenerationState
@@ -166,7 +167,7 @@ class Fleet:
         self._nodes = nodes
         self._reports, report = os.pipe()
         self._pids: list[int] = []
-        inside = free_port()
+        inside = reserved_port()
         served = counter.listen(inside) if counter is not None else inside
         membership = membership_of(nodes, served)
         order_in, self._order = os.pipe()

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 from api_reader import path_of
-from ports import reserved_port
+
+from trainium_devcluster.ports import reserved_port
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def reserved_port() -> int:
         _HELD.popleft().close()
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("0.0.0.0", 0))  # on all: who listens on all of them is refused for one
+    held.bind(("0.0.0.0", 0))  # noqa: S104 - never listens; who listens on all addresses is refused for one
     _HELD.append(held)
     port: int = held.getsockname()[1]
     return port
