@@ -5,33 +5,44 @@
 #   docker build --target trainer     -t trainium-trainer:0.1.0 --build-arg NEURON_IMAGE=IMAGE .   # Trainium 2, 3, or your own
 #   docker build --target trainer-cpu -t trainium-trainer:0.1.0-cpu .   # no accelerator, or CUDA; needs no vendor's image
 #
-# Every package is installed at the version and hash of constraints.txt. The vendor's image needs Python 3.11 or newer; its
-# torch and what belongs to that are kept.
+# An image holds the wheel of the contract and one more of ours, and what those need. Every other package is installed at the
+# version and hash of constraints.txt. The vendor's image needs Python 3.11 or newer; its torch and what belongs to that are kept.
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 ARG NEURON_IMAGE=public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.30.0-ubuntu24.04
 
-FROM ${PYTHON_IMAGE} AS wheel
+FROM ${PYTHON_IMAGE} AS wheels
 WORKDIR /source
-COPY pyproject.toml constraints.txt ./
+COPY constraints.txt LICENSE ./
 COPY scripts/image_requirements.py scripts/
+COPY contract contract
 RUN python scripts/image_requirements.py build >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt
-COPY README.md ./
-COPY client client
-COPY contract contract
-COPY devcluster/trainium_devcluster devcluster/trainium_devcluster
+
+FROM wheels AS operator-wheels
 COPY operator operator
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./operator
+
+FROM wheels AS trainer-wheels
 COPY trainer_image trainer_image
-RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./trainer_image
 
 # What the other stages install from; its files are mounted there, so that no layer keeps them.
-FROM scratch AS source
-COPY pyproject.toml constraints.txt /
+FROM scratch AS operator-source
+COPY constraints.txt /
 COPY scripts/image_requirements.py /scripts/
-COPY --from=wheel /wheels /wheels
+COPY contract/pyproject.toml /contract/
+COPY operator/pyproject.toml /operator/
+COPY --from=operator-wheels /wheels /wheels
+
+FROM scratch AS trainer-source
+COPY constraints.txt /
+COPY scripts/image_requirements.py /scripts/
+COPY contract/pyproject.toml /contract/
+COPY trainer_image/pyproject.toml /trainer_image/
+COPY --from=trainer-wheels /wheels /wheels
 
 FROM ${PYTHON_IMAGE} AS operator
-RUN --mount=from=source,target=/source \
+RUN --mount=from=operator-source,target=/source \
     cd /source \
     && python scripts/image_requirements.py operator >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
@@ -43,7 +54,7 @@ EXPOSE 8443 8080
 ENTRYPOINT ["trainium-operator"]
 
 FROM ${PYTHON_IMAGE} AS trainer-cpu
-RUN --mount=from=source,target=/source \
+RUN --mount=from=trainer-source,target=/source \
     cd /source \
     && python scripts/image_requirements.py trainer >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
@@ -57,7 +68,7 @@ ENTRYPOINT ["trainium-agent"]
 FROM ${NEURON_IMAGE} AS trainer
 USER 0:0
 # The vendor's torch is not replaced: image_requirements.py leaves out what is there.
-RUN --mount=from=source,target=/source \
+RUN --mount=from=trainer-source,target=/source \
     cd /source \
     && python3 -c 'import importlib.util as found, sys; found.find_spec("torch") or sys.exit("NEURON_IMAGE has no torch")' \
     && python3 scripts/image_requirements.py trainer >/tmp/requirements.txt \

@@ -14,7 +14,7 @@ ARGS ?=
 # The pinned helm renders the plain install, whatever helm is on PATH.
 TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 # What starts no training process and no cluster.
-FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/plan tests/unit/tuning
+FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean

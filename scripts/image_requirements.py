@@ -2,10 +2,11 @@
 """Prints what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
 
 Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|client|build|dev
-`operator` and `client` are the project's extras of that name, `trainer` stands for its extras trainer and s3, `build`
-is what makes its wheel, `dev` is all that the tests need (not the extra docs, whose pins are docs_requirements.txt). A
-torch that is already installed (a vendor's image brings its own) is left alone, and so is everything that only the
-pinned torch would need.
+`operator` and `client` are what the distributions of that name need by their pyproject.toml, `trainer` the same with
+extra s3, `build` is what makes wheels, `dev` is all that the tests need (not the group docs, whose pins are
+docs_requirements.txt). A torch that is already installed (a vendor's image brings its own) is left alone, and so is
+everything that only the pinned torch would need.
+Invariant: no distribution of our own is in the answer, nor asked for at an index: they are installed from wheels.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+OWN = "trainium-"
+"""How the names of our own distributions begin."""
+PARTS = {"operator": "trainium-operator", "trainer": "trainium-trainer[s3]", "client": "trainium-client"}
+"""Part -> what it is."""
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -42,17 +52,36 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def rooms() -> dict[str, dict[str, Any]]:
+    """Distribution -> the pyproject.toml of its room, as far as rooms are here: an image sees only its own."""
+    found = (tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(Path().glob("*/pyproject.toml")))
+    return {room["project"]["name"]: room for room in found}
+
+
+def needs(requirement: str, known: Mapping[str, dict[str, Any]]) -> set[str]:
+    """What others make of all that a requirement brings; one of our own is followed into its room."""
+    match = re.match(rf"({OWN}[a-z]+)(?:\[([^]]*)\])?", requirement)
+    if match is None:
+        return {requirement}
+    if match[1] not in known:
+        sys.exit(f"no room here is {match[1]}, which {requirement} asks for; give its pyproject.toml too")
+    project = known[match[1]]["project"]
+    extras = project.get("optional-dependencies", {})
+    chosen = [need for name in (match[2] or "").split(",") if name for need in extras[name]]
+    return {each for need in [*project["dependencies"], *chosen] for each in needs(need, known)}
+
+
 def wanted(part: str) -> list[str]:
-    """The requirements of one part, as pyproject.toml gives them."""
-    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    """The requirements of one part, as the rooms give them."""
+    known = rooms()
     if part == "build":
-        return list(project["build-system"]["requires"])
-    extras = project["project"]["optional-dependencies"]
-    parts = {"trainer": ("trainer", "s3"), "dev": tuple(extra for extra in extras if extra != "docs")}.get(
-        part, (part,)
-    )
-    found = [need for each in parts for need in extras[each] if not need.startswith(f"{project['project']['name']}[")]
-    return [*project["project"]["dependencies"], *found]
+        return sorted({need for room in known.values() for need in room["build-system"]["requires"]})
+    if part != "dev":
+        return sorted(needs(PARTS[part], known))
+    extras = {name: ",".join(room["project"].get("optional-dependencies", ())) for name, room in known.items()}
+    found = {each for name, chosen in extras.items() for each in needs(f"{name}[{chosen}]", known)}
+    groups = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    return sorted({*found, *groups["dev"]})
 
 
 def resolved(requirements: list[str], pins: str) -> list[str]:
@@ -94,6 +123,6 @@ def main(part: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in {"operator", "trainer", "client", "build", "dev"}:
+    if len(sys.argv) != 2 or sys.argv[1] not in {*PARTS, "build", "dev"}:
         sys.exit("usage: python scripts/image_requirements.py operator|trainer|client|build|dev")
     main(sys.argv[1])

@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """Makes what krew installs: for each platform an archive with `kubectl trn` and its packages, and the manifest.
 
-Usage, from the repository's root, with a Python that has the packages of the extra `client`:
+Usage, from the repository's root, with a Python that has what trainium-client needs:
 python scripts/krew_plugin.py --uri BASE --homepage URL [--out FOLDER] [--all-platforms]
 
 krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive holds a starter
@@ -23,15 +23,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import yaml
+from image_requirements import rooms, wanted
 
 OWN = (Path("client/trainium_client"), Path("contract/trainium_contract"))
-NEEDED = ("pydantic", "pyyaml", "rich", "typer", "websocket-client")
-"""What the commands import; the rest of the closure is read from their metadata."""
 COMPILED = "pydantic-core"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = {
@@ -69,20 +67,20 @@ goodput, bad machines, a page to share, a bundle for a bug report.
 """
 
 
-def closure(names: tuple[str, ...]) -> list[str]:
-    """The installed distributions that these need, themselves included."""
+def closure(requirements: list[str]) -> list[str]:
+    """The installed distributions that these stand for, and what those need by their metadata."""
     found: set[str] = set()
-    waiting = list(names)
+    waiting = list(requirements)
     while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        name = re.sub(r"[-_.]+", "-", re.split(r"[ <>=!~\[(]", waiting.pop().strip(), maxsplit=1)[0]).lower()
         if name in found:
             continue
         found.add(name)
         for need in importlib.metadata.requires(name) or []:
-            wanted, _, marker = need.partition(";")
+            requirement, _, marker = need.partition(";")
             # Markers here are of extras, other systems and older Pythons: none of them is ours.
             if not marker:
-                waiting.append(re.split(r"[ <>=!~\[(]", wanted.strip(), maxsplit=1)[0])
+                waiting.append(requirement)
     return sorted(found)
 
 
@@ -92,7 +90,7 @@ def library() -> dict[str, bytes]:
     for root in OWN:
         for file in root.rglob("*.py"):
             files[str(file.relative_to(root.parent))] = file.read_bytes()
-    for name in closure(NEEDED):
+    for name in closure(wanted("client")):
         for entry in importlib.metadata.files(name) or ():
             path = str(entry)
             if path.endswith((".so", ".pyd")) and name not in {COMPILED, "pyyaml"}:
@@ -175,7 +173,7 @@ def this_platform() -> str:
 
 def make(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
     """Writes the archives and returns the manifest's path."""
-    release = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    release = rooms()["trainium-client"]["project"]["version"]
     common = {f"lib/{path}": content for path, content in library().items()}
     common |= starters() | {"LICENSE": Path("LICENSE").read_bytes()}
     out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ if [ -z "$python" ]; then
 fi
 [ -n "$python" ] || { echo "nxd: torch_xla 2.9 needs Python 3.11 to 3.13 and none is on PATH; install it or set PYTHON=/path/to/python" >&2; exit 1; }
 
-want=$(cat pyproject.toml constraints.txt scripts/nxd_environment.sh | cksum)
+want=$(cat pyproject.toml ./*/pyproject.toml constraints.txt scripts/nxd_environment.sh | cksum)
 [ "$(cat "$venv/.complete" 2>/dev/null)" = "$want" ] && exit 0
 
 say() { echo "nxd: $*"; }
@@ -28,6 +28,8 @@ say "torch and torch_xla 2.9 (the first time downloads about 3 GB)"
 say "the other packages at pinned versions and hashes"
 "$venv/bin/python" scripts/image_requirements.py dev >"$venv/requirements.txt"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r "$venv/requirements.txt"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+set --
+for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
 echo "$want" >"$venv/.complete"
 say "done"

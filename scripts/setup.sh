@@ -15,7 +15,7 @@ if [ -z "$python" ]; then
 fi
 [ -n "$python" ] || { echo "setup: Python 3.11 or newer is needed and none is on PATH; install it or set PYTHON=/path/to/python" >&2; exit 1; }
 
-want=$(cat pyproject.toml constraints.txt | cksum)
+want=$(cat pyproject.toml ./*/pyproject.toml constraints.txt | cksum)
 [ "$(cat "$venv/.complete" 2>/dev/null)" = "$want" ] && exit 0
 
 started=$(date +%s)
@@ -44,10 +44,13 @@ if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/nu
     make_venv
 fi
 say "packages at pinned versions and hashes (the first time downloads about 3 GB, most of it torch)"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r constraints.txt
-say "this project, editable"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
-# Pods of the development cluster see these files through a layer of their own: what they compiled would be lost.
-"$venv/bin/python" -m compileall -q client contract operator trainer_image devcluster "$venv/lib" >/dev/null || true
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --require-hashes -r constraints.txt
+say "this project's rooms, editable"
+set --
+for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
+# Pods of the development cluster see these files through a layer of their own: what they compiled would be lost. pip would
+# compile on one processor.
+"$venv/bin/python" -m compileall -q -j 0 client contract operator trainer_image devcluster "$venv/lib" >/dev/null || true
 echo "$want" >"$venv/.complete"
 say "done"

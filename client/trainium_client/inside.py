@@ -46,12 +46,7 @@ def run_inside(
 ) -> Output:
     """Run it in the container `worker`. Raises ClientError when it cannot be run or exits with another code."""
     # Imported here: few commands look inside a worker. The package has no annotations.
-    try:
-        import websocket  # noqa: PLC0415
-    except ImportError as error:
-        raise ClientError(
-            "looking inside a worker needs websocket-client: install trainium-operator[client]"
-        ) from error
+    import websocket  # noqa: PLC0415
 
     client: Any = websocket
     connection = api.connection

@@ -107,7 +107,7 @@ class World:
         return f"127.{_BLOCK}.{number // 250 + 1}.{number % 250 + 1}"
 
     async def server(self) -> Server:
-        server = Server(self.jobs, self.fresh_ip(), self.authority, self.folder)
+        server = Server(self.jobs, self.fresh_ip(), self.authority)
         await server.start()
         self.servers.append(server)
         return server

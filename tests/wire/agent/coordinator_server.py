@@ -3,71 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
-import ipaddress
 import ssl
-from typing import TYPE_CHECKING
 
+import trustme
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire import messages as m
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Authority:
     """A certificate authority made for one test."""
 
-    def __init__(self, name: str = "test authority") -> None:
-        self.key = ec.generate_private_key(ec.SECP256R1())
-        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        self.certificate = (
-            self._builder(self.name, self.key.public_key())
-            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .sign(self.key, hashes.SHA256())
-        )
+    def __init__(self) -> None:
+        self._authority = trustme.CA()
 
     @property
     def pem(self) -> bytes:
-        return self.certificate.public_bytes(serialization.Encoding.PEM)
+        return self._authority.cert_pem.bytes()
 
-    def server(self, ips: list[str], folder: Path) -> ssl.SSLContext:
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator")])
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(ip)) for ip in ips])
-        certificate = (
-            self._builder(subject, key.public_key())
-            .add_extension(names, critical=False)
-            .sign(self.key, hashes.SHA256())
-        )
-        pair = folder / f"server-{id(key)}.pem"
-        pair.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-            + certificate.public_bytes(serialization.Encoding.PEM)
-        )
+    def server(self, ip: str) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(pair)
+        self._authority.issue_cert(ip).configure_cert(context)
         return context
-
-    def _builder(self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        now = dt.datetime.now(dt.UTC)
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self.name)
-            .public_key(public_key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(hours=1))
-            .not_valid_after(now + dt.timedelta(hours=1))
-        )
 
 
 class Jobs:
@@ -118,8 +76,8 @@ class Jobs:
 class Server:
     """One replica of the coordinator."""
 
-    def __init__(self, jobs: Jobs, ip: str, authority: Authority, folder: Path) -> None:
-        self.jobs, self.ip, self.authority, self.folder = jobs, ip, authority, folder
+    def __init__(self, jobs: Jobs, ip: str, authority: Authority) -> None:
+        self.jobs, self.ip, self.authority = jobs, ip, authority
         self.leader = True
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -135,7 +93,7 @@ class Server:
             self._runner,
             self.ip,
             self.port,
-            ssl_context=self.authority.server([self.ip], self.folder),
+            ssl_context=self.authority.server(self.ip),
             reuse_address=True,
         )
         await site.start()

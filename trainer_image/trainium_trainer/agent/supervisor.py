@@ -71,7 +71,7 @@ class Supervisor:
         self._client = CoordinatorClient(
             settings,
             store.port,
-            version("trainium-operator"),
+            version("trainium-trainer"),
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CACHE_URL = "NEURON_COMPILE_CACHE_URL"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _NEURON_DEFAULT = "/var/tmp/neuron-compile-cache"  # noqa: S108 - Neuron's own default
-_COMPILERS = ("trainium-operator", "torch", "neuronx-cc", "torch-neuronx", "torch-xla", "neuronx-distributed")
+_COMPILERS = ("trainium-trainer", "torch", "neuronx-cc", "torch-neuronx", "torch-xla", "neuronx-distributed")
 _NOT_IN_KEY = ("--retry_failed_compilation", "--cache_dir")
 
 

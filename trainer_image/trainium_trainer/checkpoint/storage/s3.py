@@ -60,8 +60,7 @@ class S3Storage:
             from obstore.store import S3Store  # noqa: PLC0415 - an optional package
         except ImportError as error:
             raise UserError(
-                "checkpoint.path is in S3, and the package obstore is not installed: "
-                "pip install 'trainium-operator[s3]'"
+                "checkpoint.path is in S3, and the package obstore is not installed: pip install 'trainium-trainer[s3]'"
             ) from error
         self.location = f"{S3_SCHEME}{bucket}/{prefix}".rstrip("/")
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""

@@ -6,10 +6,8 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 ROOT = Path(__file__).parents[3]
 _SPEC = importlib.util.spec_from_file_location("image_requirements", ROOT / "scripts/image_requirements.py")
@@ -75,9 +73,29 @@ def test_a_torch_that_is_there_keeps_its_version_and_those_of_what_it_takes_in_o
     assert script.installed_torch() == {}
 
 
-def test_a_part_is_what_the_project_says_with_its_own_name_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_what_its_room_and_the_contract_say_with_our_own_names_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     assert any(need.startswith("pytest>") for need in script.wanted("dev"))
     assert any(need.startswith("obstore>") for need in script.wanted("trainer"))
-    for part in ("operator", "trainer", "dev"):
-        assert not [need for need in script.wanted(part) if need.startswith("trainium-operator")]
+    assert script.wanted("build") == ["hatchling>=1.27"]
+    for part in (*script.PARTS, "dev"):
+        assert any(need.startswith("pydantic>") for need in script.wanted(part))
+        assert not [need for need in script.wanted(part) if need.startswith("trainium")]
+    for image, foreign in (("operator", "torch"), ("operator", "peft"), ("trainer", "kopf"), ("client", "aiohttp")):
+        assert not [need for need in script.wanted(image) if need.startswith(foreign)]
+    assert not [need for need in script.wanted("trainer") if need.startswith(("tensorboard", "matplotlib"))]
+
+
+def test_an_extra_of_our_own_is_followed_and_a_room_that_is_not_there_is_never_asked_for_elsewhere() -> None:
+    rooms = {
+        "trainium-one": {"project": {"dependencies": ["a>=1", "trainium-two[x,y]==1"]}},
+        "trainium-two": {
+            "project": {"dependencies": ["b"], "optional-dependencies": {"x": ["c"], "y": ["d<2"], "z": ["e"]}}
+        },
+    }
+    assert script.needs("trainium-one==1", rooms) == {"a>=1", "b", "c", "d<2"}
+    del rooms["trainium-two"]
+    with pytest.raises(SystemExit, match=r"no room here is trainium-two, which trainium-two\[x,y\]==1 asks for"):
+        script.needs("trainium-one==1", rooms)

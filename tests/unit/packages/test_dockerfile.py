@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
 TARGETS = ("operator", "trainer", "trainer-cpu")
+ROOMS = {"operator": {"contract", "operator"}, "trainer": {"contract", "trainer_image"}}
+"""Part of image_requirements.py -> the rooms that its images hold."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -39,6 +41,20 @@ def sources() -> list[str]:
     return [source for copy in copies for source in copy[:-1]]
 
 
+def rooms_of(target: str) -> set[str]:
+    """The rooms whose wheels an image installs: made in the stage that fills the one that is mounted."""
+    (run,) = (rest for word, rest in stages()[target] if word == "RUN")
+    mounted = re.search(r"--mount=from=([\w-]+)", run)
+    assert mounted is not None
+    (wheels,) = (rest for word, rest in stages()[mounted[1]] if rest.endswith("/wheels /wheels"))
+    maker = wheels.split()[0].removeprefix("--from=")
+    (made,) = (rest for word, rest in stages()[maker] if "pip wheel" in rest)
+    known = {rest.split()[0].partition("/")[0] for word, rest in stages()[mounted[1]] if rest.endswith("/")}
+    rooms = set(re.findall(r"\./(\w+)", made))
+    assert rooms <= known, "their pyproject.toml says what else is needed"
+    return rooms
+
+
 def test_there_is_a_target_for_each_image() -> None:
     assert set(TARGETS) <= set(stages())
 
@@ -50,7 +66,7 @@ def test_a_base_is_an_argument_with_a_pinned_default() -> None:
         assert re.search(r":\d+\.\d+\.\d+", image), image
     for steps in stages().values():
         base = steps[0][1].partition(" AS ")[0]
-        assert base == "scratch" or base.strip("${}") in defaults
+        assert base == "scratch" or base in stages() or base.strip("${}") in defaults
 
 
 def test_only_the_trainer_needs_the_vendor_s_image() -> None:
@@ -67,7 +83,8 @@ def test_what_is_copied_is_in_the_repository_and_not_ignored(source: str) -> Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_starts_a_program_of_ours_as_an_ordinary_user(target: str) -> None:
     steps = stages()[target]
-    programs = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    own = [tomllib.loads((ROOT / room / "pyproject.toml").read_text(encoding="utf-8")) for room in rooms_of(target)]
+    programs = {name for room in own for name in room["project"].get("scripts", ())}
     (entry,) = (rest for word, rest in steps if word == "ENTRYPOINT")
     assert json.loads(entry)[0] in programs
     user = [rest for word, rest in steps if word == "USER"][-1]
@@ -80,11 +97,13 @@ def test_packages_are_installed_by_hash_for_a_part_that_is_known(target: str) ->
     part = re.search(r"image_requirements\.py (\w+)", run)
     assert part is not None
     assert part[1] == target.removesuffix("-cpu")
-    # Our own wheel is made in the first stage; all else has a hash.
+    # Our own wheels are made in an earlier stage; all else has a hash.
     assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
-    mounted = re.search(r"--mount=from=(\w+)", run)
-    assert mounted is not None
-    assert mounted[1] in stages()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_holds_the_contract_and_its_own_room_only(target: str) -> None:
+    assert rooms_of(target) == ROOMS[target.removesuffix("-cpu")]
 
 
 @pytest.mark.parametrize("file", ["docs/install.md", "docs/job.md", "Dockerfile", "tests/support/sites.py"])

@@ -1,0 +1,132 @@
+"""A room imports what its distribution declares, all of that, and nothing that another room happens to bring."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import packages_distributions
+from typing import TYPE_CHECKING
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Wheel
+
+NAMES = ("trainium-client", "trainium-contract", "trainium-devcluster", "trainium-operator", "trainium-trainer")
+OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "torch_xla"}}
+"""Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
+PROGRAMS_OF = {"trainium-devcluster": {"trainium-operator", "trainium-trainer"}}
+"""Not imported but started: pods of the demos run their programs."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Import:
+    """One import that is carried out when the program runs."""
+
+    file: str
+    module: str
+    """The outermost one."""
+    late: bool
+    """Within a function: the file itself can be imported without it."""
+
+
+def imports(wheel: Wheel) -> set[Import]:
+    """What the files of a wheel import, constant `import_module` too; not what is there for types alone."""
+    found = set()
+    for path, content in wheel.files.items():
+        if path.endswith(".py"):
+            for module, late in _imports(ast.parse(content).body, late=False):
+                found.add(Import(path, module, late))
+    own = {wheel.package, *sys.stdlib_module_names}
+    return {each for each in found if each.module not in own}
+
+
+def _imports(body: list[ast.AST] | list[ast.stmt], *, late: bool) -> Iterator[tuple[str, bool]]:
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from _imports(node.orelse, late=late)
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+        for name in names:
+            yield name.partition(".")[0], late
+        inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports(list(ast.iter_child_nodes(node)), late=inside)
+
+
+_brought_by = cache(packages_distributions)
+"""Reads the lists of all that is installed: seconds."""
+
+
+def distributions(module: str) -> set[str]:
+    """The distributions that bring a module."""
+    if module.startswith("trainium_"):
+        return {module.replace("_", "-")}  # an editable installation has no list of its modules
+    return {canonicalize_name(each) for each in _brought_by().get(module, ())}
+
+
+def declared(wheel: Wheel, *, extras: bool) -> set[str]:
+    """Names of what is installed with a wheel, or with it and all its extras."""
+    needs = [Requirement(each) for each in wheel.metadata.get_all("Requires-Dist", [])]
+    return {canonicalize_name(each.name) for each in needs if extras or "extra" not in str(each.marker)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_needs_nothing_that_its_distribution_does_not_declare(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    always, ever = declared(wheel, extras=False), declared(wheel, extras=True)
+    undeclared = {
+        each
+        for each in imports(wheel)
+        if not distributions(each.module) & (ever if each.late else always)
+        and each.module not in OF_THE_IMAGE.get(name, ())
+    }
+    assert not sorted(undeclared)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_distribution_declares_is_imported(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    used = {each for one in imports(wheel) for each in distributions(one.module)}
+    assert declared(wheel, extras=True) - used == PROGRAMS_OF.get(name, set())
+
+
+def test_the_vendors_modules_are_imported_by_one_backend_alone(wheels: dict[str, Wheel]) -> None:
+    for name, modules in OF_THE_IMAGE.items():
+        places = {each.file for each in imports(wheels[name]) if each.module in modules and not each.late}
+        assert places
+        assert {place.rpartition("/")[0] for place in places} == {"trainium_trainer/backends/nxd"}
+
+
+def test_an_import_that_nobody_declared_is_found(wheels: dict[str, Wheel]) -> None:
+    wheel = wheels["trainium-operator"]
+    source = b"""
+import torch
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import numpy
+class Late:
+    def method(self):
+        import matplotlib.pyplot
+        importlib.import_module("yaml.nodes")
+try:
+    from trainium_trainer import agent
+except ImportError:
+    pass
+"""
+    wheel = type(wheel)(wheel.room, wheel.project, {"x.py": source})
+    assert {(each.module, each.late) for each in imports(wheel)} == {
+        ("torch", False), ("matplotlib", True), ("yaml", True), ("trainium_trainer", False),
+    }  # fmt: skip

@@ -1,0 +1,113 @@
+"""What each wheel holds: one room, its licence, its programs, and nothing of the others."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from conftest import Wheel
+
+ROOT = Path(__file__).parents[3]
+
+HELD = {
+    "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
+    "trainium-contract": (
+        "trainium_contract",
+        {"definition", "faults", "needs", "pages", "spec", "status", "trainer", "views", "wire"},
+        {"py.typed"},
+    ),
+    "trainium-devcluster": (
+        "trainium_devcluster",
+        {"binaries", "controlplane", "demo", "fleet", "node", "nodepool", "processes", "story", "tune"},
+        {"py.typed", "tune/job.yaml"},
+    ),
+    "trainium-operator": (
+        "trainium_operator",
+        {"cluster", "coordinator", "entrance", "monitoring", "plan", "readers", "simulate"},
+        {"py.typed"},
+    ),
+    "trainium-trainer": (
+        "trainium_trainer",
+        {
+            "agent", "artifacts", "backends", "checkpoint", "commands", "compile", "configuration", "data", "evaluate",
+            "loop", "models", "monitor", "tuning", "weights",
+        },
+        {"py.typed"},
+    ),
+}  # fmt: skip
+"""Distribution -> its package, the folders in it, its files that are not Python."""
+
+PROGRAMS = {
+    "trainium-client": {
+        "kubectl-trn": "trainium_client.commands.main:main",
+        "kubectl_complete-trn": "trainium_client.commands.complete:main",
+    },
+    "trainium-contract": {},
+    "trainium-devcluster": {"trainium-devcluster": "trainium_devcluster.cli:main"},
+    "trainium-operator": {"trainium-operator": "trainium_operator.main:main"},
+    "trainium-trainer": {
+        "trainium-agent": "trainium_trainer.agent.main:main",
+        "trainium-trainer": "trainium_trainer.cli:main",
+    },
+}
+
+
+def test_there_is_a_wheel_for_each_room(wheels: dict[str, Wheel]) -> None:
+    assert set(wheels) == set(HELD) == set(PROGRAMS)
+    assert {wheel.room.name for wheel in wheels.values()} == {
+        "client", "contract", "devcluster", "operator", "trainer_image",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_wheel_holds_the_folders_that_are_listed_here(wheels: dict[str, Wheel], name: str) -> None:
+    package, folders, others = HELD[name]
+    wheel = wheels[name]
+    top = {path.partition("/")[0] for path in wheel.files}
+    assert top == {package, wheel.information}
+    inside = {path.removeprefix(f"{package}/") for path in wheel.files if path.startswith(f"{package}/")}
+    assert {path.partition("/")[0] for path in inside if "/" in path} == folders
+    assert {path for path in inside if not path.endswith(".py")} == others
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_no_module_of_a_room_is_left_out_or_changed(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    source = wheel.room / wheel.package
+    here = {str(file.relative_to(wheel.room)): file.read_bytes() for file in source.rglob("*.py")}
+    assert {path: content for path, content in wheel.files.items() if path.endswith(".py")} == here
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_wheel_brings_its_programs_and_each_is_a_function_in_it(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    listed = configparser.ConfigParser(delimiters="=")
+    listed.optionxform = str  # type: ignore[assignment,method-assign]  # names as they are
+    listed.read_string(wheel.files.get(f"{wheel.information}/entry_points.txt", b"[console_scripts]").decode())
+    assert dict(listed["console_scripts"]) == PROGRAMS[name]
+    for place in PROGRAMS[name].values():
+        module, _, function = place.partition(":")
+        tree = ast.parse(wheel.files[f"{module.replace('.', '/')}.py"])
+        assert function in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_wheel_has_the_licence_itself_not_a_link_to_it(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    assert wheel.files[f"{wheel.information}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert wheel.metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_all_rooms_have_the_version_of_the_chart_and_ask_for_each_other_at_that_one(wheels: dict[str, Wheel]) -> None:
+    chart = yaml.safe_load((ROOT / "helm/trainium-operator/Chart.yaml").read_text(encoding="utf-8"))
+    assert {wheel.metadata["Version"] for wheel in wheels.values()} == {chart["appVersion"]}
+    for wheel in wheels.values():
+        for need in wheel.metadata.get_all("Requires-Dist", []):
+            if need.startswith("trainium-"):
+                assert need.partition(";")[0].strip().endswith(f"=={chart['appVersion']}"), need
