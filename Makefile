@@ -99,7 +99,7 @@ parity: setup  ## Loss curves and exported models against transformers, in every
 learn: setup  ## Ten minutes of training against n-grams on Python's documentation: docs/learning.md (ARGS="--minutes 1")
 	@$(BIN)/python -m benchmarks.learn $(ARGS)
 
-proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--tuning --points 10")
+proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--uneven", "--tuning --points 10")
 	@$(BIN)/python -m benchmarks.proof --document docs/recovery-proof.md $(ARGS)
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)

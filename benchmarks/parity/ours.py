@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file
 
 from trainium_contract.trainer.artifacts import ArtifactPrecision
+from trainium_devcluster.ports import reserved_port
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 
@@ -29,9 +29,7 @@ class RunFailedError(Exception):
 def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: Path) -> list[float]:
     """Train with `ranks` processes below `folder` and return the loss of every step. Raises RunFailedError."""
     folder.mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(config)]
     for override in (*overrides, f"checkpoint.path={folder / 'run'}"):
         argv += ["--set", override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from benchmarks.proof.families import Suite
     from benchmarks.proof.judge import Verdict
 
+_UNEVEN_HEAD = "## Where the batch does not come out even"
 _TUNING_HEAD = "## Fine-tuning"
 _HEAD = """# Recovery proof
 
@@ -26,6 +28,13 @@ checkpoint. Commit: around manifest, receipt and the removal of older checkpoint
 killed in a step restores its state. A second node that is lost then may have held the copy of
 the first one's part of a divided state: what is promised is then the newest commit.
 """
+_UNEVEN_TEXT = f"""{_UNEVEN_HEAD}
+
+Written by `make proof ARGS=--uneven`. A step has five samples, one a rank and pass, so at every size here the last
+pass leaves ranks without a sample: at dp 2, 3 and 6 one, at dp 4 three; at dp 6 that rank has none in the whole step.
+Held to the same.
+"""
+_UNEVEN_FOOT = "Cells and columns are those of the table above.\n"
 _TUNING_TEXT = f"""{_TUNING_HEAD}
 
 Written by `make proof ARGS=--tuning`. LoRA with dropout 0.1 on a small base that `transformers` made, over prompts and
@@ -41,8 +50,16 @@ _TUNING_FOOT = """Export: in a data file of an artifact, around its plan, receip
 the merge of a weight, in a gather of the ranks. Evaluate: while a model is loaded or asked, in a gather, around the
 result and the table in the model cards. Runs with several kills were first killed in a step in half of these cases.
 Where there are milestones, an export may be one of theirs, while steps go on: then the newest commit is promised.
-The other columns are those of the table above.
+The other columns are those of the first table.
 """
+
+_HEADS = {"pretraining": "# Recovery proof\n", "uneven": _UNEVEN_HEAD, "tuning": _TUNING_HEAD}
+"""What the part of each suite begins with, in the order of the page."""
+_TEXTS = {
+    "pretraining": (_HEAD, _FOOT),
+    "uneven": (_UNEVEN_TEXT, _UNEVEN_FOOT),
+    "tuning": (_TUNING_TEXT, _TUNING_FOOT),
+}
 
 
 def summary(verdicts: Sequence[Verdict], suite: Suite, seed: int, seconds: float) -> dict[str, Any]:
@@ -81,8 +98,9 @@ def summary(verdicts: Sequence[Verdict], suite: Suite, seed: int, seconds: float
 
 def section(report: dict[str, Any], suite: Suite) -> str:
     """The suite's part of the document."""
+    head, foot = _TEXTS[suite.name]
     lines = [
-        _TUNING_TEXT if suite.tunes else _HEAD,
+        head,
         _figures(report),
         "",
         "| layout | promised at most | " + " | ".join(point.value for point in suite.points) + " |",
@@ -93,18 +111,17 @@ def section(report: dict[str, Any], suite: Suite) -> str:
         sizes = " → ".join(layout.name for layout in family.lives)
         shown = [_cell(cells[family.name, point.value]) for point in suite.points]
         lines.append(f"| {family.what}: {sizes} | {family.promise} | " + " | ".join(shown) + " |")
-    return "\n".join([*lines, "", _TUNING_FOOT if suite.tunes else _FOOT])
+    return "\n".join([*lines, "", foot])
 
 
 def placed(document: str, part: str, suite: Suite) -> str:
-    """The document with a suite's part in place of the earlier one; the other suite's stays as it is."""
-    at = document.find(_TUNING_HEAD)
-    pretraining, tuning = (document, "") if at < 0 else (document[:at], document[at:])
-    if suite.tunes:
-        tuning = part
-    else:
-        pretraining = part
-    return "\n\n".join(each.strip() for each in (pretraining, tuning) if each.strip()) + "\n"
+    """The document with a suite's part in place of the earlier one; those of the other suites stay as they are."""
+    parts = dict.fromkeys(_HEADS, "")
+    starts = sorted((at, name) for name, head in _HEADS.items() if (at := document.find(head)) >= 0)
+    for (at, name), (end, _) in pairwise([*starts, (len(document), "")]):
+        parts[name] = document[at:end]
+    parts[suite.name] = part
+    return "\n\n".join(each.strip() for each in parts.values() if each.strip()) + "\n"
 
 
 def _figures(report: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks.proof.material import Material
 from benchmarks.proof.strike import VARIABLE
 from benchmarks.proof.strike_after import ARTIFACTS
 
+from trainium_devcluster.ports import reserved_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.monitor.progress import read_progress
@@ -147,7 +147,7 @@ class Stage:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(layout.ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()) if rank == 0 else "",
+                "MASTER_PORT": str(reserved_port()) if rank == 0 else "",
                 "TRAINIUM_GENERATION": str(number + 1),
                 "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{number}-{rank}"),
                 "TRAINIUM_MEMORY_DIR": str(nodes[rank]),
@@ -214,13 +214,6 @@ class Stage:
     def _tail(folder: Path, number: int) -> str:
         lines = [path.read_text().splitlines()[-1:] for path in sorted(folder.glob(f"log-{number}-*"))]
         return " | ".join(line for tail in lines for line in tail)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def stepped(trial: Trial, verdict: Verdict) -> set[Layout]:

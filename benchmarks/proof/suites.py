@@ -1,6 +1,11 @@
-"""PURE. The suites of the proof: pretraining, and the tuning of a given base with what follows its last step."""
+"""PURE. The suites of the proof: pretraining, with batches that come out even or not, and the tuning of a given base.
+
+The tuning goes on with what follows its last step.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from benchmarks.proof.families import Family, Layout, Suite
 from benchmarks.proof.strike import Point
@@ -38,6 +43,32 @@ _PRETRAINING = (
         (Layout(2), Layout(2)),
         memory=False,
         through_nxd=True,
+    ),
+)
+_UNEVEN = (
+    Family("process", "a process is lost, all restart from memory", (Layout(3), Layout(3))),
+    Family(
+        "node", "a node is lost, its shard comes from its buddy", (Layout(4, mode=_SHARDED),) * 2, node_is_lost=True
+    ),
+    Family("wide", "a node of a model wider than a node is lost", (Layout(2, tp=2),) * 2, node_is_lost=True),
+    Family("idle", "a process is lost where one rank has no sample at all", (Layout(6, mode=_ZERO1),) * 2),
+    Family(
+        "resize",
+        "each time a node is lost and the size changes",
+        (Layout(4), Layout(3), Layout(2), Layout(4)),
+        node_is_lost=True,
+    ),
+    Family(
+        "reshard",
+        "all memory is lost, storage is read at another data-parallel size",
+        (Layout(4, mode=_SHARDED), Layout(3, mode=_ZERO1), Layout(2, mode=_SHARDED), Layout(6)),
+        memory=False,
+    ),
+    Family(
+        "retensor",
+        "all memory is lost, storage is read at another tensor-parallel size",
+        (Layout(2, tp=2), Layout(3), Layout(2, tp=2, mode=_SHARDED)),
+        memory=False,
     ),
 )
 _TUNING = (
@@ -79,6 +110,8 @@ PRETRAINING = Suite(
     global_batch=12,
     save_every=4,
 )
+UNEVEN = replace(PRETRAINING, name="uneven", families=_UNEVEN, global_batch=5)
+"""Five samples of one a rank and pass: none of the sizes divides them, and with six ranks one has nothing to do."""
 TUNING = Suite(
     name="tuning",
     families=_TUNING,

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.scale.book import MIBIBYTE, Book
-from benchmarks.scale.wire import Counter, free_port
+from benchmarks.scale.wire import Counter
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
@@ -33,6 +33,7 @@ from trainium_contract.wire.messages import (
     Transition,
     WorkerPhase,
 )
+from trainium_devcluster.ports import reserved_port
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_trainer.agent.exits.restart_policy import GenerationState
@@ -118,7 +119,7 @@ class Fleet:
         self._nodes = nodes
         self._reports, report = os.pipe()
         self._pids: list[int] = []
-        inside = free_port()
+        inside = reserved_port()
         served = counter.listen(inside) if counter is not None else inside
         membership = membership_of(nodes, served)
         order_in, self._order = os.pipe()

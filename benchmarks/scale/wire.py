@@ -29,14 +29,6 @@ class Traffic:
     connections: int
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Counter:
     """Stands before one server on this machine."""
 

@@ -29,7 +29,9 @@ from typing import Any
 
 import yaml
 from benchmarks.scale.ears import die_at, listen
-from benchmarks.scale.wire import Counter, Traffic, free_port
+from benchmarks.scale.wire import Counter, Traffic
+
+from trainium_devcluster.ports import reserved_port
 
 ON_A_NODE = 8
 STEPS, KILLED_AT, RESIZED = 6, 3, 8
@@ -140,7 +142,7 @@ class World:
         ears = {0: "0", ranks // 2: "middle"}
         for name in ears.values():
             (self.folder / f"heard-{name}").unlink(missing_ok=True)
-        counter, inside = Counter(), free_port()
+        counter, inside = Counter(), reserved_port()
         port = counter.listen(inside)
         store = self._serve(inside)
         pids = [self._rank(rank, ranks, port, overrides, ears, kill_at) for rank in range(ranks)]

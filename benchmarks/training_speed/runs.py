@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+
+from trainium_devcluster.ports import reserved_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -202,16 +203,9 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     } | THREADS
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, str]) -> Ended:
     """Run all ranks to their end. Raises RunFailedError as soon as one fails."""
-    port = free_port()
+    port = reserved_port()
     began = time.time()
     processes: list[subprocess.Popen[bytes]] = []
     try:

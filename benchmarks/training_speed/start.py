@@ -21,7 +21,6 @@ from benchmarks.training_speed.runs import (
     Ended,
     Result,
     RunFailedError,
-    free_port,
     rank_environment,
     result_of,
     run_ours,
@@ -31,6 +30,7 @@ from benchmarks.training_speed.runs import (
     write_config,
 )
 
+from trainium_devcluster.ports import reserved_port
 from trainium_trainer.agent.linux import kernel
 from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import Standby
@@ -91,7 +91,7 @@ def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RunFailedError("the standby process did not become warm")
             time.sleep(_POLL_SECONDS)
-        port, pids = free_port(), {}
+        port, pids = reserved_port(), {}
         began = time.time()
         for rank in range(task.ranks):
             with (folder / f"rank-{rank}.log").open("w") as log:

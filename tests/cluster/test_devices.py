@@ -127,6 +127,7 @@ def end(job: Job) -> None:
     until(lambda: not claims(job), "the devices are given back")
 
 
+@pytest.mark.long
 def test_a_job_with_claims_trains_on_the_devices_that_the_scheduler_gave_it(site: Site) -> None:
     job = Job(site, "default", "claims", CLAIMING).apply()
     job.until_step(5)
@@ -162,6 +163,7 @@ def test_a_worker_whose_device_is_tainted_is_replaced_on_another_node_and_its_no
     end(job)
 
 
+@pytest.mark.long
 def test_a_worker_of_some_devices_moves_to_others_of_its_node(site: Site) -> None:
     """Two nodes are cordoned by taints of all their devices, so only the other half of the same node is left."""
     job = Job(site, "default", "half", SHARED).apply()

@@ -28,12 +28,26 @@ def verdict_of(job: Job) -> str:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("trainer: {data: {source: /nowhere/corpus.txt}}", "/nowhere/corpus.txt"),
-        ("{trainer: {data: {source: /dev/null}}, workers: {replicas: 1}}", "/dev/null"),
-        ("{trainer: {model: {vocabSize: 64}}, workers: {replicas: 1}}", "vocab"),
-        ("trainer: {model: {ropeTheta: 1.0e-300}}", "finite"),
+        pytest.param("trainer: {data: {source: /nowhere/corpus.txt}}", "/nowhere/corpus.txt", id="a missing file"),
+        pytest.param(
+            "{trainer: {data: {source: /dev/null}}, workers: {replicas: 1}}",
+            "/dev/null",
+            id="no text",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "{trainer: {model: {vocabSize: 64}}, workers: {replicas: 1}}",
+            "vocab",
+            id="a vocabulary that is too small",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "trainer: {model: {ropeTheta: 1.0e-300}}",
+            "finite",
+            id="a loss that is not a number",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["a missing file", "no text", "a vocabulary that is too small", "a loss that is not a number"],
 )
 def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(
     new_job: Callable[..., Job], change: str, expected: str

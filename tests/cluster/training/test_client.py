@@ -44,6 +44,7 @@ def trn(operator: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return run
 
 
+@pytest.mark.long
 def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_pod(
     new_job: Callable[..., Job], trn: Trn, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def until_budget(job: Job, allowed: int) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_and_let_through_later(
     new_job: Callable[..., Job],
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: 
         job.site.kubectl("taint", "node", leaver["nodeName"], "karpenter.sh/disrupted-")
 
 
+@pytest.mark.long
 def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: Callable[..., Job]) -> None:
     job = new_job(
         change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None\nworkers: {replicas: 1}"

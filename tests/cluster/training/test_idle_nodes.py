@@ -41,6 +41,7 @@ def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
     return reached
 
 
+@pytest.mark.long
 def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(new_job: Callable[..., Job]) -> None:
     job = new_job(change=TAKES)
     if len(job.site.worker_nodes()) != 5:

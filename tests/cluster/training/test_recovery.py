@@ -93,6 +93,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_curve_is_the_same_bit_for_
     assert job.losses() == reference
 
 
+@pytest.mark.long
 def test_a_deleted_pod_is_replaced_by_a_new_one(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job()
     job.until_step(10)
@@ -295,6 +296,7 @@ def test_training_goes_on_while_the_api_server_restarts(
     assert status["restarts"]["total"] == 0
 
 
+@pytest.mark.long
 def test_a_job_deleted_while_it_recovers_leaves_nothing(new_job: Callable[..., Job]) -> None:
     job = new_job()  # without a spare: another pod takes seconds to start
     job.until_step(3)

@@ -73,6 +73,7 @@ def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
     assert status["restarts"]["total"] == 0, "a suspension is no failure"
 
 
+@pytest.mark.long
 def test_a_job_at_its_deadline_saves_its_last_step_and_another_one_goes_on_from_there(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:

@@ -119,6 +119,7 @@ class Story:
         self.releases.say(f"job {name} began")
 
 
+@pytest.mark.long
 def test_a_job_trains_through_an_upgrade_and_back_with_a_fault_in_each_stage(releases: Releases) -> None:
     releases.site.kubectl("create", "namespace", SPACE)
     releases.install_previous()

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from itertools import permutations
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from benchmarks.proof.families import Suite, trial  # noqa: E402
 from benchmarks.proof.judge import Lost, Played, Verdict, judge_loss, not_once_an_epoch  # noqa: E402
 from benchmarks.proof.stage import stepped  # noqa: E402
 from benchmarks.proof.strike import Point  # noqa: E402
-from benchmarks.proof.suites import PRETRAINING, TUNING  # noqa: E402
+from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN  # noqa: E402
 
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision  # noqa: E402
 from trainium_contract.trainer.tuning import TuningConfig  # noqa: E402
@@ -37,7 +38,7 @@ from trainium_trainer.weights import BaseWeights  # noqa: E402
 if TYPE_CHECKING:
     from benchmarks.proof.leavings import Leavings
 
-SUITES = pytest.mark.parametrize("suite", [PRETRAINING, TUNING], ids=lambda suite: suite.name)
+SUITES = pytest.mark.parametrize("suite", [PRETRAINING, UNEVEN, TUNING], ids=lambda suite: suite.name)
 EVALUATION = {"examples": 2, "answerTokens": 4, "figures": [{"name": "perplexity", "before": 9.0, "after": 8.0}]}
 
 
@@ -239,14 +240,27 @@ def test_only_sizes_that_made_steps_decide_whether_every_bit_counts() -> None:
     assert stepped(made, Verdict(0, "resize", lives=unseen)) == {four, two, three}
 
 
-def test_each_suite_has_its_own_part_of_the_page_and_leaves_the_other_alone() -> None:
+def test_no_size_of_the_uneven_suite_divides_its_batch_and_one_leaves_a_rank_without_any_sample() -> None:
+    sizes = {layout.dp for family in UNEVEN.families for layout in family.lives}
+    assert all(UNEVEN.global_batch % dp for dp in sizes)
+    assert max(sizes) > UNEVEN.global_batch
+
+
+def test_each_suite_has_its_own_part_of_the_page_and_leaves_the_others_alone() -> None:
     verdict = Verdict(0, "process", [Lost("step", 1)], [life(0, 5, "step", struck=True), life(4, 15)])
     tuning = section(summary([verdict], TUNING, 0, 1.0), TUNING)
     pretraining = section(summary([verdict], PRETRAINING, 0, 1.0), PRETRAINING)
     assert "| 1 step | 1: 1 / 1.0 | - |" in tuning
     assert "1 kills in 1 runs" in pretraining
-    both = placed(placed("", pretraining, PRETRAINING), tuning, TUNING)
-    assert both == placed(placed("", tuning, TUNING), pretraining, PRETRAINING)
+    uneven = section(summary([verdict], UNEVEN, 0, 1.0), UNEVEN)
+    parts = [(pretraining, PRETRAINING), (uneven, UNEVEN), (tuning, TUNING)]
+    pages = set()
+    for order in permutations(parts):
+        page = ""
+        for part, suite in order:
+            page = placed(page, part, suite)
+        pages.add(page)
+    assert len(pages) == 1
     known = (ROOT / "docs/recovery-proof.md").read_text()
     renewed = placed(known, tuning, TUNING)
     assert renewed.startswith(known.partition("## Fine-tuning")[0].strip())

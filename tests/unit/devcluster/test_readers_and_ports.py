@@ -6,7 +6,8 @@ import socket
 
 import pytest
 from api_reader import path_of
-from ports import reserved_port
+
+from trainium_devcluster.ports import reserved_port
 
 
 @pytest.mark.parametrize(
@@ -30,9 +31,11 @@ def test_what_is_read_is_what_kubectl_would_read_and_the_rest_is_left_to_it(
 def test_a_reserved_port_is_given_to_nobody_else_and_may_be_listened_on() -> None:
     port = reserved_port()
     assert port != reserved_port()
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", port))
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", port))
-        server.listen()
+    for taken in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # a process node gives each pod an address of its own
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((taken, port))
+    for listening in ("127.0.0.1", "0.0.0.0"):
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((listening, port))
+            server.listen()

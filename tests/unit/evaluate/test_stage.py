@@ -8,10 +8,10 @@ import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ports import reserved_port
 
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_devcluster.ports import reserved_port
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.evaluate.stage import evaluate_artifacts, run_evaluation
 from trainium_trainer.exits import UserError

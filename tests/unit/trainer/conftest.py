@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 
@@ -120,25 +120,58 @@ def base_config(text_file: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def launch(forge: Forge, base_config: dict[str, Any], tmp_path: Path) -> Callable[..., Job]:
-    """Start ranks: `launch(2, "dp2", ["steps=3"], memory=True)`; the same name again resumes."""
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(base_config))
+class Launcher:
+    """Starts ranks whose files are below a folder."""
 
-    def start(ranks: int, name: str, overrides: list[str] | None = None, *, memory: bool = False, **env: str) -> Job:
-        folder = tmp_path / name
-        logs = tmp_path / f"{name}-logs"
+    def __init__(self, forge: Forge, config: dict[str, Any], folder: Path) -> None:
+        self._forge = forge
+        self._folder = folder
+        self._file = folder / "trainer.yaml"
+        self._file.write_text(yaml.safe_dump(config))
+
+    def __call__(
+        self, ranks: int, name: str, overrides: Sequence[str] | None = None, *, memory: bool = False, **env: str
+    ) -> Job:
+        """`launch(2, "dp2", ["steps=3"], memory=True)`; the same name again resumes."""
+        folder = self._folder / name
+        logs = self._folder / f"{name}-logs"
         logs.mkdir(exist_ok=True)
-        argv = ["train", "--config", str(file), "--set", f"checkpoint.path={folder}"]
+        argv = ["train", "--config", str(self._file), "--set", f"checkpoint.path={folder}"]
         for override in overrides or ():
             argv += ["--set", override]
         if memory:
-            env = {"TRAINIUM_MEMORY_DIR": str(tmp_path / f"{name}-memory")} | env
-        pids = forge.ask(ranks=ranks, argv=argv, environment=env, logs=str(logs))["pids"]
-        return Job(forge, pids, folder, logs)
+            env = {"TRAINIUM_MEMORY_DIR": str(self._folder / f"{name}-memory")} | env
+        pids = self._forge.ask(ranks=ranks, argv=argv, environment=env, logs=str(logs))["pids"]
+        return Job(self._forge, pids, folder, logs)
 
-    return start
+
+@pytest.fixture
+def launch(forge: Forge, base_config: dict[str, Any], tmp_path: Path) -> Launcher:
+    """Start ranks for one test."""
+    return Launcher(forge, base_config, tmp_path)
+
+
+class Undisturbed:
+    """Runs that nobody disturbs, to hold others to; each is made once for all tests, which leave its files alone."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+        self._known: dict[tuple[int, tuple[str, ...]], Job] = {}
+
+    def __call__(self, ranks: int, overrides: Sequence[str] = ()) -> Job:
+        """The run of so many ranks with these settings, after its end."""
+        asked = (ranks, tuple(overrides))
+        if asked not in self._known:
+            job = self._launch(ranks, f"run-{len(self._known)}", overrides)
+            assert job.wait(90) == [0] * ranks, "\n".join(job.log(rank) for rank in range(ranks))
+            self._known[asked] = job
+        return self._known[asked]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(forge: Forge, base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """What others are compared with."""
+    return Undisturbed(Launcher(forge, base_config, tmp_path_factory.mktemp("undisturbed")))
 
 
 @pytest.fixture(scope="session")

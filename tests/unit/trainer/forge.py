@@ -16,9 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "support"))
-
-from ports import let_go, reserved_port
+from trainium_devcluster.ports import let_go, reserved_port
 
 PR_SET_PDEATHSIG = 1
 

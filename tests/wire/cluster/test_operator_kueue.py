@@ -135,6 +135,8 @@ STORIES: dict[str, tuple[Callable[[World, FakeKueue], Awaitable[None]], dict[str
     "suspension": (suspend_and_resume, {}),
     "deletion": (be_deleted_and_ask_again, {}),
 }
+EACH_CHANGE = ("end", "step")
+"""The stories of all writes that are told with each change; the others by night."""
 
 
 def tell(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
@@ -186,7 +188,9 @@ def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in STORIES]
+)
 def test_a_queued_story_ends_the_same_whichever_write_the_operator_dies_after(name: str) -> None:
     expected, writes = undisturbed(name)
     different = {}

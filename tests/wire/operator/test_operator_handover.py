@@ -20,9 +20,9 @@ from fake_http import FakeServer
 from fake_kubernetes import FakeCluster
 from fake_workers import bind
 from operator_process import training_job
-from ports import reserved_port
 
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
+from trainium_devcluster.ports import reserved_port
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.settings import AgentSettings, Endpoint

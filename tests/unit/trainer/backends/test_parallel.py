@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Job, Undisturbed
 
     Launcher = Callable[..., Job]
     Metrics = list[dict[str, Any]]
@@ -37,8 +37,8 @@ def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) 
 
 
 @pytest.fixture
-def reference(launch: Launcher) -> Metrics:
-    return run(launch, 1, "reference")
+def reference(undisturbed: Undisturbed) -> Metrics:
+    return undisturbed(1, [VALIDATION]).metrics()
 
 
 def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
@@ -72,13 +72,13 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
     ("ranks", "overrides"),
     [
         pytest.param(2, [], id="dp2"),
-        pytest.param(4, [], id="dp4"),
+        pytest.param(4, [], id="dp4", marks=pytest.mark.long),
         pytest.param(1, ["batch.microSize=8"], id="no accumulation"),
         pytest.param(2, ["batch.microSize=1"], id="dp2, more accumulation"),
         pytest.param(2, [TP], id="tp2"),
         pytest.param(2, [TP, SP], id="tp2, sequence"),
-        pytest.param(4, [TP], id="dp2 tp2"),
-        pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head"),
+        pytest.param(4, [TP], id="dp2 tp2", marks=pytest.mark.long),
+        pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head", marks=pytest.mark.long),
         pytest.param(
             4,
             ["parallelism.tensor=4", SP, SHARDED],
@@ -86,7 +86,7 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
             marks=pytest.mark.long,
         ),
         pytest.param(2, [ZERO], id="sharded optimizer"),
-        pytest.param(4, [ZERO, TP], id="sharded optimizer, tp2"),
+        pytest.param(4, [ZERO, TP], id="sharded optimizer, tp2", marks=pytest.mark.long),
         pytest.param(1, [SHARDED], id="sharded over one"),
         pytest.param(2, [SHARDED], id="sharded over two"),
         pytest.param(4, [SHARDED, TP, SP], id="sharded, tp2, sequence"),

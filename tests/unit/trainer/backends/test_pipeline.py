@@ -20,7 +20,7 @@ from trainium_trainer.models.stages import LlamaStage, canonical_parameters, lay
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Job
+    from conftest import Job, Undisturbed
 
     Launcher = Callable[..., Job]
 
@@ -94,8 +94,8 @@ def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> lis
 
 
 @pytest.fixture
-def reference(launch: Launcher) -> list[dict[str, Any]]:
-    metrics = finish(launch, 1, "reference", [VALIDATION])
+def reference(undisturbed: Undisturbed) -> list[dict[str, Any]]:
+    metrics = undisturbed(1, [VALIDATION]).metrics()
     assert "validationLoss" in metrics[-1]
     return metrics
 
@@ -123,9 +123,9 @@ def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher
         pytest.param(2, [], id="pp2"),
         pytest.param(2, ["parallelism.pipelineSchedule=GPipe"], id="pp2, GPipe"),
         pytest.param(2, ["batch.microSize=8"], id="pp2, fewer micro-batches than stages"),
-        pytest.param(4, [], id="pp2 dp2"),
+        pytest.param(4, [], id="pp2 dp2", marks=pytest.mark.long),
         pytest.param(4, [TP, "parallelism.sequence=true"], id="pp2 tp2, sequence"),
-        pytest.param(4, [SHARDED], id="pp2, sharded"),
+        pytest.param(4, [SHARDED], id="pp2, sharded", marks=pytest.mark.long),
     ],
 )
 def test_the_curve_does_not_depend_on_the_pipeline(
@@ -143,6 +143,7 @@ def test_interleaved_stages_of_uneven_size_train_like_one_process(launch: Launch
 
 
 @needs_new_torch
+@pytest.mark.long
 def test_a_history_goes_through_pipeline_tensor_and_sharded_sizes_by_its_checkpoints(launch: Launcher) -> None:
     flat = ["schedule.finalRatio=1"]
     whole = finish(launch, 1, "whole", [*flat, "steps=12"])

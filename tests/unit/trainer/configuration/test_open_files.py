@@ -13,9 +13,9 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from ports import reserved_port
 
 from trainium_contract.needs import descriptors
+from trainium_devcluster.ports import reserved_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Job, Undisturbed
 
     Launcher = Callable[..., Job]
 
@@ -30,26 +30,32 @@ pytestmark = [
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: ['*_proj']}}"
 
 
-@pytest.fixture
-def options(base: Path, text_file: Path, tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the base and the sums are."""
+    return tmp_path_factory.mktemp("made")
+
+
+@pytest.fixture(scope="module")
+def options(base: Path, text_file: Path, made: Path) -> list[str]:
     """A short tuning on sums, with a base that has a tokenizer."""
     from trainium_trainer.data.prepared.learned_tokenizer import learned
     from trainium_trainer.data.tokens.encoding import SourceSpec
 
-    folder = tmp_path / "base"
+    folder = made / "base"
     folder.mkdir()
     for file in base.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "cache").mkdir()
-    tokenizer = learned([SourceSpec(str(text_file), "text")], 320, tmp_path / "cache")
+    (made / "cache").mkdir()
+    tokenizer = learned([SourceSpec(str(text_file), "text")], 320, made / "cache")
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     records = [{"instruction": f"Add {n} and {n + 1}.", "context": "", "response": str(2 * n + 1)} for n in range(60)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (made / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = {
-        "source": str(tmp_path / "sums.jsonl"),
+        "source": str(made / "sums.jsonl"),
         "format": "Instruction",
         "sequenceLength": 128,
-        "cacheDirectory": str(tmp_path / "cache"),
+        "cacheDirectory": str(made / "cache"),
         "validation": {"fraction": 0.2, "everySteps": 100},
     }
     generation = {"maxNewTokens": 4}
@@ -69,15 +75,14 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
-    launch: Launcher, options: list[str], tmp_path: Path
+    undisturbed: Undisturbed, options: list[str], made: Path
 ) -> None:
-    job = launch(2, "run", options)
-    assert job.wait(120) == [0, 0], job.log()
+    job = undisturbed(2, options)
     folder = job.folder / "artifacts" / "step-6"
     tokens = torch.arange(40).reshape(1, -1)
     merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float32)
     with torch.no_grad():
         ours, pefts, before = merged(tokens).logits, adapted(tokens).logits, base(tokens).logits
     torch.testing.assert_close(ours, pefts, rtol=1e-5, atol=1e-5)
@@ -87,12 +92,14 @@ def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
     assert "| figure | before | after |" in (folder / "model" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("where", ["adapter/adapter_model", "model/model", "evaluation"])
+@pytest.mark.parametrize(
+    "where",
+    ["model/model", *(pytest.param(name, marks=pytest.mark.long) for name in ("adapter/adapter_model", "evaluation"))],
+)
 def test_a_kill_after_the_last_step_repeats_no_step_and_changes_nothing(
-    launch: Launcher, options: list[str], where: str
+    launch: Launcher, undisturbed: Undisturbed, options: list[str], where: str
 ) -> None:
-    whole = launch(2, "whole", options)
-    assert whole.wait(120) == [0, 0], whole.log()
+    whole = undisturbed(2, options)
     broken = launch(2, "broken", options)
     deadline = time.monotonic() + 100
     while not list(broken.folder.glob(f"artifacts/**/*{where.rpartition('/')[2]}*")):

@@ -94,7 +94,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("ranks", "overrides", "makers"),
     [
-        pytest.param(4, ["parallelism.tensor=2"], [1, 0, 1, 0], id="tensor"),
+        pytest.param(4, ["parallelism.tensor=2"], [1, 0, 1, 0], id="tensor", marks=pytest.mark.long),
         pytest.param(2, ["parallelism.pipeline=2"], [1, 0], id="pipeline"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import peft
 import pytest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Job, Undisturbed
 
     Launcher = Callable[..., Job]
 
@@ -31,12 +31,6 @@ SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
 DROPS = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
 PATTERNS = "tuning={trainable: ['model.layers.1.*', 'norm']}"
-
-
-@pytest.fixture(scope="module")
-def undivided() -> dict[str, Any]:
-    """What one process made of each tuning: metrics and weights, once they were asked for."""
-    return {}
 
 
 def run(launch: Launcher, base: Path, ranks: int, name: str, overrides: Sequence[str]) -> Job:
@@ -54,7 +48,7 @@ def trained(job: Job) -> dict[str, torch.Tensor]:
 
 LAYOUTS = [
     pytest.param(DROPS, 2, [], id="LoRA, dp2"),
-    pytest.param(DROPS, 4, [], id="LoRA, dp4"),
+    pytest.param(DROPS, 4, [], id="LoRA, dp4", marks=pytest.mark.long),
     pytest.param(DROPS, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
     pytest.param(DROPS, 2, [TP], id="LoRA, tp2"),
     pytest.param(DROPS, 2, [TP, SP], id="LoRA, tp2, sequence"),
@@ -69,24 +63,26 @@ LAYOUTS = [
     pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence"),
     pytest.param(DROPS, 2, ["parallelism.pipeline=2"], id="LoRA, pp2"),
     pytest.param(
-        DROPS, 4, ["parallelism.pipeline=2", TP, SP, "recompute=Full"], id="LoRA, pp2, tp2, sequence, recompute"
+        DROPS,
+        4,
+        ["parallelism.pipeline=2", TP, SP, "recompute=Full"],
+        id="LoRA, pp2, tp2, sequence, recompute",
+        marks=pytest.mark.long,
     ),
     pytest.param(PATTERNS, 2, [TP, SP], id="patterns, tp2, sequence"),
-    pytest.param(PATTERNS, 4, [SHARDED, TP], id="patterns, sharded, tp2"),
+    pytest.param(PATTERNS, 4, [SHARDED, TP], id="patterns, sharded, tp2", marks=pytest.mark.long),
     pytest.param(PATTERNS, 2, ["parallelism.pipeline=2"], id="patterns, pp2, the first stage trains nothing"),
 ]
 
 
 @pytest.mark.parametrize(("tuning", "ranks", "overrides"), LAYOUTS)
 def test_the_curve_and_what_was_trained_do_not_depend_on_the_layout(
-    launch: Launcher, base: Path, undivided: dict[str, Any], tuning: str, ranks: int, overrides: list[str]
+    launch: Launcher, undisturbed: Undisturbed, base: Path, tuning: str, ranks: int, overrides: list[str]
 ) -> None:
-    if tuning not in undivided:
-        whole = run(launch, base, 1, "whole", [tuning])
-        undivided[tuning] = whole.metrics(), trained(whole)
-    metrics, theirs = undivided[tuning]
+    whole = undisturbed(1, [f"model.weights={base}", tuning])
+    theirs = trained(whole)
     other = run(launch, base, ranks, "other", [tuning, *overrides])
-    for line, expected in zip(other.metrics(), metrics, strict=True):
+    for line, expected in zip(other.metrics(), whole.metrics(), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
     ours = trained(other)
@@ -130,7 +126,14 @@ def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
     assert refused.wait() == ([0] if rows == 321 else [64]), refused.log()
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), [(2, []), (4, [SHARDED]), (4, [TP, SP])], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(2, [], id="pp2"),
+        pytest.param(4, [SHARDED], id="pp2, sharded", marks=pytest.mark.long),
+        pytest.param(4, [TP, SP], id="pp2, tp2, sequence", marks=pytest.mark.long),
+    ],
+)
 def test_adapters_on_a_tied_model_in_two_stages_leave_the_shared_weight_alone(
     launch: Launcher, base: Path, tmp_path: Path, ranks: int, overrides: list[str]
 ) -> None:
@@ -143,15 +146,17 @@ def test_adapters_on_a_tied_model_in_two_stages_leave_the_shared_weight_alone(
     assert trained(staged).keys() == trained(whole).keys()
 
 
-def test_dropout_changes_the_curve_from_the_second_step_on(launch: Launcher, base: Path) -> None:
-    plain = run(launch, base, 1, "plain", [LORA]).losses()
-    drops = run(launch, base, 1, "drops", [DROPS]).losses()
+def test_dropout_changes_the_curve_from_the_second_step_on(undisturbed: Undisturbed, base: Path) -> None:
+    plain = undisturbed(1, [f"model.weights={base}", LORA]).losses()
+    drops = undisturbed(1, [f"model.weights={base}", DROPS]).losses()
     assert drops[0] == plain[0], "an adapter begins as nothing"
     assert drops[2] != plain[2]
 
 
-def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(launch: Launcher, base: Path) -> None:
-    whole = run(launch, base, 2, "whole", [DROPS])
+def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(
+    launch: Launcher, undisturbed: Undisturbed, base: Path
+) -> None:
+    whole = undisturbed(2, [f"model.weights={base}", DROPS])
     every = "checkpoint.durable={everySteps: 2}"
     half = launch(2, "half", [f"model.weights={base}", DROPS, every, "schedule.decaySteps=4", "steps=6"])
     half.wait_for_step(3)
@@ -164,8 +169,8 @@ def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(launch: Launc
         assert torch.equal(trained(again)[name], tensor)
 
 
-def test_a_checkpoint_holds_only_what_is_trained(launch: Launcher, base: Path) -> None:
-    job = run(launch, base, 1, "lora", [LORA])
+def test_a_checkpoint_holds_only_what_is_trained(undisturbed: Undisturbed, base: Path) -> None:
+    job = undisturbed(1, [f"model.weights={base}", LORA])
     assert all(".lora_" in name for name in trained(job))
     storage = open_storage(str(job.folder))
     committed = choose(storage, str(job.folder), None, milestones=False)
@@ -202,8 +207,8 @@ def test_what_cannot_be_tuned_is_refused_in_one_sentence(
     assert sentence in job.log().splitlines()[-1]
 
 
-def test_bfloat16_tuning_stays_close_to_float32(launch: Launcher, base: Path) -> None:
-    whole = run(launch, base, 1, "whole", [LORA]).metrics()
+def test_bfloat16_tuning_stays_close_to_float32(launch: Launcher, undisturbed: Undisturbed, base: Path) -> None:
+    whole = undisturbed(1, [f"model.weights={base}", LORA]).metrics()
     for name, overrides in (("replicated", []), ("sharded", [SHARDED])):
         half = run(launch, base, 2, name, [LORA, "precision=BFloat16", *overrides]).metrics()
         assert half[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.02)

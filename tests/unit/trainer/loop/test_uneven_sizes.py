@@ -14,7 +14,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from conftest import Job
+    from conftest import Job, Undisturbed
 
     Launcher = Callable[..., Job]
     Metrics = list[dict[str, Any]]
@@ -40,8 +40,11 @@ VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, sample
 KEYS = ("step", "loss", "gradNorm", "learningRate", "tokens", "samples", "validationLoss")
 
 
+RECORDED = [VALIDATION, "monitor.recordSamples=true"]
+
+
 def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Job:
-    job = launch(ranks, name, [VALIDATION, "monitor.recordSamples=true", *overrides])
+    job = launch(ranks, name, [*RECORDED, *overrides])
     assert job.wait(90) == [0] * ranks, "\n".join(job.log(rank) for rank in range(ranks))
     return job
 
@@ -77,27 +80,35 @@ def assert_same_history(job: Job, reference: Job) -> None:
         pytest.param(3, [ONE, SHARDED], id="dp3, fully sharded"),
         pytest.param(3, [ONE, ZERO], id="dp3, sharded optimizer"),
         pytest.param(6, [ONE, TP, SP], id="dp3 tp2, sequence", marks=pytest.mark.long),
-        pytest.param(6, [ONE, TP, SHARDED], id="dp3 tp2, fully sharded"),
+        pytest.param(6, [ONE, TP, SHARDED], id="dp3 tp2, fully sharded", marks=pytest.mark.long),
         pytest.param(6, [ONE, PP], id="dp3 pp2", marks=needs_new_torch),
         pytest.param(3, [ONE, "recompute=Full", "data.maskDocuments=true"], id="dp3, recompute, masked documents"),
     ],
 )
-def test_the_curve_and_the_samples_are_those_of_one_rank(launch: Launcher, ranks: int, overrides: list[str]) -> None:
+def test_the_curve_and_the_samples_are_those_of_one_rank(
+    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+) -> None:
     same = [text for text in overrides if text.startswith(("batch=", "data."))]
-    assert_same_history(run(launch, ranks, "uneven", overrides), run(launch, 1, "one", same))
+    assert_same_history(run(launch, ranks, "uneven", overrides), undisturbed(1, [*RECORDED, *same]))
 
 
 @pytest.mark.parametrize("overrides", [[ONE], [ONE, SHARDED]], ids=["replicated", "sharded"])
-def test_two_runs_of_an_uneven_size_agree_bit_for_bit(launch: Launcher, overrides: list[str]) -> None:
-    first, second = run(launch, 3, "first", overrides).metrics(), run(launch, 3, "second", overrides).metrics()
+def test_two_runs_of_an_uneven_size_agree_bit_for_bit(
+    launch: Launcher, undisturbed: Undisturbed, overrides: list[str]
+) -> None:
+    first, second = undisturbed(3, [*RECORDED, *overrides]).metrics(), run(launch, 3, "second", overrides).metrics()
     assert [[line.get(key) for key in KEYS] for line in first] == [[line.get(key) for key in KEYS] for line in second]
 
 
-@pytest.mark.parametrize("mode", ["dataParallel=Replicated", SHARDED, pytest.param(ZERO, marks=pytest.mark.long)])
-def test_a_run_goes_from_size_to_size_through_its_checkpoints(launch: Launcher, mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", [SHARDED, *(pytest.param(mode, marks=pytest.mark.long) for mode in ("dataParallel=Replicated", ZERO))]
+)
+def test_a_run_goes_from_size_to_size_through_its_checkpoints(
+    launch: Launcher, undisturbed: Undisturbed, mode: str
+) -> None:
     """4 -> 3 -> 2 -> 4 ranks, two steps at each."""
     constant = "schedule={kind: Constant, warmupSteps: 0}"
-    whole = run(launch, 1, "whole", [ONE, "steps=8", constant])
+    whole = undisturbed(1, [*RECORDED, ONE, "steps=8", constant])
     for ranks, steps in ((4, 2), (3, 4), (2, 6), (4, 8)):
         job = run(launch, ranks, "resized", [ONE, mode, DURABLE, f"steps={steps}", constant])
         assert job.metrics()[-1]["step"] == steps
@@ -158,11 +169,11 @@ def test_at_a_size_that_comes_out_even_a_tolerance_changes_no_bit(launch: Launch
     ],
 )
 def test_a_near_batch_is_that_of_one_rank_with_as_many_samples(
-    launch: Launcher, ranks: int, overrides: list[str]
+    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
 ) -> None:
     """The last step has what is left, in as many passes as the others."""
     near = run(launch, ranks, "near", [NEAR, CONSTANT, "steps=4", *overrides])
-    one = run(launch, 1, "one", ["batch={globalSize: 9, microSize: 1}", CONSTANT, "steps=3"])
+    one = undisturbed(1, [*RECORDED, "batch={globalSize: 9, microSize: 1}", CONSTANT, "steps=3"])
     assert [line["batch"] for line in near.metrics()] == [9, 9, 9, 5]
     assert near.losses()[:3] == pytest.approx(one.losses(), rel=1e-5)
     assert {step: samples_of(near)[step] for step in (1, 2, 3)} == samples_of(one)

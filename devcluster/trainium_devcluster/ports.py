@@ -9,13 +9,13 @@ _HELD: deque[socket.socket] = deque()
 """Bound and never listening: as these have SO_REUSEADDR, so may who listens, and the system hands them to no other."""
 
 
-def reserved_port(host: str = "127.0.0.1") -> int:
-    """A free port, kept until 64 more were asked for."""
+def reserved_port() -> int:
+    """A port that is free on all addresses of this machine, kept until 64 more were asked for."""
     if len(_HELD) == 64:
         _HELD.popleft().close()
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
+    held.bind(("0.0.0.0", 0))  # noqa: S104 - never listens; who listens on all addresses is refused for one
     _HELD.append(held)
     port: int = held.getsockname()[1]
     return port
