@@ -1,8 +1,8 @@
 """A restart in place among the agents of many nodes, a new membership, and heartbeats.
 
-Real: every agent is a process with the rendezvous, the watcher and torch's assignment of ranks that it has in a pod;
-they meet in a real store; the coordinator's state and its messages. Simulated: the ranks (each agent assigns the
-numbers of 32, none is started), TLS and HTTP of the coordinator (`benchmarks/coordinator.py` has both, for 1,000).
+Real: every agent is a process with the rendezvous and the watcher that it has in a pod; they meet in a real store; the
+coordinator's state and its messages. Simulated: the ranks (none is started), TLS and HTTP of the coordinator
+(`benchmarks/coordinator.py` has both, for 1,000).
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.scale.book import MIBIBYTE, Book
 from benchmarks.scale.wire import Counter
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.events.api import Event, EventSource
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
@@ -78,57 +75,6 @@ def membership_of(nodes: int, port: int = 29_400, host: str = "127.0.0.1") -> Me
     )
 
 
-class Agent(SimpleElasticAgent):
-    """What an agent does in its store; its ranks are numbers."""
-
-    def __init__(self, membership: Membership, node_rank: int, watcher: StateWatcher) -> None:
-        self.handler = GenerationRendezvous(
-            membership,
-            node_rank,
-            "benchmark",
-            initial=GenerationState(),
-            interrupted=lambda: False,
-            waiting_for=lambda _missing: None,
-            watcher=watcher,
-        )
-        super().__init__(
-            WorkerSpec(
-                role="trainer",
-                local_world_size=membership.processes_per_node,
-                entrypoint=print,
-                rdzv_handler=self.handler,
-                max_restarts=_ROUNDS + 1,
-            )
-        )
-
-    def begin(self) -> None:
-        """The first attempt."""
-        self._initialize_workers(self._worker_group)
-
-    def again(self) -> None:
-        """The next attempt."""
-        self._restart_workers(self._worker_group)
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-
-    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        pass
-
-    def _monitor_workers(self, *_: Any) -> Any:
-        raise AssertionError("there are no workers here that could be watched")
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        pass
-
-    def record_duration(self, state: str) -> AbstractContextManager[None]:  # type: ignore[override]  # noqa: ARG002
-        """Nothing."""
-        return nullcontext()
-
-    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        return Event(state, source=source, metadata={})
-
-
 def _live(membership: Membership, node_rank: int, say: Callable[[Any], None]) -> None:
     """One agent's life: join, then follow each new attempt; the last node's agent begins them when told to."""
     changed = threading.Event()
@@ -138,24 +84,30 @@ def _live(membership: Membership, node_rank: int, say: Callable[[Any], None]) ->
         newest[0] = state
         changed.set()
 
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # as `trainium-agent` does: ranks are not negotiated
     watcher = StateWatcher(membership, on_change, lambda: None)
-    agent = Agent(membership, node_rank, watcher)
+    rendezvous = GenerationRendezvous(
+        membership,
+        node_rank,
+        initial=GenerationState(),
+        interrupted=lambda: False,
+        waiting_for=lambda _missing: None,
+        watcher=watcher,
+    )
     watcher.start()
-    agent.begin()
+    rendezvous.next_rendezvous()
     say(("joined", 0, node_rank, time.monotonic()))
     attempt = 0
     while True:
         if select.select([sys.stdin], [], [], 0.0)[0] and node_rank == len(membership.members) - 1:
             sys.stdin.readline()
             say(("failed", attempt + 1, node_rank, time.monotonic()))
-            agent.handler.store.change(lambda state: replace(state, attempt=state.attempt + 1))
+            rendezvous.store.change(lambda state: replace(state, attempt=state.attempt + 1))
         if changed.wait(0.005):
             changed.clear()
         if newest[0].attempt > attempt:
             attempt = newest[0].attempt
             say(("heard", attempt, node_rank, time.monotonic()))
-            agent.again()
+            rendezvous.next_rendezvous()
             say(("joined", attempt, node_rank, time.monotonic()))
 
 

@@ -55,7 +55,6 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
     handler = GenerationRendezvous(
         membership,
         0,
-        "job",
         initial=GenerationState(),
         interrupted=lambda: False,
         waiting_for=waiting_for,

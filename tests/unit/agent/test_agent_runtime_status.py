@@ -86,4 +86,4 @@ def test_a_status_counts_even_when_a_long_dump_follows_it() -> None:
     tail = Tail("[rank 0] ")
     tail.feed(b"ERROR NRT:nrt_infodump Failure: NRT_EXEC_HW_ERR_NC_UE in nrt_execute()\n")
     tail.feed(b"ERROR NRT:nrt_infodump Environment:\n" * 200)
-    assert tail.runtime.last(time.time()).status == 1202
+    assert tail.last_word(time.time()).status == 1202

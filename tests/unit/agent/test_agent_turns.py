@@ -16,7 +16,7 @@ from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.generation import generation_store, turns
 from trainium_trainer.agent.generation.generation_store import GenerationStore, serve_store
 from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
-from trainium_trainer.agent.rendezvous import GenerationRendezvous, RendezvousInterruptedError
+from trainium_trainer.agent.rendezvous import GenerationRendezvous, GenerationStoppedError, RendezvousInterruptedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +95,6 @@ class Party:
         handler = GenerationRendezvous(
             self.membership,
             node_rank,
-            "job",
             initial=GenerationState(),
             interrupted=lambda: self.over.is_set() or (told is not None and told.is_set()),
             waiting_for=lambda _missing: None,
@@ -112,7 +111,7 @@ class Party:
         def join() -> None:
             try:
                 results.append(handler.next_rendezvous())
-            except RendezvousInterruptedError as interruption:
+            except (RendezvousInterruptedError, GenerationStoppedError) as interruption:
                 results.append(interruption)
 
         thread = threading.Thread(target=join, daemon=True)
@@ -285,7 +284,7 @@ def test_who_waits_hears_at_once_that_the_generation_stopped(party: Party) -> No
     party.store.change(lambda _: GenerationState(stopped=int(ExitCode.USER_ERROR)))
     for thread, results in waiting:
         thread.join(20)
-        assert isinstance(results[0], RendezvousInterruptedError)
+        assert isinstance(results[0], GenerationStoppedError)
     assert time.monotonic() - began < SOON
 
 

@@ -46,7 +46,7 @@ class Factory:
             [sys.executable, str(HERE / "agent_factory.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.agents: dict[int, Agent] = {}
         self._read()
@@ -118,7 +118,6 @@ class World:
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(HERE / "fakes"),
             "OMP_NUM_THREADS": "1",
-            "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
             "TRAINIUM_COORDINATOR": ",".join(f"{server.ip}:{server.port}" for server in self.servers),
             "TRAINIUM_NAMESPACE": "team",
             "TRAINIUM_JOB": "job",

@@ -1,6 +1,6 @@
 """Compiling for other sizes of the job while this pod is an idle spare.
 
-Invariants: it never runs beside ranks: `stop` returns when its processes have ended; it runs at the lowest priority;
+Invariants: it never runs beside ranks, which are started when `on_end` has come; it runs at the lowest priority;
 that it fails harms nothing, the size then compiles in its first step. One size after the other, each time the one
 that the job may need the soonest. What was stopped is begun again when the pod is idle again, what ended is not.
 """
@@ -33,58 +33,126 @@ _ENTRY = "trainium_trainer.agent.background_compile:main"
 
 
 class BackgroundCompiler:
-    """`start` whenever the pod has become an idle spare, `stop` before it gets ranks; both from one thread."""
+    """`start` whenever the pod has become an idle spare, `stop` before it gets ranks; the event loop's."""
 
-    def __init__(self, settings: AgentSettings, keeper: StandbyKeeper, tell: Callable[[CompiledSize], None]) -> None:
-        """`tell` hears of each size whose graphs are there."""
+    def __init__(
+        self,
+        settings: AgentSettings,
+        keeper: StandbyKeeper,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        tell: Callable[[CompiledSize], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """`post` has something done in the event loop, from any thread.
+
+        `tell` hears of each size whose graphs are there; `on_end` that no process of a `start` is left.
+        """
         self._settings = settings
         self._keeper = keeper
+        self._post = post
         self._tell = tell
-        self._left = list(settings.background_sizes)
-        self._present = 0
+        self._on_end = on_end
+        self._left = [*settings.background_sizes]
         self._run: _Run | None = None
 
     def start(self, present: int) -> None:
         """Begin, unless it has been done or is under way; the others train on `present` nodes."""
-        self._present = present
-        if self._left and self._run is None:
-            self._run = _Run(self._compile_all)
+        if self._run is not None:
+            self._run.train_on(present)
+            return
+        if not self._left:
+            self._post(self._on_end)
+            return
+        self._run = _Run(self._settings, self._keeper, (*self._left,), present, self._ended, self._over)
 
     def stop(self) -> None:
-        """End it at once; what it compiled and shared stays."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.cancel()
-            run.thread.join()
+        """End it at once; `on_end` follows. What it compiled and shared stays."""
+        if self._run is not None:
+            self._run.cancel()
+
+    # From the thread of a run.
+
+    def _ended(self, nodes: int, seconds: float | None) -> None:
+        def take() -> None:
+            self._left.remove(nodes)
+            if seconds is not None:
+                self._tell(CompiledSize(nodes=nodes, seconds=seconds))
+
+        self._post(take)
+
+    def _over(self) -> None:
+        def take() -> None:
+            self._run = None
+            self._on_end()
+
+        self._post(take)
+
+
+class _Run:
+    """One try, in a thread of its own."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        keeper: StandbyKeeper,
+        sizes: tuple[int, ...],
+        present: int,
+        on_size: Callable[[int, float | None], None],
+        on_over: Callable[[], None],
+    ) -> None:
+        """`on_size` gets the seconds that a size took, None where it failed; both are called from the thread."""
+        self._settings = settings
+        self._keeper = keeper
+        self._sizes = sizes
+        self._present = present
+        self._on_size = on_size
+        self._on_over = on_over
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._process: RankProcess | None = None
+        threading.Thread(target=self._try, name="background-compiler", daemon=True).start()
+
+    def train_on(self, present: int) -> None:
+        """So many nodes train now; the next size is chosen by that."""
+        with self._lock:
+            self._present = present
 
     def cancel(self) -> None:
-        """The pod ends; from the thread that reaps, so nothing is waited for."""
-        run = self._run  # the other thread may be at `stop`
-        if run is not None:
-            run.cancel()
+        """End the try; does not wait."""
+        with self._lock:
+            self._cancelled.set()
+            if self._process is not None:
+                self._process.signal(signal.SIGKILL)
 
-    def _compile_all(self, run: _Run) -> None:
+    def _try(self) -> None:
+        try:
+            self._compile_all()
+        except StandbyLostError as loss:
+            _log.warning("the graphs of other sizes could not be compiled: %s", loss)
+        finally:
+            self._on_over()
+
+    def _compile_all(self) -> None:
         while not self._keeper.warm:  # a fork of the standby is small, and its imports must not be hurried for this
-            if run.cancelled.wait(_POLL_SECONDS):
+            if self._cancelled.wait(_POLL_SECONDS):
                 return
-        while self._left:
-            nodes = likely_first(self._left, self._present)[0]
+        left = [*self._sizes]
+        while left and not self._cancelled.is_set():
+            with self._lock:
+                nodes = likely_first(left, self._present)[0]
             began = time.monotonic()
-            try:
-                code = self._compile(run, nodes)
-            except StandbyLostError as loss:
-                _log.warning("the graphs of other sizes could not be compiled: %s", loss)
+            code = self._compile(nodes)
+            if self._cancelled.is_set():
                 return
-            if run.cancelled.is_set():
-                return
-            self._left.remove(nodes)
+            left.remove(nodes)
             if code == 0:
                 _log.info("the graphs for %d nodes are ready", nodes)
-                self._tell(CompiledSize(nodes=nodes, seconds=time.monotonic() - began))
             else:
                 _log.warning("the graphs for %d nodes were not all compiled (code %s)", nodes, code)
+            self._on_size(nodes, time.monotonic() - began if code == 0 else None)
 
-    def _compile(self, run: _Run, nodes: int) -> int | None:
+    def _compile(self, nodes: int) -> int | None:
         """Compile for one size; the exit code. Raises StandbyLostError."""
         arguments = ("--sizes", str(nodes), "--cores-per-node", str(self._settings.processes_per_node))
         ended = threading.Event()
@@ -96,34 +164,12 @@ class BackgroundCompiler:
             on_exit=lambda _: ended.set(),
             label="precompile",
         )
-        run.kills(process)
-        ended.wait()
-        return process.exit_code
-
-
-class _Run:
-    """One try, in a thread of its own."""
-
-    def __init__(self, work: Callable[[_Run], None]) -> None:
-        self.cancelled = threading.Event()
-        self._lock = threading.Lock()
-        self._process: RankProcess | None = None
-        self.thread = threading.Thread(target=work, args=(self,), name="background-compiler", daemon=True)
-        self.thread.start()
-
-    def kills(self, process: RankProcess) -> None:
-        """What `cancel` has to end, at once if it was called already."""
         with self._lock:
             self._process = process
-            if self.cancelled.is_set():
+            if self._cancelled.is_set():
                 process.signal(signal.SIGKILL)
-
-    def cancel(self) -> None:
-        """End the try; does not wait."""
-        with self._lock:
-            self.cancelled.set()
-            if self._process is not None:
-                self._process.signal(signal.SIGKILL)
+        ended.wait()
+        return process.exit_code
 
 
 def main(arguments: Sequence[str]) -> object:

@@ -36,7 +36,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     # Read by torch when it is imported; the ranks share the agent's import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     code = run(settings)
     sys.stdout.flush()
     sys.stderr.flush()

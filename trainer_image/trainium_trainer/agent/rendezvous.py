@@ -12,20 +12,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
-from torch.distributed.elastic.rendezvous import (
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-
 from trainium_trainer.agent.checks import pairing
 from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_rank_store
 from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, TurnCaller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
     from trainium_contract.wire.messages import Membership
     from trainium_trainer.agent.checks.pair_round import PairRound
@@ -42,18 +36,21 @@ _GO = "1"
 _PAIRS_FIRST = "pairs"
 
 
-class RendezvousInterruptedError(RendezvousGracefulExitError):
-    """The agent was told to leave, or the generation stopped, while it waited for the others."""
+class RendezvousInterruptedError(Exception):
+    """The agent was told to leave while it waited for the others."""
 
 
-class GenerationRendezvous(RendezvousHandler):
-    """The plug-in for torch.distributed.elastic."""
+class GenerationStoppedError(Exception):
+    """The generation stopped with a verdict."""
+
+
+class GenerationRendezvous:
+    """One agent's part; the generation's worker has it to itself."""
 
     def __init__(
         self,
         membership: Membership,
         node_rank: int,
-        run_id: str,
         *,
         initial: GenerationState,
         interrupted: Callable[[], bool],
@@ -64,7 +61,6 @@ class GenerationRendezvous(RendezvousHandler):
         """`watcher` is started by who made it, and nudged when `interrupted` becomes true."""
         self._membership = membership
         self._node_rank = node_rank
-        self._run_id = f"{run_id}.g{membership.generation}"
         self._initial = initial
         self._interrupted = interrupted
         self._pair_round = pair_round
@@ -75,59 +71,34 @@ class GenerationRendezvous(RendezvousHandler):
         self._caller: TurnCaller | None = None
         self._rank_store: TCPStore | None = None
         self.store = GenerationStore(membership, hurried=interrupted)
-        self.state = initial
-        """The shared state as of the last rendezvous."""
+        self.attempt = initial.attempt
+        """Newest one that was joined."""
 
-    def get_backend(self) -> str:
-        """Name of this plug-in."""
-        return "trainium"
+    def next_rendezvous(self) -> tuple[GenerationState, int]:
+        """Join the newest attempt and wait for all members; the attempt's state, and the port of its ranks' store.
 
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks connect to a store that node 0's agent hosts."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Join the newest attempt and wait for all members.
-
-        Raises RendezvousInterruptedError when told to leave or when the generation stopped.
+        Raises RendezvousInterruptedError, GenerationStoppedError, and FoundBadError for this very node.
         """
         while True:
             self._stop_when_interrupted()
             try:
                 self._connect()
-                info = self._join(self.store.state())
+                joined = self._join(self.store.state())
             except StoreLostError:
                 # Node 0's pod is gone or not there yet; only a newer generation or its return ends this.
                 self._waiting_for((0,))
                 time.sleep(_RECONNECT_SECONDS)
                 continue
-            if info is not None:
+            if joined is not None:
                 self._waiting_for(())
-                return info
+                return joined
 
-    def is_closed(self) -> bool:
-        """Whether the generation stopped with a verdict."""
-        return self.state.stopped is not None
-
-    def set_closed(self) -> None:
-        """A generation is closed by its shared state only."""
-
-    def num_nodes_waiting(self) -> int:
-        """None ever: membership changes come as new generations."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Name of the job and number of the generation."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
+    def shutdown(self) -> None:
         """Close the ranks' store and end the turns if they are here."""
         self._rank_store = None
         if self._caller is not None:
             self._caller.stop()
             self._caller = None
-        return True
 
     def _connect(self) -> None:
         if not self.store.connected:
@@ -145,11 +116,11 @@ class GenerationRendezvous(RendezvousHandler):
             self._watcher.next_look(looks, pause)
             pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
 
-    def _join(self, state: GenerationState) -> RendezvousInfo | None:
+    def _join(self, state: GenerationState) -> tuple[GenerationState, int] | None:
         """Join one attempt; None when a newer attempt began meanwhile."""
-        self.state = state
         if state.stopped is not None:
-            raise RendezvousInterruptedError("the generation stopped")
+            raise GenerationStoppedError("the generation stopped")
+        self.attempt = state.attempt
         store, attempt = self.store, state.attempt
         port_key, go_key = store.key(attempt, "port"), store.key(attempt, "go")
         if self._node_rank == 0:
@@ -163,12 +134,7 @@ class GenerationRendezvous(RendezvousHandler):
             if verdict.bad:
                 self._await_withdrawal(attempt, verdict.bad)
                 return None
-        return RendezvousInfo(
-            PrefixStore(store.key(attempt, "elastic"), store.client),
-            self._node_rank,
-            len(self._membership.members),
-            RendezvousStoreInfo(self._membership.members[0].pod_ip, int(store.get(port_key))),
-        )
+        return state, int(store.get(port_key))
 
     def _gather(self, attempt: int) -> bool:
         """Node 0: let all go once all have joined. False when a newer attempt began, or the generation stopped."""

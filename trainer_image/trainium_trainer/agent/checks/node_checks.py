@@ -39,7 +39,7 @@ _WRONG = {
 
 
 class NodeChecks:
-    """`run` once, in a thread of its own; `done` is set when ranks may be started."""
+    """`run` once, in a thread of its own; ranks may be started when it has ended."""
 
     def __init__(
         self, settings: AgentSettings, keeper: StandbyKeeper, *, report: Callable[[CheckResult], None]
@@ -53,30 +53,25 @@ class NodeChecks:
             check for check in _NAMES if check in settings.checks and not (alone and check is PreflightCheck.LOOPBACK)
         )
         self._cancelled = threading.Event()
-        self.unfit = ""
-        """What is wrong with the node, as a sentence; known when `done` is set."""
-        self.done = threading.Event()
-        if not self._checks:
-            self.done.set()
 
     def cancel(self) -> None:
         """The pod ends, or its ranks are wanted now: what has not ended counts as passed."""
         self._cancelled.set()
 
-    def run(self) -> None:
-        """Make the checks."""
+    def run(self) -> str:
+        """Make the checks; what is wrong with the node, as a sentence, or nothing."""
         if not self._checks:
-            return
+            return ""
         began = time.monotonic()
         deadline = began + self._settings.check_seconds
         try:
             outcomes = self._outcomes(deadline)
-            self.unfit = self._judge(outcomes, time.monotonic() - began)
+            return self._judge(outcomes, time.monotonic() - began)
         except OSError as error:
             _log.warning("the node's checks could not be made (%s); they count as passed", error)
+            return ""
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self.done.set()
 
     def _outcomes(self, deadline: float) -> list[dict[str, Any]]:
         while not self._keeper.warm:  # its imports must not be hurried for this

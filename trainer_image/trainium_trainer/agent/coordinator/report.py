@@ -1,14 +1,13 @@
 """What the agent tells the coordinator: phase, progress, failures, restarts, as of now.
 
-Invariants: every method may be called from any thread; what is read of a record is taken in before anything else
-changes, so nothing of an old generation is told as a new one's; nobody speaks for a generation that is over; sequence
+Invariants: the agent's event loop has it to itself, so what is read of a record is taken in before anything else
+changes and nothing of an old generation is told as a new one's; nobody speaks for a generation that is over; sequence
 numbers count up over the life of the agent and are never given twice; a restart is resumed when a step ends that had
 not been completed before the failure, or when the ranks are past their last step again.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -116,7 +115,6 @@ class Report:
         self._settings = settings
         self._read = read_progress
         self._wake = wake
-        self._lock = threading.Lock()
         self._phase = WorkerPhase.PREFLIGHT
         self._generation = 0
         self._attempt = 0
@@ -137,7 +135,7 @@ class Report:
         self._compiled: tuple[CompiledSize, ...] = ()
         self.signs = Signs(settings.rules_path, wake)
         self.standby_warm: Callable[[], bool] = lambda: False
-        self.step_timing: Callable[[], StepTiming | None] = lambda: None
+        self._timing: StepTiming | None = None
 
     @property
     def phase(self) -> WorkerPhase:
@@ -160,8 +158,7 @@ class Report:
     @property
     def recovering(self) -> bool:
         """Whether a restart of the present attempt has not reached a new step yet."""
-        with self._lock:
-            return any(record.resumed_at is None and self._is_current(record) for record in self._restarts)
+        return any(record.resumed_at is None and self._is_current(record) for record in self._restarts)
 
     @property
     def verdict_code(self) -> int | None:
@@ -174,203 +171,189 @@ class Report:
 
         Its attempt would make the coordinator pass over the first attempt of the generation that has come.
         """
-        with self._lock:
-            if generation not in (None, self._generation):
-                return
-            changed = phase is not self._phase or attempt not in (None, self._attempt)
-            self._phase = phase
-            self._attempt = self._attempt if attempt is None else attempt
-            if phase not in (WorkerPhase.JOINING, WorkerPhase.YIELDED, WorkerPhase.FAILED):
-                self._waiting_for = ()
+        if generation not in (None, self._generation):
+            return
+        changed = phase is not self._phase or attempt not in (None, self._attempt)
+        self._phase = phase
+        self._attempt = self._attempt if attempt is None else attempt
+        if phase not in (WorkerPhase.JOINING, WorkerPhase.YIELDED, WorkerPhase.FAILED):
+            self._waiting_for = ()
         if changed:
             self._wake()
 
     def enter_generation(self, generation: int, phase: WorkerPhase) -> None:
         """A newer generation is known; ranks of the old one may still be on their way out."""
-        with self._lock:
-            self._generation = generation
-            self._attempt = 0
-            self._verdict = None
-            self._waiting_for = ()
-            if self._progress is not None:
-                # The step stands until the new ranks know theirs; what belongs to a generation starts anew.
-                self._progress = self._progress.model_copy(
-                    update={"resume_step": None, "productive_seconds": 0.0, "started": 0.0, "loaded": 0.0}
-                )
+        self._generation = generation
+        self._attempt = 0
+        self._verdict = None
+        self._waiting_for = ()
+        if self._progress is not None:
+            # The step stands until the new ranks know theirs; what belongs to a generation starts anew.
+            self._progress = self._progress.model_copy(
+                update={"resume_step": None, "productive_seconds": 0.0, "started": 0.0, "loaded": 0.0}
+            )
         self.enter(phase)
 
     def know(self, generation: int) -> None:
         """A newer generation is known to a pod that cannot take part in any."""
-        with self._lock:
-            self._generation = generation
+        self._generation = generation
         self._wake()
 
     def follow(self, files: Sequence[Path]) -> None:
         """Read progress from these records from now on, the pod's first rank first."""
-        with self._lock:
-            self._progress_files = tuple(files)
+        self._progress_files = tuple(files)
 
     def wait_for(self, node_ranks: tuple[int, ...]) -> None:
         """Node ranks that the rendezvous still lacks."""
-        with self._lock:
-            self._waiting_for = node_ranks[:_LISTED_RANKS]
+        self._waiting_for = node_ranks[:_LISTED_RANKS]
 
     def failed(self, generation: int, process: RankProcess) -> None:
         """Take down an exit that nobody asked for."""
         self.observe()
         assert process.exit_code is not None
-        with self._lock:
-            record = self._current_record(process.local_rank)
-            step = record.step if record is not None else -1
-            self._failures.append(_Failure(self._next_failure, generation, process, process.exit_code, step))
-            self._next_failure += 1
+        record = self._current_record(process.local_rank)
+        step = record.step if record is not None else -1
+        self._failures.append(_Failure(self._next_failure, generation, process, process.exit_code, step))
+        self._next_failure += 1
         self._wake()
 
     def hung(self, generation: int, process: RankProcess, code: int, sentence: str) -> None:
         """Take down a process that the agent is about to end for standing still."""
-        with self._lock:
-            record = self._current_record(process.local_rank)
-            step = record.step if record is not None else -1
-            self._failures.append(
-                _Failure(self._next_failure, generation, process, code, step, sentence=sentence, at=time.time())
-            )
-            self._next_failure += 1
+        record = self._current_record(process.local_rank)
+        step = record.step if record is not None else -1
+        self._failures.append(
+            _Failure(self._next_failure, generation, process, code, step, sentence=sentence, at=time.time())
+        )
+        self._next_failure += 1
         self._wake()
 
     def checked(self, result: CheckResult) -> None:
         """The newest outcome of a check of this node."""
-        with self._lock:
-            self._checks = {**self._checks, result.check: result}
+        self._checks = {**self._checks, result.check: result}
         self._wake()
 
     def compiled(self, size: CompiledSize) -> None:
         """The graphs of another size are there."""
-        with self._lock:
-            self._compiled = (*self._compiled, size)[-MAX_COMPILED:]
+        self._compiled = (*self._compiled, size)[-MAX_COMPILED:]
         self._wake()
 
     def stuck(self, ranks: tuple[StuckRank, ...]) -> None:
         """Local ranks that stand still now."""
-        with self._lock:
-            changed, self._stuck = bool(ranks or self._stuck), ranks
+        changed, self._stuck = bool(ranks or self._stuck), ranks
         if changed:
             self._wake()
 
+    def timed(self, timing: StepTiming | None) -> None:
+        """Step times of this pod's ranks; None until enough steps were made."""
+        self._timing = timing
+
     def give_up(self, process: RankProcess | None = None) -> None:
-        """The failure of this process, else the newest, is the verdict; waits for its last lines."""
+        """The failure of this process, else the newest, is the verdict."""
         failures = [failure for failure in self._failures if failure.process is process] or list(self._failures)
-        failures[-1].process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
         generation = failures[-1].generation
-        with self._lock:
-            if generation == self._generation:
-                self._verdict = failures[-1]
+        if generation == self._generation:
+            self._verdict = failures[-1]
         self.enter(WorkerPhase.FAILED, generation=generation)
 
     def give_up_with(self, code: int, sentence: str) -> None:
         """A verdict without a process: the pod itself is unfit."""
-        with self._lock:
-            self._verdict = ProcessFailure(
-                sequence=self._next_failure,
-                generation=self._generation,
-                attempt=self._attempt,
-                rank=0,
-                exit_code=code,
-                message=sentence[:MESSAGE_CHARACTERS],
-                at=time.time(),
-            )
-            self._next_failure += 1
+        self._verdict = ProcessFailure(
+            sequence=self._next_failure,
+            generation=self._generation,
+            attempt=self._attempt,
+            rank=0,
+            exit_code=code,
+            message=sentence[:MESSAGE_CHARACTERS],
+            at=time.time(),
+        )
+        self._next_failure += 1
         self.enter(WorkerPhase.FAILED)
 
     def restarting(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
         """A restart in place begins."""
-        with self._lock:
-            self._restarts.append(
-                RestartRecord(
-                    sequence=self._next_restart,
-                    generation=generation,
-                    attempt=attempt,
-                    cause=cause,
-                    failed_at=failed_at,
-                    detected_at=time.time(),
-                    step_before=self._best_step,
-                )
+        self._restarts.append(
+            RestartRecord(
+                sequence=self._next_restart,
+                generation=generation,
+                attempt=attempt,
+                cause=cause,
+                failed_at=failed_at,
+                detected_at=time.time(),
+                step_before=self._best_step,
             )
-            self._next_restart += 1
-            if self._progress is not None:
-                self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
+        )
+        self._next_restart += 1
+        if self._progress is not None:
+            self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
         self.enter(WorkerPhase.JOINING, generation=generation, attempt=attempt)
 
     def observe(self) -> None:
         """Read the ranks' progress and see whether a restart has resumed."""
-        with self._lock:
-            record = self._current_record(0)
-            if record is None:
-                return
-            self._date(record)
-            beside = self._progress_files[0]
-            results = read_results(beside)
-            self._progress = Progress(
-                step=max(record.step, 0),
-                loss=_finite(record.loss),
-                tokens_per_second=_finite(record.tokens_per_second),
-                resume_step=record.resume_step if record.resume_step >= 0 else None,
-                samples=max(record.samples, 0),
-                memory_step=max(record.memory_step, -1),
-                durable_step=max(record.durable_step, -1),
-                updated=max(_finite(record.updated) or 0.0, 0.0),
-                productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
-                started=self._started,
-                loaded=self._loaded,
-                notice=read_notice(beside)[:MESSAGE_CHARACTERS],
-                alerts=_alerts(beside),
-                total_steps=max(record.total_steps, 0),
-                stage=record.stage.value,
-                stage_done=None if record.stage is RunStage.TRAIN else round(_finite(record.stage_done) or 0.0, 4),
-                stage_since=max(_finite(record.stage_since) or 0.0, 0.0),
-                artifacts=results.artifacts,
-                evaluation=results.evaluation,
-            )
-            resumed = record.resume_step if record.resume_step >= 0 else None
-            for index, restart in enumerate(self._restarts):
-                if restart.resumed_at is None and self._is_current(restart):
-                    self._restarts[index] = restart.model_copy(
-                        update={"resume_step": resumed, "resumed_at": _resumed_at(record, restart.step_before)}
-                    )
-            if record.step > 0 or record.resume_step > 0:
-                self._best_step = max(self._best_step, record.step, record.resume_step)
-                stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_done
-                self._reached = max(self._reached, self._best_step + stage)
-            training = self._phase is WorkerPhase.LOADING and record.phase.name == "TRAINING"
+        record = self._current_record(0)
+        if record is None:
+            return
+        self._date(record)
+        beside = self._progress_files[0]
+        results = read_results(beside)
+        self._progress = Progress(
+            step=max(record.step, 0),
+            loss=_finite(record.loss),
+            tokens_per_second=_finite(record.tokens_per_second),
+            resume_step=record.resume_step if record.resume_step >= 0 else None,
+            samples=max(record.samples, 0),
+            memory_step=max(record.memory_step, -1),
+            durable_step=max(record.durable_step, -1),
+            updated=max(_finite(record.updated) or 0.0, 0.0),
+            productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
+            started=self._started,
+            loaded=self._loaded,
+            notice=read_notice(beside)[:MESSAGE_CHARACTERS],
+            alerts=_alerts(beside),
+            total_steps=max(record.total_steps, 0),
+            stage=record.stage.value,
+            stage_done=None if record.stage is RunStage.TRAIN else round(_finite(record.stage_done) or 0.0, 4),
+            stage_since=max(_finite(record.stage_since) or 0.0, 0.0),
+            artifacts=results.artifacts,
+            evaluation=results.evaluation,
+        )
+        resumed = record.resume_step if record.resume_step >= 0 else None
+        for index, restart in enumerate(self._restarts):
+            if restart.resumed_at is None and self._is_current(restart):
+                self._restarts[index] = restart.model_copy(
+                    update={"resume_step": resumed, "resumed_at": _resumed_at(record, restart.step_before)}
+                )
+        if record.step > 0 or record.resume_step > 0:
+            self._best_step = max(self._best_step, record.step, record.resume_step)
+            stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_done
+            self._reached = max(self._reached, self._best_step + stage)
+        training = self._phase is WorkerPhase.LOADING and record.phase.name == "TRAINING"
         if training:
             self.enter(WorkerPhase.TRAINING)
 
     def heartbeat(self) -> HeartbeatRequest:
         """The message for now."""
         self.observe()
-        with self._lock:
-            verdict = self._verdict
-            return HeartbeatRequest(
-                namespace=self._settings.namespace,
-                job=self._settings.job,
-                pod_name=self._settings.pod_name,
-                pod_uid=self._settings.pod_uid,
-                generation=self._generation,
-                attempt=self._attempt,
-                phase=self._phase,
-                progress=self._progress,
-                failures=tuple(
-                    failure.message() for failure in takewhile(lambda failure: failure.settled, self._failures)
-                ),
-                verdict=verdict.message() if isinstance(verdict, _Failure) else verdict,
-                restarts=tuple(self._restarts),
-                waiting_for=self._waiting_for,
-                ready=self.standby_warm(),
-                stuck=self._stuck,
-                kernel=self.signs.kernel.newest,
-                timing=self.step_timing(),
-                checks=tuple(self._checks.values()),
-                compiled=self._compiled,
-            )
+        verdict = self._verdict
+        return HeartbeatRequest(
+            namespace=self._settings.namespace,
+            job=self._settings.job,
+            pod_name=self._settings.pod_name,
+            pod_uid=self._settings.pod_uid,
+            generation=self._generation,
+            attempt=self._attempt,
+            phase=self._phase,
+            progress=self._progress,
+            failures=tuple(failure.message() for failure in takewhile(lambda failure: failure.settled, self._failures)),
+            verdict=verdict.message() if isinstance(verdict, _Failure) else verdict,
+            restarts=tuple(self._restarts),
+            waiting_for=self._waiting_for,
+            ready=self.standby_warm(),
+            stuck=self._stuck,
+            kernel=self.signs.kernel.newest,
+            timing=self._timing,
+            checks=tuple(self._checks.values()),
+            compiled=self._compiled,
+        )
 
     def _date(self, record: ProgressRecord) -> None:
         """Take down when this attempt's processes were up and when they began to train, as seen from here."""

@@ -55,7 +55,7 @@ class Diagnosis:
 
 def last_word(process: RankProcess) -> RuntimeWord | None:
     """The most telling thing that the runtime said through the process's output before it ended."""
-    return process.output.runtime.last(process.ended_at or time.time())
+    return process.output.last_word(process.ended_at or time.time())
 
 
 def describe_exit(process: RankProcess) -> str:
@@ -109,7 +109,7 @@ def weight(verdict: Verdict) -> tuple[bool, bool, bool]:
 
 
 class Signs:
-    """Reads the signs of this pod's failures; any thread may call."""
+    """Reads the signs of this pod's failures; `kernel` may be asked by any thread, the rest is the worker's."""
 
     def __init__(self, rules_path: Path | None, on_event: Callable[[], None]) -> None:
         self._rules_path = rules_path

@@ -13,8 +13,6 @@ from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.agent.generation.generation_store import StoreLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trainium_trainer.agent.generation.generation_store import GenerationStore
 
 _POLL_SECONDS = 0.1
@@ -23,9 +21,9 @@ _ORPHANED_SECONDS = 30.0
 
 
 class Roll:
-    """One agent's view of the roll; used from the run loop's thread only."""
+    """One agent's view of the roll; used by the generation's worker only."""
 
-    def __init__(self, store: Callable[[], GenerationStore], node_rank: int, members: int) -> None:
+    def __init__(self, store: GenerationStore, node_rank: int, members: int) -> None:
         self._store = store
         self._node_rank = node_rank
         self._members = members
@@ -34,7 +32,7 @@ class Roll:
     def sign(self, attempt: int, phase: WorkerPhase) -> None:
         """This pod's ranks all ended so."""
         self._seen_at = time.monotonic()
-        store = self._store()
+        store = self._store
         self._add(store.key(attempt, phase), 1)
 
     def all_signed(self, attempt: int) -> bool:
@@ -45,7 +43,7 @@ class Roll:
 
     def all_finished(self, attempt: int) -> bool:
         """Whether every member has finished."""
-        store = self._store()
+        store = self._store
         if not store.connected:
             try:
                 store.connect()
@@ -57,7 +55,7 @@ class Roll:
 
     def part(self) -> None:
         """Leave after all have finished."""
-        key, others = self._store().key("left"), self._members - 1
+        key, others = self._store.key("left"), self._members - 1
         if self._node_rank != 0:
             self._add(key, 1)
             return
@@ -66,10 +64,10 @@ class Roll:
             time.sleep(_POLL_SECONDS)
 
     def _count(self, attempt: int, phase: WorkerPhase) -> int:
-        return self._add(self._store().key(attempt, phase), 0)
+        return self._add(self._store.key(attempt, phase), 0)
 
     def _add(self, key: str, amount: int) -> int:
         try:
-            return self._store().count(key, amount)
+            return self._store.count(key, amount)
         except StoreLostError:
             return 0

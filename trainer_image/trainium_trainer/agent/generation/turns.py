@@ -49,7 +49,7 @@ class TurnCaller:
     def __init__(self, membership: Membership) -> None:
         self._store = GenerationStore(membership)
         self._rung = threading.Event()
-        self._stopped = False
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="turn-caller", daemon=True)
 
     def start(self) -> None:
@@ -62,12 +62,12 @@ class TurnCaller:
 
     def stop(self) -> None:
         """Call the last turn and end; does not wait for it."""
-        self._stopped = True
+        self._stopped.set()
         self._rung.set()
 
     def _run(self) -> None:
         store, last, due = self._store, "", 0.0
-        while not self._stopped:
+        while not self._stopped.is_set():
             rung = self._rung.wait(_LOOK_SECONDS)
             self._rung.clear()
             try:
@@ -95,7 +95,7 @@ class TurnCaller:
 
 
 class StateWatcher:
-    """Follows the shared state from a thread of its own and reports each change, and the loss of the store."""
+    """Follows the shared state from a thread of its own and reports, from there, each change and a lost store."""
 
     def __init__(
         self,
@@ -129,11 +129,13 @@ class StateWatcher:
     @property
     def looks(self) -> int:
         """Counts turns and nudges; see `next_look`."""
-        return self._looks
+        with self._looked:
+            return self._looks
 
-    def nudge(self) -> None:
+    def nudge(self, seen: GenerationState | None = None) -> None:
         """End the wait of who waits for a look."""
         with self._looked:
+            self._state = seen or self._state
             self._looks += 1
             self._looked.notify_all()
 
@@ -159,8 +161,7 @@ class StateWatcher:
                 self._stopped.wait(_RECONNECT_SECONDS)
                 continue
             if state is not None:
-                self._state = state
-                self.nudge()
+                self.nudge(state)
                 if state != last and not self._stopped.is_set():
                     self._on_change(state)
                 last = state
@@ -172,12 +173,16 @@ class StateWatcher:
         """As of the next turn, or of now where none is called; None when there is nothing new to say."""
         if self._turn:
             return self._await_turn(self._turn + 1)
-        if self._state is None and not self._store.begun():
+        if self._is_new() and not self._store.begun():
             return None
         number = self._store.count(_count_key(self._store))  # before the state: what changes after it has a later turn
         state = self._store.state()
         self._turn = number if number != self._last_turn else 0
         return state
+
+    def _is_new(self) -> bool:
+        with self._looked:
+            return self._state is None
 
     def _await_turn(self, number: int) -> GenerationState | None:
         # Until it is heard it counts as the one that never came.

@@ -29,16 +29,16 @@ _TAKE_OVER_SECONDS = 10.0
 
 
 class Inquiry:
-    """One agent's part in the inquiries of one generation; used from the run loop's thread only."""
+    """One agent's part in the inquiries of one generation; used by the generation's worker only."""
 
     def __init__(
         self,
-        store: Callable[[], GenerationStore],
+        store: GenerationStore,
         node_rank: int,
         members: int,
         look: Callable[[], tuple[Standstill, ...]],
     ) -> None:
-        """`store` gives the run loop's connection; `look` gives this agent's own word."""
+        """`look` gives this agent's own word."""
         self._store = store
         self._node_rank = node_rank
         self._members = members
@@ -74,7 +74,7 @@ class Inquiry:
                 return state
             return replace(state, inquiry=state.inquiry + 1, asked_in=attempt, asked_by=own)
 
-        state = self._store().change(asked)
+        state = self._store.change(asked)
         if (state.asked_in, state.asked_by) != (attempt, own):
             return
         self._asked = state.inquiry
@@ -89,7 +89,7 @@ class Inquiry:
         if state.asked_by != self._node_rank:
             self._heard_of_at = time.monotonic()
             self._asked = 0  # somebody else asked at the same time, or took over
-        store = self._store()
+        store = self._store
         store.set(self._key(state.attempt, self._node_rank), f"{state.inquiry} {detection.encode(self._look())}")
         store.count(self._key(state.attempt, "answers", state.inquiry), 1)
 
@@ -97,7 +97,7 @@ class Inquiry:
         """What the answers say, when all are there or time is up; None before. Raises StoreLostError."""
         if not self.open:
             return None
-        store = self._store()
+        store = self._store
         heard = store.count(self._key(attempt, "answers", self._asked))
         if heard < self._members and time.monotonic() < self._deadline:
             return None
@@ -108,11 +108,11 @@ class Inquiry:
 
     def publish(self, attempt: int, finding: Finding) -> None:
         """Let all know the finding before the attempt ends. Raises StoreLostError."""
-        self._store().set(self._key(attempt, "finding"), finding.encode())
+        self._store.set(self._key(attempt, "finding"), finding.encode())
 
     def published(self, attempt: int) -> Finding:
         """The finding that ended an attempt; that nobody is odd, where none was left. Raises StoreLostError."""
-        store, key = self._store(), self._key(attempt, "finding")
+        store, key = self._store, self._key(attempt, "finding")
         return Finding.decode(store.get(key)) if store.has(key) else Finding(Kind.COLLECTIVE)
 
     def _testimony(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Standstill, ...]]:
@@ -126,4 +126,4 @@ class Inquiry:
         return found
 
     def _key(self, attempt: int, *parts: object) -> str:
-        return self._store().key(attempt, "standstill", *parts)
+        return self._store.key(attempt, "standstill", *parts)

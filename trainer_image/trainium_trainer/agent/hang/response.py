@@ -1,53 +1,48 @@
-"""What one agent does about ranks that stand still, from the first doubt to the restart in place.
+"""What one agent finds out about ranks that stand still, from the first doubt to the finding that ends the attempt.
 
-The watch calls when a local rank is overdue; the agents exchange what they see; before that each asks its
-overdue ranks for their stacks, because once one rank is ended the others leave too. Ending them is the run loop's.
+An agent whose rank is overdue asks all; the agents exchange what they see; before that each asks its overdue ranks for
+their stacks, because once one rank is ended the others leave too. Ending them is the owner's.
 
 Invariants: every agent of the generation comes to the same finding, because one of them concludes it for all; only the
-agent of a culprit reports a failure, so victims are never blamed.
+agent of a culprit reports a failure, so victims are never blamed. The generation's worker has it to itself.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import StuckRank
 from trainium_trainer.agent.hang import detection
 from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
 from trainium_trainer.agent.hang.group_diagnosis import Inquiry
 from trainium_trainer.agent.hang.watchdog import HangWatch
+from trainium_trainer.agent.life.events import HangFound, Inquired, Looked
 from trainium_trainer.agent.linux import stacks
+from trainium_trainer.agent.ranks.rank_group import progress_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from trainium_contract.wire.messages import Membership
-    from trainium_trainer.agent.coordinator.report import Report
     from trainium_trainer.agent.exits.restart_policy import GenerationState
     from trainium_trainer.agent.generation.generation_store import GenerationStore
     from trainium_trainer.agent.hang.detection import Calibration
     from trainium_trainer.agent.linux.stacks import Stacks
-    from trainium_trainer.agent.ranks.rank_group import LocalRanks
+    from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
 _REPORTED = 8
 _STACK_CHARACTERS = 1000
-_TOLD_SECONDS = 2.5
 
 
 class HangResponse:
-    """One generation's answer to standstills on this pod; used from the run loop's thread.
-
-    What was told and the stacks that go with it are shared with the watch's thread, which takes them back.
-    """
+    """One generation's answer to standstills on this pod."""
 
     def __init__(
         self,
@@ -55,61 +50,55 @@ class HangResponse:
         membership: Membership,
         node_rank: int,
         *,
-        ranks: LocalRanks,
-        report: Report,
         calibration: Calibration,
-        store: Callable[[], GenerationStore],
-        on_overdue: Callable[[], None],
+        store: GenerationStore,
     ) -> None:
         self._settings = settings
-        self._ranks = ranks
-        self._report = report
+        self._generation = membership.generation
         members = len(membership.members)
         self._watch = HangWatch(
             settings.hang,
-            ranks,
-            ranks.progress_file,
+            lambda local_rank: progress_file(settings, membership.generation, local_rank),
             generation=membership.generation,
             world=members * membership.processes_per_node,
             calibration=calibration,
-            on_overdue=on_overdue,
-            on_none_overdue=self._none_overdue,
         )
         self._inquiry = Inquiry(store, node_rank, members, self._testify)
-        self._telling = threading.Lock()
+        self._living: tuple[RankProcess, ...] = ()
         self._stacks: Mapping[int, Stacks] = {}
-        """Replaced and never changed, so whoever has taken it keeps what was in it."""
-        self._told_at = 0.0
-        report.step_timing = lambda: self._watch.timing
+        self._stuck: tuple[StuckRank, ...] | None = None
 
-    def start(self) -> None:
-        """Begin to watch."""
-        self._watch.start()
+    def see(self, living: tuple[RankProcess, ...]) -> None:
+        """These ranks are alive and were not told to end."""
+        self._living = living
+        self._stuck = None
 
-    def stop(self) -> None:
-        """End."""
-        self._watch.stop()
-        self._report.stuck(())
+    def look(self) -> Looked:
+        """Look at them, no more."""
+        overdue = any(still.overdue for still in self._watch.look(self._living))
+        if not (overdue and self._settings.hang.enabled):
+            self._stacks = {}
+            return Looked(overdue=False, timing=self._watch.timing)
+        return Looked(overdue=True, timing=self._watch.timing)
 
-    @property
-    def concluding(self) -> bool:
-        """Whether answers are awaited, so that `conclude` is to be called soon."""
-        return self._inquiry.open
-
-    def ask(self, attempt: int) -> None:
+    def ask(self, attempt: int) -> Inquired:
         """A local rank is overdue. Raises StoreLostError."""
         self._inquiry.ask(attempt)
+        return self.inquired()
 
-    def answer(self, state: GenerationState) -> None:
+    def answer(self, state: GenerationState) -> Inquired:
         """The shared state changed: answer a question in it. Raises StoreLostError."""
         self._inquiry.answer(state)
+        return self.inquired()
+
+    def inquired(self) -> Inquired:
+        """Where the inquiry is, and what was seen."""
+        return Inquired(self._inquiry.open, self._stuck)
 
     def conclude(self, attempt: int) -> Finding | None:
         """The finding that ends the attempt, known to all; None while nothing is to be done. Raises StoreLostError."""
         finding = self._inquiry.conclude(attempt)
-        if finding is None:
-            return None
-        if finding.kind is Kind.MOVING:
+        if finding is None or finding.kind is Kind.MOVING:
             return None
         self._inquiry.publish(attempt, finding)
         return finding
@@ -118,58 +107,51 @@ class HangResponse:
         """The finding of the agent that concluded. Raises StoreLostError."""
         return self._inquiry.published(attempt)
 
-    def end_attempt(self, finding: Finding, generation: int) -> tuple[Cause, float]:
-        """Log and report what stood still here; the restart's cause and the time of the failure (Unix seconds)."""
+    def found(self, finding: Finding, after: GenerationState) -> HangFound:
+        """Log what stood still here, and what the owner has to tell of it."""
         standing, asked = self._look()
         own = [still for still in standing if still.rank in finding.culprits]
         self._write_log(finding, standing, asked)
+        culprits = []
         for still in own:
-            process = next(each for each in self._ranks if each.rank == still.rank)
             known = asked.get(still.rank)
             sentence = detection.describe(still, self._settings.pod_name)
-            if known is not None:
-                sentence += f"; {known.innermost}"
-            self._report.hung(generation, process, ExitCode.HUNG, sentence)
+            culprits.append((still.rank, f"{sentence}; {known.innermost}" if known is not None else sentence))
         longest = max((still.seconds for still in own or standing), default=0.0)
         alike = finding.kind is Kind.COLLECTIVE
-        self.forget()
-        return Cause.HANG if own or alike else Cause.PEER_LOST, time.time() - longest
+        return HangFound(
+            after,
+            Cause.HANG if own or alike else Cause.PEER_LOST,
+            time.time() - longest,
+            named=finding.kind is Kind.STUCK,
+            culprits=tuple(culprits),
+            stuck=self._stuck or (),
+        )
 
     def forget(self) -> None:
         """Another attempt begins."""
         self._inquiry.forget()
-        with self._telling:
-            self._stacks = {}
-
-    def _none_overdue(self) -> None:
-        """From the watch's thread; what was told stays long enough for a heartbeat to carry it."""
-        with self._telling:
-            self._stacks = {}
-            if self._told_at and time.monotonic() > self._told_at + _TOLD_SECONDS:
-                self._told_at = 0.0
-                self._report.stuck(())
+        self._stacks = {}
 
     def _testify(self) -> tuple[Standstill, ...]:
         return self._look()[0]
 
     def _look(self) -> tuple[tuple[Standstill, ...], Mapping[int, Stacks]]:
-        """Look at the local ranks, with the stacks of those that are overdue, or soon are; the heartbeats tell too."""
-        standing = self._watch.look()
+        """Look at the local ranks, with the stacks of those that are overdue, or soon are."""
+        standing = self._watch.look(self._living)
         suspicious = any(still.overdue for still in standing)
         doubtful = {still.rank for still in standing if suspicious and still.seconds > still.limit / 2}
-        processes = {each.rank: each for each in self._ranks if each.rank in doubtful and each.alive}
-        known = self._stacks
-        unasked = [rank for rank in processes if rank not in known]
+        unasked = [each for each in self._living if each.rank in doubtful and each.rank not in self._stacks]
         answers = stacks.ask(
-            {rank: (processes[rank].pid, self._ranks.progress_file(processes[rank].local_rank)) for rank in unasked}
+            {
+                each.rank: (each.pid, progress_file(self._settings, self._generation, each.local_rank))
+                for each in unasked
+                if each.alive
+            }
         )
-        known = {**known, **answers}
+        self._stacks = known = {**self._stacks, **answers}
         told = tuple(_told_by_stack(still, known.get(still.rank)) for still in standing)
-        stuck = tuple(_stuck(still, known.get(still.rank)) for still in told if still.overdue)[:_REPORTED]
-        with self._telling:
-            self._stacks = known
-            self._told_at = time.monotonic()
-            self._report.stuck(stuck)
+        self._stuck = tuple(_stuck(still, known.get(still.rank)) for still in told if still.overdue)[:_REPORTED]
         return told, known
 
     def _write_log(self, finding: Finding, standing: tuple[Standstill, ...], asked: Mapping[int, Stacks]) -> None:

@@ -1,11 +1,10 @@
-"""Looks at this pod's ranks from a thread of its own, and calls when one has stood still for longer than it may.
+"""Looks at this pod's ranks: how long each has stood still, and how long its steps take.
 
-Invariants: looking costs a rank nothing (shared memory and /proc are read); the thread only looks, it never signals.
+Invariants: looking costs a rank nothing (shared memory and /proc are read) and signals nobody.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -40,72 +39,48 @@ _WAITING = {Waiting.NO: False, Waiting.YES: True, Waiting.MAYBE: None}
 _ENDING = (ProgressPhase.FINISHED, ProgressPhase.YIELDED, ProgressPhase.FAILED)
 
 
+def look_seconds(spec: HangSpec) -> float:
+    """Between two looks."""
+    return min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _LOOKS_PER_FLOOR)
+
+
 class HangWatch:
-    """The watch over one generation's ranks on this pod."""
+    """What was seen of one generation's ranks on this pod."""
 
     def __init__(
         self,
         spec: HangSpec,
-        ranks: Iterable[RankProcess],
         progress_of: Callable[[int], Path],
         *,
         generation: int,
         world: int,
         calibration: Calibration,
-        on_overdue: Callable[[], None],
-        on_none_overdue: Callable[[], None],
     ) -> None:
-        """`ranks` is iterated anew at each look; one of the callbacks is called from the watch's thread each time."""
         self._spec = spec
-        self._ranks = ranks
         self._progress_of = progress_of
         self._generation = generation
         self._world = world
         self._calibration = calibration
-        self._on_overdue = on_overdue
-        self._on_none_overdue = on_none_overdue
-        self._interval = min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _LOOKS_PER_FLOOR)
-        self._lock = threading.Lock()
+        self._interval = look_seconds(spec)
         self._watch = Watch()
         self._waits = CpuWait()
         self._starting_since: dict[int, float | None] = {}
         self._quiet_since: dict[int, tuple[tuple[int, int], float]] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
         self.timing: StepTiming | None = None
         """Step times of this pod's ranks; None until enough steps were made."""
 
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End soon."""
-        self._stop.set()
-
-    def look(self) -> tuple[Standstill, ...]:
-        """Look now, from any thread; all living ranks."""
-        with self._lock:
-            now = time.monotonic()
-            sights, timings = [], []
-            for process in tuple(self._ranks):
-                if process.alive and not process.asked:
-                    sight, timing = self._sight(process, now)
-                    sights.append(sight)
-                    timings.append(timing)
-            self.timing = _slowest(timings)
-            self._waits.forget_others(frozenset(process.pid for process in self._ranks))
-            return self._watch.look(now, sights)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            found = self.look()
-            if self._stop.is_set():
-                return
-            if self._spec.enabled and any(still.overdue for still in found):
-                self._on_overdue()
-            else:
-                self._on_none_overdue()
+    def look(self, living: Iterable[RankProcess]) -> tuple[Standstill, ...]:
+        """Look now."""
+        now = time.monotonic()
+        sights, timings, pids = [], [], set()
+        for process in living:
+            sight, timing = self._sight(process, now)
+            sights.append(sight)
+            timings.append(timing)
+            pids.add(process.pid)
+        self.timing = _slowest(timings)
+        self._waits.forget_others(frozenset(pids))
+        return self._watch.look(now, sights)
 
     def _sight(self, process: RankProcess, now: float) -> tuple[Sight, StepTiming | None]:
         began = self._starting_since.setdefault(process.pid, now)

@@ -12,8 +12,12 @@ import sys
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from trainium_trainer.agent.ranks.runtime_status import RuntimeWords
+
+if TYPE_CHECKING:
+    from trainium_trainer.agent.ranks.runtime_status import RuntimeWord
 
 _LINES = 20
 _CHUNK = 1 << 16
@@ -21,39 +25,48 @@ _LONGEST_LINE = 1 << 14
 
 
 class Tail:
-    """The last lines of one rank's output."""
+    """The last lines of one rank's output; one thread feeds it, any may ask."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix.encode()
-        self.lines: deque[str] = deque(maxlen=_LINES)
-        self.runtime = RuntimeWords()
-        self.partial = b""
+        self._lock = threading.Lock()
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._runtime = RuntimeWords()
+        self._partial = b""
         self.complete = threading.Event()
         """Set when everything that the rank wrote has been read."""
 
     def text(self, limit: int) -> str:
         """The last lines, cut at the front to at most `limit` characters."""
-        return "\n".join([*self.lines])[-limit:] if limit > 0 else ""
+        with self._lock:
+            text = "\n".join(self._lines)
+        return text[-limit:] if limit > 0 else ""
+
+    def last_word(self, at: float) -> RuntimeWord | None:
+        """The most telling thing that the runtime said shortly before `at` (Unix seconds)."""
+        with self._lock:
+            return self._runtime.last(at)
 
     def feed(self, data: bytes) -> bytes:
         """Take in a chunk; what the log should show for it."""
-        *complete, self.partial = (self.partial + data).split(b"\n")
-        if len(self.partial) > _LONGEST_LINE:
-            complete.append(self.partial)
-            self.partial = b""
+        *complete, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _LONGEST_LINE:
+            complete.append(self._partial)
+            self._partial = b""
         return b"".join(self._line(line) for line in complete)
 
     def close(self) -> bytes:
         """What the log should show at the end of the output."""
-        rest, self.partial = self.partial, b""
+        rest, self._partial = self._partial, b""
         shown = self._line(rest) if rest else b""
         self.complete.set()
         return shown
 
     def _line(self, line: bytes) -> bytes:
         if line.strip():
-            self.lines.append(line.decode(errors="replace").rstrip())
-            self.runtime.read(line, time.time())
+            with self._lock:
+                self._lines.append(line.decode(errors="replace").rstrip())
+                self._runtime.read(line, time.time())
         return self.prefix + line + b"\n"
 
 

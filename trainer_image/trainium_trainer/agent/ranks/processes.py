@@ -75,37 +75,51 @@ class Reaper:
 
 @dataclass(slots=True)
 class RankProcess:
-    """One training process of this pod."""
+    """One training process of this pod; any thread may ask and signal, and what it is told is whole."""
 
     local_rank: int
     rank: int
     attempt: int
     pid: int
     output: Tail
-    exit_code: int | None = None
-    ended_at: float = 0.0
-    """Unix seconds."""
-    asked: bool = False
-    """The agent has told it to end while it lived, so its exit is no failure."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _end: tuple[int, float] | None = None
+    _asked: bool = False
 
     @property
     def alive(self) -> bool:
         """Whether it has not been seen to end."""
         return self.exit_code is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it has not been seen to end."""
+        with self._lock:
+            return None if self._end is None else self._end[0]
+
+    @property
+    def ended_at(self) -> float:
+        """Unix seconds; 0 while it has not been seen to end."""
+        with self._lock:
+            return 0.0 if self._end is None else self._end[1]
+
+    @property
+    def asked(self) -> bool:
+        """Whether the agent has told it to end while it lived, so that its exit is no failure."""
+        with self._lock:
+            return self._asked
+
     def ended(self, code: int) -> None:
         """Take down the exit."""
         with self._lock:
-            self.ended_at = time.time()
-            self.exit_code = code
+            self._end = (code, time.time())
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the process; SIGKILL goes to its whole group. Does nothing once it has ended."""
         with self._lock:
-            if self.exit_code is not None or _has_ended(self.pid):
+            if self._end is not None or _has_ended(self.pid):
                 return
-            self.asked = True
+            self._asked = True
             if number == signal.SIGKILL:
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, number)

@@ -74,8 +74,7 @@ class RuntimeWords:
 
     def last(self, at: float) -> RuntimeWord | None:
         """The most telling word shortly before a process ended at `at` (Unix seconds)."""
-        # A copy: the thread that reads the output may still be at it.
-        near = [word for word in tuple(self._newest.values()) if word.at >= at - _SHORTLY_SECONDS]
+        near = [word for word in self._newest.values() if word.at >= at - _SHORTLY_SECONDS]
         return min(near, key=lambda word: _ORDER[word.status], default=None)
 
 

@@ -44,10 +44,10 @@ class Standby:
         self.pid = pid
         self._channel = channel
         self._lock = threading.Lock()
-        self._warm = False
+        self._warm = threading.Event()
         self._ending = threading.Lock()
         self._ended = False
-        self.lost = False
+        self._lost = threading.Event()
 
     @classmethod
     def fork(cls, settings: AgentSettings) -> Standby:
@@ -88,7 +88,7 @@ class Standby:
     @property
     def warm(self) -> bool:
         """Whether it has imported everything; never blocks."""
-        if not self._warm and not self.lost and self._lock.acquire(blocking=False):
+        if not (self._warm.is_set() or self._lost.is_set()) and self._lock.acquire(blocking=False):
             try:
                 if standby.is_readable(self._channel, 0):
                     self._await_ready(0.0)
@@ -96,7 +96,7 @@ class Standby:
                 return False
             finally:
                 self._lock.release()
-        return self._warm and not self.lost
+        return self._warm.is_set() and not self._lost.is_set()
 
     def start(self, request: standby.StartRequest, output: int) -> int:
         """Fork a rank; its pid.
@@ -128,18 +128,18 @@ class Standby:
         self._lose()
 
     def _lose(self) -> None:
-        self.lost = True
+        self._lost.set()
 
     def _await_ready(self, seconds: float) -> None:
-        if self._warm:
+        if self._warm.is_set():
             return
         threads = self._receive(seconds)["threads"]
-        self._warm = True
+        self._warm.set()
         if threads:
             _log.warning("the standby was left with threads %s; a rank forked from it may hang", ", ".join(threads))
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        if self.lost:
+        if self._lost.is_set():
             raise StandbyLostError("the standby process has ended")
         try:
             readable = standby.is_readable(self._channel, seconds)
@@ -171,18 +171,18 @@ class StandbyKeeper:
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         """Held until the reaper watches what was started: another start forgets whom nobody watches."""
-        self._closed = False
+        self._closed = threading.Event()
         self._adopt(first)
 
     @property
     def warm(self) -> bool:
         """Whether a rank can be started without importing anything."""
-        return self._standby.warm
+        return self._present().warm
 
     @property
     def pid(self) -> int:
         """Pid of the present standby."""
-        return self._standby.pid
+        return self._present().pid
 
     def start(
         self,
@@ -216,18 +216,22 @@ class StandbyKeeper:
 
     def close(self) -> None:
         """End the standby for good."""
-        self._closed = True
-        self._standby.kill()
+        self._closed.set()
+        self._present().kill()
 
     def _start_on_any(self, request: standby.StartRequest, write_end: int) -> int:
-        first = self._standby
+        first = self._present()
         try:
             return first.start(request, write_end)
         except StandbyLostError as loss:
             _log.warning("%s; a new one starts cold", loss)
             first.kill()
         self._await_other_than(first)
-        return self._standby.start(request, write_end)
+        return self._present().start(request, write_end)
+
+    def _present(self) -> Standby:
+        with self._changed:
+            return self._standby
 
     def _await_other_than(self, lost: Standby) -> None:
         deadline = time.monotonic() + _RESPAWN_SECONDS
@@ -243,7 +247,7 @@ class StandbyKeeper:
 
         def ended(code: int) -> None:
             fresh.ended()
-            if not self._closed:
+            if not self._closed.is_set():
                 _log.warning("the standby process ended with code %d; starting another", code)
                 self._run_in_main_thread(lambda: self._adopt(Standby.spawn(self._settings)))
 

@@ -1,0 +1,159 @@
+"""The owners' decisions through random orders of events, in virtual time; a failure names its seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from virtual_generation import Generation
+
+import trainium_trainer
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import StuckRank, TrainerPhase
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.life import actions as do
+from trainium_trainer.agent.life import events as on
+from trainium_trainer.agent.life import pod
+from trainium_trainer.agent.life.generation import step, wake_at
+from trainium_trainer.agent.life.shutdown import Outcome
+from trainium_trainer.agent.life.state import Life, Stage, Terms
+
+HISTORIES = 10_000
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_events(part: int) -> None:
+    stages: Counter[Stage] = Counter()
+    outcomes: Counter[Outcome] = Counter()
+    restarts = 0
+    for seed in range(part, HISTORIES, PARTS):
+        history = Generation(seed)
+        try:
+            history.run()
+        except AssertionError as error:
+            error.add_note(f"seed {seed}, second {history.now:.3f}, {history.life}")
+            raise
+        stages.update(history.stages)
+        outcomes[history.life.outcome] += 1
+        restarts += len(history.restarts)
+    # The histories are worth something: every stage, both ends and many restarts are among them.
+    assert set(stages) >= set(Stage) - {Stage.NEW}
+    assert all(outcomes[outcome] > HISTORIES / PARTS / 100 for outcome in Outcome)
+    assert restarts > HISTORIES / PARTS / 2
+
+
+class VirtualPod:
+    """A pod in random orders of events; its generations, checks and compiler end when the seed says."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.pod = pod.Pod(check_seconds=5.0)
+        self.now = 0.0
+        self.running = 0
+        self.told_to_leave = False
+        self.checking, self.compiling = True, False
+        self.waits_since: float | None = None
+        self.begun: list[int] = []
+        self.exits: list[int | None] = []
+
+    def take(self, event: pod.Event) -> None:
+        self.pod, actions = pod.step(self.pod, event, self.now)
+        for action in actions:
+            self.carry_out(action)
+
+    def carry_out(self, action: pod.Action) -> None:
+        assert not self.exits, "nothing follows the end"
+        match action:
+            case pod.BeginGeneration(generation):
+                assert not self.running, "two generations at once"
+                assert not self.compiling, "ranks beside the compiler"
+                assert not self.pod.unfit
+                waited = self.now - (self.now if self.waits_since is None else self.waits_since)
+                assert not self.checking or waited >= 5.0, "ranks beside the node's checks"
+                assert generation == self.pod.newest.generation > max(self.begun, default=0)
+                self.running, self.told_to_leave = generation, False
+                self.begun.append(generation)
+            case pod.Idle(generation):
+                assert not self.running
+                assert generation == self.pod.newest.generation
+                self.compiling = True
+            case pod.LeaveGeneration():
+                assert self.running, "nobody is there to leave"
+                self.told_to_leave = True
+            case pod.LeavePod(code):
+                assert not self.running, "the pod is left while ranks are alive"
+                self.exits.append(code)
+
+    def anything(self) -> None:
+        newest, pick = self.pod.newest.generation, self.random.random()
+        if pick < 0.25:
+            if self.waits_since is None:
+                self.waits_since = self.now
+            number = newest + self.random.choice((0, 1, 1, 2))
+            self.take(pod.Came(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
+        elif pick < 0.4 and self.checking:
+            self.checking = False
+            self.take(pod.Unfit() if pick < 0.27 else pod.Checked())
+        elif pick < 0.6 and self.running:
+            over, self.running = self.random.choice(tuple(Outcome)), 0
+            self.take(pod.GenerationOver(over, yielded=self.random.random() < 0.3))
+        elif pick < 0.75 and self.compiling:
+            self.compiling = False
+            self.take(pod.CompilerEnded())
+        elif pick < 0.85:
+            self.take(pod.Acknowledged(newest))
+        elif pick < 0.88:
+            self.take(pod.Terminate())
+        else:
+            self.now += 4 * self.random.random()
+            self.take(pod.Later())
+        self.check()
+
+    def check(self) -> None:
+        newest = self.pod.newest.generation
+        if self.running and newest > self.running:
+            assert self.told_to_leave, "a newer generation was lost"
+        if self.running or self.exits or self.compiling or newest <= self.pod.done or self.pod.unfit:
+            return
+        assert self.pod.due is not None, "it waits for nothing"
+
+
+def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() -> None:
+    exits: Counter[int | None] = Counter()
+    for seed in range(HISTORIES):
+        history = VirtualPod(seed)
+        try:
+            for _ in range(40):
+                history.anything()
+        except AssertionError as error:
+            error.add_note(f"seed {seed}, {history.pod}")
+            raise
+        exits.update(history.exits)
+    assert set(exits) == {None, ExitCode.FINISHED, ExitCode.YIELDING}
+
+
+def test_what_was_told_of_a_standstill_is_taken_back_though_the_next_attempt_is_not_joined_yet() -> None:
+    terms = Terms(1, grace_seconds=10.0, look_seconds=0.5)
+    life = Life(stage=Stage.RUNNING, attempt=2, started=1, busy=do.Conclude(2))
+    stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
+    found = on.HangFound(GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, named=True, stuck=stuck)
+    life, told = step(terms, life, found, 100.0)
+    assert do.Stuck(stuck) in told
+    life, _ = step(terms, life, on.Ended(2, 0, 0, 137, asked=True), 100.1)
+    assert life.busy == do.Join()
+    due = wake_at(life)
+    assert due == 102.5, "a heartbeat carries it first"
+    life, told = step(terms, life, on.Tick(), due)
+    assert told == (do.Stuck(()),)
+    assert wake_at(life) is None
+
+
+def test_nothing_of_torchs_elastic_agent_is_used() -> None:
+    """Ranks follow from the membership, attempts from the shared state; its private methods change with torch."""
+    package = Path(trainium_trainer.__file__).parent
+    used = [path.name for path in package.rglob("*.py") if "distributed.elastic" in path.read_text(encoding="utf-8")]
+    assert used == []

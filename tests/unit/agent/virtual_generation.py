@@ -1,0 +1,337 @@
+"""A generation on one pod in virtual time: the real owner's decisions, everything else drawn at random.
+
+Ranks, the worker, the other agents, the coordinator and the clock are simulated; every choice and every duration comes
+from the seed. What must hold in any order of events is asserted as it happens, so a failure names the seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_trainer.agent.life import actions as do
+from trainium_trainer.agent.life import events as on
+from trainium_trainer.agent.life.generation import step, wake_at
+from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.state import Life, Stage, Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TERMS = Terms(generation=3, grace_seconds=20.0, look_seconds=2.0)
+LOCAL_RANKS = 3
+FAILURES = (1, 64, 66, 76, 80, 81, 137)
+PEACEFUL = (0, 75)
+LONGEST_ERRAND_SECONDS = 6.0
+ENOUGH_SECONDS = 90.0
+"""After an order: grace, the longest errands, and every kill."""
+
+
+@dataclass
+class Rank:
+    """A local rank of one attempt."""
+
+    attempt: int
+    local_rank: int
+    asked: bool = False
+    code: int | None = None
+    reports: int = 0
+
+
+@dataclass(order=True)
+class _Due:
+    at: float
+    number: int
+    what: Callable[[], None] = field(compare=False)
+
+
+class Generation:
+    """One random history."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.life = Life()
+        self.shared = self.told = GenerationState()
+        self.ranks: list[Rank] = []
+        self.all_ranks: list[Rank] = []
+        self.errand: do.Errand | None = None
+        self.hurried = False
+        self.stages: set[Stage] = set()
+        self.restarts: list[int] = []
+        self.verdicts = 0
+        self.parted = 0
+        self.finished_attempt = -1
+        self.broken = False
+        self.steps = 0
+        self._queue: list[_Due] = []
+        self._number = 0
+        self._alarm = 0
+        self.unkillable = self.random.random() < 0.01
+        # How likely things are differs from history to history, so that rare chains are seen as well.
+        self.crash, self.loss, self.hang, self.others = (self.random.random() ** 2 for _ in range(4))
+
+    # The clock.
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, _Due(self.now + seconds, self._number, what))
+
+    def soon(self, longest: float) -> float:
+        """A duration: often none at all, so that many things happen in one moment."""
+        return self.random.choice((0.0, 0.001, longest * self.random.random() ** 3))
+
+    def run(self) -> None:
+        """Until the generation is over, which an order brings about in the end."""
+        self.take(on.Begin())
+        for _ in range(self.random.randrange(4)):
+            self.after(self.random.uniform(0, 40), self.another_agent)
+        ordered = 50 * self.random.random() ** 2
+        orders = self.random.sample([Order.GRACEFUL, Order.TERMINATE, Order.IMMEDIATE], self.random.randrange(1, 4))
+        for order in orders:
+            self.after(ordered, lambda order=order: self.take(on.Ordered(order, 4)))
+            ordered += self.soon(30)
+        while self._queue and self.life.stage is not Stage.OVER:
+            due = heapq.heappop(self._queue)
+            self.now = due.at
+            due.what()
+            self.steps += 1
+            assert self.steps < 20_000, "it turns in a circle"
+        self.check_end(ordered)
+
+    # The owner.
+
+    def take(self, event: on.Event) -> None:
+        before = self.life
+        self.life, actions = step(TERMS, before, event, self.now)
+        self.stages.add(self.life.stage)
+        assert sum(isinstance(action, do.Do) for action in actions) <= 1
+        if before.busy is not None and not isinstance(event, on.Result):
+            assert self.life.busy == before.busy, "an errand under way was forgotten"
+            assert not any(isinstance(action, do.Do) for action in actions), "two errands at once"
+        for action in actions:
+            self.carry_out(action)
+        self.check_nothing_is_lost(event)
+        self._alarm += 1
+        due = wake_at(self.life)
+        if due is not None:
+            assert due > self.now, "a wake in the past would turn in a circle"
+            self.after(due - self.now, lambda number=self._alarm: self.tick(number))
+
+    def check_nothing_is_lost(self, event: on.Event) -> None:
+        """Whenever nothing is under way, all that was told has been answered."""
+        life = self.life
+        if isinstance(event, on.SharedChanged):
+            self.told = event.state
+        if life.busy is not None or life.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
+            return
+        assert not life.pending
+        assert life.alive == (life.stage is Stage.RUNNING)
+        assert not [end for end in life.ends if not end.asked and end.code not in PEACEFUL], "a failure was lost"
+        assert self.told.stopped is None, "the end of the generation was lost"
+        assert self.told.attempt <= life.attempt, "a newer attempt was lost"
+        assert life.order is Order.NONE, "an order was lost"
+
+    def tick(self, number: int) -> None:
+        if number == self._alarm:
+            self.take(on.Tick())
+
+    def carry_out(self, action: do.Action) -> None:
+        match action:
+            case do.Do(errand):
+                assert self.errand is None, f"{errand} while {self.errand} is under way"
+                assert self.life.stage is not Stage.OVER
+                self.errand = errand
+                self.begin(errand)
+            case do.Hurry():
+                self.hurried = True
+            case do.Kill():
+                for rank in self.ranks:
+                    self.signal(rank, 137)
+            case do.AskToLeave():
+                for rank in self.ranks:
+                    self.signal(rank, self.random.choice((75, 75, 75, 75, 0, 1, 143)))
+            case do.Failed(local_rank):
+                rank = self.ranks[local_rank]
+                assert not rank.asked, "an end that was asked for is no failure"
+                assert rank.code not in (None, *PEACEFUL)
+                rank.reports += 1
+                assert rank.reports == 1, "one end, one report"
+            case do.Hung(number, _):
+                rank = self.ranks[number]
+                rank.reports += 1
+                assert rank.reports == 1, "a rank that failed is not one that hung"
+            case do.Restarting(attempt):
+                assert attempt > self.restart_before, "an attempt is begun once"
+                self.restarts.append(attempt)
+            case do.GiveUp() | do.GiveUpWith():
+                self.verdicts += 1
+                assert self.verdicts == 1, "one verdict"
+            case do.Break():
+                assert self.unkillable
+                self.broken = True
+
+    @property
+    def restart_before(self) -> int:
+        return self.restarts[-1] if self.restarts else 0
+
+    # Ranks.
+
+    def signal(self, rank: Rank, code: int) -> None:
+        if rank.code is None and not (self.unkillable and code == 137 and rank.local_rank == 0):
+            rank.asked = True
+            self.after(self.soon(1.0 if code == 137 else 25.0), lambda: self.end(rank, code))
+
+    def end(self, rank: Rank, code: int) -> None:
+        if rank.code is not None:
+            return
+        rank.code = code
+        event = on.Ended(rank.attempt, rank.local_rank, rank.local_rank, code, rank.asked)
+        self.after(self.random.choice((0.0, 0.0, 0.002)), lambda: self.take(event))
+
+    def start(self, attempt: int) -> None:
+        assert not any(rank.code is None for rank in self.all_ranks), "two attempts at once"
+        self.ranks = [Rank(attempt, number) for number in range(LOCAL_RANKS)]
+        self.all_ranks += self.ranks
+        length = self.soon(30)
+        together = self.random.choice((0, 0, 75))
+        for rank in self.ranks:
+            code = self.random.choice(FAILURES) if self.random.random() < self.crash / 2 else together
+            self.after(length + self.soon(2), lambda rank=rank, code=code: self.end(rank, code))
+
+    # Other agents.
+
+    def another_agent(self) -> None:
+        """Changes the shared state: a failure of its own, a hang, a question, the end of it all."""
+        state, pick = self.shared, self.random.random()
+        if state.stopped is None and pick < 0.5:
+            cause = self.random.choice((Cause.CRASH, Cause.HANG, Cause.YIELDED))
+            state = replace(state, attempt=state.attempt + 1, cause=cause)
+        elif state.stopped is None and pick < 0.6:
+            state = replace(state, stopped=self.random.choice((64, 77)))
+        elif pick < 0.8:
+            state = replace(state, inquiry=state.inquiry + 1, asked_in=state.attempt, asked_by=1)
+        else:
+            state = replace(state, broken=True)
+        self.change(state)
+
+    def change(self, state: GenerationState) -> None:
+        if state != self.shared:
+            self.shared = state
+            self.after(self.soon(1.5), lambda: self.take(on.SharedChanged(self.shared)))
+
+    # The worker.
+
+    def begin(self, errand: do.Errand) -> None:
+        match errand:
+            case do.Join():
+                assert not any(rank.code is None for rank in self.all_ranks), "a rank is alive while the next is joined"
+                self.after(self.soon(3.0), self.join)
+                return
+            case do.Start(attempt):
+                self.start(attempt)
+        longest = LONGEST_ERRAND_SECONDS if self.random.random() < 0.05 else 0.6
+        self.after(self.soon(longest), lambda: self.finish(self.outcome(errand)))
+
+    def join(self) -> None:
+        if self.hurried:
+            self.finish(on.Interrupted())
+        elif self.shared.stopped is not None:
+            self.finish(on.GenerationStopped())
+        elif self.random.random() < 0.01:
+            self.change(replace(self.shared, attempt=self.shared.attempt + 1))
+            self.finish(on.FoundBad(80, "it computes wrong numbers"))
+        elif self.random.random() < 0.2:
+            self.take(on.WaitingFor((1,)))
+            self.after(self.soon(3.0), self.join)
+        else:
+            self.finish(on.Joined(self.shared, 29_500))
+
+    def finish(self, result: on.Result) -> None:
+        self.errand = None
+        self.take(result)
+
+    def outcome(self, errand: do.Errand) -> on.Result:
+        chance = self.random.random
+        if isinstance(errand, do.Judge | do.CountSilent | do.Ask | do.Conclude) and chance() < self.loss:
+            return on.StoreLost("it does not answer")
+        match errand:
+            case do.Start():
+                return on.Started(LOCAL_RANKS)
+            case do.Judge():
+                return self.judged(errand)
+            case do.CountSilent(attempt):
+                return on.Counted(self.bumped(attempt, Cause.HANG))
+            case do.Look():
+                return on.Looked(overdue=chance() < self.hang / 4)
+            case do.Ask():
+                return on.Inquired(chance() < 0.8, ())
+            case do.Answer():
+                return on.Inquired(open=False, stuck=())
+            case do.Conclude(attempt):
+                return self.hung(self.bumped(attempt, Cause.HANG)) if chance() < 0.2 else on.Inquired(chance() < 0.8)
+            case do.TakeFinding(_, after):
+                return self.hung(after)
+            case do.Finish(attempt):
+                return self.finish_looked(attempt)
+            case do.GoOn(attempt):
+                return on.YieldLooked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
+            case _:
+                return on.Done()
+
+    def finish_looked(self, attempt: int) -> on.FinishLooked:
+        parted = self.random.random() < 0.3
+        self.parted += parted
+        self.finished_attempt = attempt
+        return on.FinishLooked(parted)
+
+    def judged(self, errand: do.Judge) -> on.Judged:
+        assert errand.local_ranks, "somebody failed"
+        decides = self.ranks[self.random.choice(errand.local_ranks)]
+        assert decides.reports == 1, "what is judged was reported"
+        assert not any(rank.code is None for rank in self.ranks), "judged while ranks are alive"
+        withdraw = self.random.random() < 0.05
+        stopped = 64 if self.random.random() < 0.05 else self.shared.stopped
+        after = self.bumped(errand.attempt, Cause.CRASH)
+        if stopped is not None:
+            after = replace(after, stopped=stopped)
+            self.change(after)
+        backoff = self.random.choice((0.0, 0.0, 0.0, 8.0))
+        code = decides.code or 0
+        return on.Judged(decides.local_rank, decides.local_rank, code, Cause.CRASH, "", 1.0, withdraw, backoff, after)
+
+    def hung(self, after: GenerationState) -> on.HangFound:
+        living = [rank.local_rank for rank in self.ranks if rank.code is None and not rank.asked]
+        culprits = tuple((number, "it stood still") for number in living if self.random.random() < 0.3)
+        named = bool(culprits) or self.random.random() < 0.5
+        cause = Cause.HANG if culprits or not named else Cause.PEER_LOST
+        return on.HangFound(after, cause, 1.0, named, culprits)
+
+    def bumped(self, attempt: int, cause: Cause) -> GenerationState:
+        """Counted once, however many agents count it."""
+        if self.shared.stopped is None and self.shared.attempt == attempt:
+            self.change(replace(self.shared, attempt=attempt + 1, cause=cause))
+        return self.shared
+
+    # What must hold at the end.
+
+    def check_end(self, ordered: float) -> None:
+        assert self.life.stage is Stage.OVER, f"never over: {self.life}"
+        assert self.now <= ordered + ENOUGH_SECONDS, "an order was forgotten"
+        if self.broken:
+            return
+        assert self.errand is None, "over while an errand is under way"
+        assert not any(rank.code is None for rank in self.all_ranks), "over while a rank is alive"
+        assert self.parted == (self.life.outcome is Outcome.FINISHED), "the agents part at most once"
+        if self.life.outcome is Outcome.FINISHED:
+            assert self.finished_attempt == self.ranks[0].attempt
+            assert all(rank.code == 0 for rank in self.ranks), "finished though a rank had not"
+        if self.life.yielded:
+            assert all(rank.code == 75 for rank in self.ranks)
+        before = self.life
+        for late in (on.Tick(), on.SharedChanged(self.shared), on.Ordered(Order.IMMEDIATE), on.WaitingFor((1,))):
+            assert step(TERMS, before, late, self.now + 1) == (before, ()), "nothing follows the end"

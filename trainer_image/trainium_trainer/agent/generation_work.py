@@ -1,0 +1,290 @@
+"""What blocks in the life of a generation: its errands, done one after another in the pod's worker thread.
+
+An errand gets all that it needs of the owner's state when it is given, and answers with one result; it changes nothing
+else that the owner knows. Invariant: the connection to the generation's store, the rendezvous and what was seen of
+standstills belong to the worker alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from trainium_contract.spec.health import PreflightCheck
+from trainium_trainer.agent.checks.pair_round import FoundBadError, PairRound
+from trainium_trainer.agent.checks.pairing import noted
+from trainium_trainer.agent.exits.diagnosis import weight
+from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, Judgement, after_yield, judge
+from trainium_trainer.agent.generation.exit_barrier import Roll
+from trainium_trainer.agent.generation.generation_store import StoreLostError
+from trainium_trainer.agent.hang.detection import Finding, Kind, after_hang
+from trainium_trainer.agent.hang.response import HangResponse
+from trainium_trainer.agent.life import actions as do
+from trainium_trainer.agent.life import events as on
+from trainium_trainer.agent.ranks.rank_group import Layout, start_ranks
+from trainium_trainer.agent.rendezvous import GenerationRendezvous, GenerationStoppedError, RendezvousInterruptedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.wire.messages import CheckResult, Membership
+    from trainium_trainer.agent.exits.diagnosis import Diagnosis, Signs
+    from trainium_trainer.agent.generation.turns import StateWatcher
+    from trainium_trainer.agent.hang.detection import Calibration
+    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_trainer.agent.settings import AgentSettings
+
+_T = TypeVar("_T")
+_LAST_LINES_SECONDS = 1.0
+
+
+class Worker:
+    """The thread in which errands are done, one after another, for the life of the pod."""
+
+    def __init__(self) -> None:
+        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
+
+    def do(self, errand: Callable[[], None]) -> None:
+        """Do it when those before it are done; it raises nothing."""
+        self._errands.put(errand)
+
+    def _run(self) -> None:
+        while True:
+            self._errands.get()()
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The owner's state as of when an errand is given."""
+
+    reached: float
+    """How far this pod has seen the run come."""
+    ranks: tuple[RankProcess, ...]
+    """Of the newest attempt, by local rank."""
+
+
+class GenerationWork:
+    """The errands of one generation."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        membership: Membership,
+        node_rank: int,
+        *,
+        keeper: StandbyKeeper,
+        signs: Signs,
+        calibration: Calibration,
+        watcher: StateWatcher,
+        reached: float,
+        told_to_leave: threading.Event,
+        say: Callable[[on.Fact], None],
+        on_started: Callable[[tuple[RankProcess, ...]], None],
+        on_exit: Callable[[RankProcess], None],
+        report_check: Callable[[CheckResult], None],
+    ) -> None:
+        """What is called back is called from the worker's thread, `on_exit` from any."""
+        self._settings = settings
+        self._membership = membership
+        self._node_rank = node_rank
+        self._keeper = keeper
+        self._signs = signs
+        self._told_to_leave = told_to_leave
+        self._on_exit = on_exit
+        self._on_started = on_started
+        self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
+        pairs = PreflightCheck.PAIRWISE in settings.checks
+        self._rendezvous = GenerationRendezvous(
+            membership,
+            node_rank,
+            initial=GenerationState(best_step=reached),
+            interrupted=told_to_leave.is_set,
+            waiting_for=lambda nodes: say(on.WaitingFor(nodes)),
+            watcher=watcher,
+            pair_round=PairRound(
+                settings, membership, node_rank, keeper, interrupted=self._stop_when_told, report=report_check
+            )
+            if pairs
+            else None,
+        )
+        self._store = self._rendezvous.store
+        self._roll = Roll(self._store, node_rank, len(membership.members))
+        self._hangs = HangResponse(settings, membership, node_rank, calibration=calibration, store=self._store)
+
+    def perform(self, errand: do.Errand, given: Given) -> on.Result:
+        """Do it. Raises what makes the whole pod useless, as a standby that cannot be replaced."""
+        self._hangs.see(tuple(each for each in given.ranks if each.alive and not each.asked))
+        try:
+            return self._perform(errand, given)
+        except StoreLostError as loss:
+            return on.StoreLost(str(loss))
+
+    def close(self) -> None:
+        """The generation is over on this pod."""
+        self._rendezvous.shutdown()
+
+    def _perform(self, errand: do.Errand, given: Given) -> on.Result:
+        match errand:
+            case do.Join():
+                return self._join(given)
+            case do.Start():
+                return self._start(errand)
+            case do.Judge():
+                return self._judge(errand, given)
+            case do.CountSilent():
+                self._connect_again(wanted=errand.reconnect)
+                return on.Counted(self._count(Finding(Kind.SILENT), errand.attempt, given))
+            case do.Sign():
+                self._roll.sign(errand.attempt, errand.phase)
+                return on.Done()
+            case do.Finish():
+                return self._finish(errand.attempt)
+            case do.GoOn():
+                return on.YieldLooked(self._quietly(lambda: self._go_on(errand.attempt, given)))
+            case do.Announce():
+                self._quietly(lambda: self._store.change(lambda state: _announced(errand, state)))
+                return on.Done()
+            case do.TellBroken():
+                self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
+                return on.Done()
+            case _:
+                return self._stand(errand, given)
+
+    # The beginning of an attempt.
+
+    def _join(self, given: Given) -> on.Result:
+        self._hangs.forget()
+        try:
+            return on.Joined(*self._rendezvous.next_rendezvous())
+        except RendezvousInterruptedError:
+            return on.Interrupted()
+        except GenerationStoppedError:
+            return on.GenerationStopped()
+        except FoundBadError as found:
+            code, attempt = found.code, self._rendezvous.attempt
+            self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
+            return on.FoundBad(code, str(found))
+
+    def _start(self, start: do.Start) -> on.Started:
+        generation, members = self._membership.generation, self._membership.members
+        layout = Layout(
+            generation=generation,
+            attempt=start.attempt,
+            node_rank=self._node_rank,
+            nodes=len(members),
+            on_a_node=self._membership.processes_per_node,
+            master_ip=members[0].pod_ip,
+            master_port=start.port,
+        )
+        run_id = f"{self._settings.run_id}.g{generation}"
+        ranks = start_ranks(self._settings, self._keeper, layout, run_id, self._on_exit)
+        self._on_started(ranks)
+        return on.Started(len(ranks))
+
+    # What an end stands for.
+
+    def _judge(self, errand: do.Judge, given: Given) -> on.Judged:
+        self._connect_again(wanted=errand.reconnect)
+        ended = [given.ranks[local_rank] for local_rank in errand.local_ranks]
+        process = ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._signs.meaning(each)))
+        code, attempt, diagnosis = process.exit_code or 0, errand.attempt, self._diagnosis_of(process)
+
+        def judged(state: GenerationState) -> Judgement:
+            return judge(
+                code,
+                attempt,
+                given.reached,
+                state,
+                self._settings.max_in_place_restarts,
+                verdict=diagnosis.verdict,
+                seen_before=diagnosis.seen_before,
+            )
+
+        judgement = judged(self._store.state())
+        after = self._store.change(lambda state: noted(state, judged(state).state))
+        withdraw = judgement.decision is Decision.WITHDRAW
+        if withdraw or after.stopped is not None:
+            process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
+        return on.Judged(
+            local_rank=process.local_rank,
+            rank=process.rank,
+            code=code,
+            cause=diagnosis.verdict.cause,
+            sentence=diagnosis.verdict.sentence,
+            ended_at=process.ended_at,
+            withdraw=withdraw,
+            backoff_seconds=judgement.backoff_seconds,
+            after=after,
+        )
+
+    def _diagnosis_of(self, process: RankProcess) -> Diagnosis:
+        """Made once, since it is remembered as a failure, however often the store is lost meanwhile."""
+        if self._diagnosed is None or self._diagnosed[0] is not process:
+            self._diagnosed = (process, self._signs.diagnose(process))
+        return self._diagnosed[1]
+
+    # Standstills.
+
+    def _stand(self, errand: do.Errand, given: Given) -> on.Result:
+        match errand:
+            case do.Ask():
+                return self._hangs.ask(errand.attempt)
+            case do.Answer():
+                return self._quietly(lambda: self._hangs.answer(errand.state)) or self._hangs.inquired()
+            case do.Conclude():
+                finding = self._hangs.conclude(errand.attempt)
+                if finding is None:
+                    return self._hangs.inquired()
+                return self._hangs.found(finding, self._count(finding, errand.attempt, given))
+            case do.TakeFinding():
+                finding = self._quietly(lambda: self._hangs.published(errand.attempt))
+                return self._hangs.found(finding or Finding(Kind.COLLECTIVE), errand.after)
+            case _:
+                return self._hangs.look()
+
+    def _count(self, finding: Finding, attempt: int, given: Given) -> GenerationState:
+        limit = self._settings.max_in_place_restarts
+        return self._store.change(lambda state: after_hang(finding, attempt, given.reached, state, limit))
+
+    # The end in peace.
+
+    def _finish(self, attempt: int) -> on.FinishLooked:
+        finished = self._roll.all_finished(attempt)
+        if finished:
+            self._roll.part()
+        return on.FinishLooked(finished)
+
+    def _go_on(self, attempt: int, given: Given) -> GenerationState | None:
+        """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
+        if not self._roll.all_signed(attempt):
+            return None
+        state = self._store.state()
+        if state.leaving or state.stopped is not None or state.superseded > self._membership.generation:
+            return None
+        return self._store.change(lambda seen: after_yield(attempt, given.reached, seen))
+
+    # Small things.
+
+    def _connect_again(self, *, wanted: bool) -> None:
+        if wanted and not self._store.connected:
+            self._store.connect()
+
+    def _quietly(self, operation: Callable[[], _T]) -> _T | None:
+        try:
+            return operation()
+        except StoreLostError:
+            return None
+
+    def _stop_when_told(self) -> None:
+        if self._told_to_leave.is_set():
+            raise RendezvousInterruptedError("told to leave")
+
+
+def _announced(errand: do.Announce, state: GenerationState) -> GenerationState:
+    return replace(
+        state, leaving=state.leaving or errand.leaving, superseded=max(state.superseded, errand.superseded_by)
+    )
