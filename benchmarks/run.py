@@ -20,6 +20,8 @@ NAMES = (
     "artifacts",
     "fleet",
     "coordinator",
+    "growth",
+    "flood",
     "recovery",
     "first_step",
     "training_speed",
@@ -28,7 +30,7 @@ NAMES = (
     "scale",
     "client",
 )
-SCALABLE = ("fleet", "coordinator", "training_speed", "finetuning")
+SCALABLE = ("fleet", "coordinator", "growth", "flood", "training_speed", "finetuning")
 """Those that know `--quick`."""
 
 

@@ -1,7 +1,8 @@
 """One simulated agent: it speaks the real protocol over real TLS with a real token, and trains nothing.
 
-It does on the wire what the agent of a worker pod does: registers with whoever leads, holds a long poll for membership,
-beats once a second, reports phases, steps, failures and restarts, and starts over when the coordinator is gone.
+It does on the wire what the agent of a worker pod does: registers with whoever leads, over a stream or, as the version
+before did, with a long poll for membership and heartbeats beside it; gives a sign of life once a second, reports
+phases, steps, failures and restarts, and starts over when the coordinator is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
+from fleetlab.stream import StreamWire
 from fleetlab.wire import Endpoint, Wire
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
@@ -27,6 +29,7 @@ from trainium_contract.wire.messages import (
     RestartRecord,
     WorkerPhase,
 )
+from trainium_contract.wire.stream import Kind, alive, share_of_pause, tells_news
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +59,9 @@ class Pod:
 class Job:
     """What all agents of one job share: the step, and memberships as they were parsed once for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, streams: bool = True) -> None:
+        """`streams` off: as agents of the version before talk."""
+        self.streams = streams
         self.began = time.monotonic()
         self.learned: dict[int, dict[str, float]] = {}
         """Generation -> pod uid -> when that agent heard of it."""
@@ -117,6 +122,7 @@ class Agent:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _poll_again: asyncio.Event = field(default_factory=asyncio.Event)
     _seconds: float = 1.0
+    _detail_seconds: float = 0.0
     _beat_at: float = 0.0
 
     async def run(self) -> None:
@@ -170,6 +176,9 @@ class Agent:
 
     async def _stay(self, endpoint: Endpoint) -> None:
         headers = {"Authorization": f"Bearer {self.pod.token}"}
+        if self.shared.streams:
+            await self._stay_on_a_stream(endpoint, headers)
+            return
         beats, polls = Wire(endpoint, headers), Wire(endpoint, headers)
         try:
             await self._register(beats)
@@ -182,9 +191,66 @@ class Agent:
             beats.close()
             polls.close()
 
+    async def _stay_on_a_stream(self, endpoint: Endpoint, headers: dict[str, str]) -> None:
+        asked: list[float] = []
+        welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take(kind: int, payload: bytes) -> None:
+            if self.silent:
+                return
+            if kind == Kind.MEMBERSHIP:
+                self._learn(payload)
+            elif kind == Kind.HEARD:
+                self.shared.latencies.append(time.monotonic() - asked.pop(0))
+                self._detail_seconds = json.loads(payload)["detailSeconds"]
+            elif kind == Kind.WELCOME:
+                self._welcomed(payload)
+                welcomed.set_result(None)
+            elif kind == Kind.REFUSED:
+                status = json.loads(payload)["status"]
+                if status == 409:
+                    asked.pop(0)
+                else:
+                    stream.end(status)
+
+        stream = StreamWire(take)
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known})
+                if not stream.lost.done():
+                    stream.send(Kind.REGISTER, _encoded(self._introduction()))
+                    await asyncio.wait({welcomed, stream.lost}, return_when=asyncio.FIRST_COMPLETED)
+            beating = asyncio.create_task(self._beat_on(stream, asked))
+            try:
+                raise _LostError(f"stream {await stream.lost}")
+            finally:
+                beating.cancel()
+        finally:
+            stream.close()
+
+    async def _beat_on(self, stream: StreamWire, asked: list[float]) -> None:
+        self._beat_at = time.monotonic() + random.uniform(0.0, self._seconds)
+        told: HeartbeatRequest | None = None
+        told_at, share = 0.0, 1.0
+        while not stream.lost.done():
+            if not self.silent:
+                now, message = time.monotonic(), self._heartbeat()
+                news = tells_news(told, message)
+                if news or now - told_at >= self._detail_seconds * share:
+                    asked.append(now)
+                    told, told_at, share = message, now, share_of_pause(random.random(), after_news=news)
+                    stream.send(Kind.HEARTBEAT, _encoded(message))
+                else:
+                    stream.send(Kind.ALIVE, alive(message))
+            await self._until_next_beat()
+
     async def _register(self, wire: Wire) -> None:
+        reply = await self._exchange(wire, REGISTER_PATH, self._introduction())
+        self._welcomed(reply.body)
+
+    def _introduction(self) -> RegisterRequest:
         pod = self.pod
-        request = RegisterRequest(
+        return RegisterRequest(
             namespace=pod.namespace,
             job=pod.job,
             pod_name=pod.name,
@@ -194,10 +260,11 @@ class Agent:
             rendezvous_port=29500,
             agent_version="bench",
         )
-        reply = await self._exchange(wire, REGISTER_PATH, request)
-        welcome = json.loads(reply.body)
+
+    def _welcomed(self, body: bytes) -> None:
+        welcome = json.loads(body)
         self.registered = True
-        self.shared.served[pod.uid] = time.monotonic()
+        self.shared.served[self.pod.uid] = time.monotonic()
         self._seconds = welcome["heartbeatSeconds"]
         if welcome.get("membership"):
             self._learn(json.dumps(welcome["membership"]).encode())
@@ -282,11 +349,14 @@ class Agent:
         self.on_change()
 
     async def _exchange(self, wire: Wire, path: str, message: MessageModel) -> Reply:
-        body = message.model_dump_json(by_alias=True, exclude_none=True).encode()
-        reply = await wire.request("POST", path, body, seconds=_REQUEST_SECONDS)
+        reply = await wire.request("POST", path, _encoded(message), seconds=_REQUEST_SECONDS)
         if reply.status in _GONE or reply.status >= 500 or reply.status == 400:
             raise _LostError(f"{path.rpartition('/')[2]} {reply.status}")
         return reply
+
+
+def _encoded(message: MessageModel) -> bytes:
+    return message.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
 class _LostError(Exception):

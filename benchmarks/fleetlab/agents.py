@@ -39,13 +39,15 @@ _TOKEN_LENGTH = 1100
 class Agents:
     """All agents of one job."""
 
-    def __init__(self, kube: Kube, job: str, addresses: list[tuple[str, int]], name: str) -> None:
+    def __init__(
+        self, kube: Kube, job: str, addresses: list[tuple[str, int]], name: str, *, streams: bool = True
+    ) -> None:
         self._kube = kube
         self._job = job
         self._addresses = addresses
         self._name = name
         self._context: ssl.SSLContext | None = None
-        self._shared = Job()
+        self._shared = Job(streams=streams)
         self._agents: dict[str, Agent] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._going = False
@@ -82,9 +84,9 @@ class Agents:
             case "settle":
                 settle()  # a pause of this process's collector would count as the coordinator's
                 await asyncio.sleep(_PAUSE_SECONDS)
-                _latency(self._shared)
+                latency_of(self._shared)
             case "latency":
-                return _latency(self._shared)
+                return latency_of(self._shared)
             case "bare":
                 return await self._bare(command)
             case "state":
@@ -175,7 +177,7 @@ class Agents:
         """Heartbeat latencies of as many agents at a server that does nothing; they are gone afterwards."""
         context = ssl.create_default_context(cadata=command["authority"])
         endpoints = [Endpoint(command["host"], int(command["port"]), self._name, context)]
-        shared, told = Job(), self._changed.set
+        shared, told = Job(streams=False), self._changed.set
         agents = [Agent(_nobody(each), shared, endpoints, on_change=told) for each in range(int(command["count"]))]
         tasks = [asyncio.create_task(agent.run()) for agent in agents]
         try:
@@ -183,9 +185,9 @@ class Agents:
             await asyncio.sleep(_WARM_SECONDS)
             settle()
             await asyncio.sleep(_PAUSE_SECONDS)
-            _latency(shared)
+            latency_of(shared)
             await asyncio.sleep(float(command["measure"]))
-            return _latency(shared)
+            return latency_of(shared)
         finally:
             for task in tasks:
                 task.cancel()
@@ -215,12 +217,13 @@ class Agents:
                 await asyncio.sleep(0.005)
 
 
-def _latency(shared: Job) -> Command:
+def latency_of(*shared: Job) -> Command:
     """Heartbeat latencies since the last time that this was asked."""
-    taken = sorted(shared.latencies)
-    errors = dict(shared.errors)
-    shared.latencies.clear()
-    shared.errors.clear()
+    taken = sorted(latency for job in shared for latency in job.latencies)
+    errors = {kind: sum(job.errors.get(kind, 0) for job in shared) for job in shared for kind in job.errors}
+    for job in shared:
+        job.latencies.clear()
+        job.errors.clear()
     if not taken:
         return {"count": 0, "errors": errors}
     share = lambda part: taken[min(len(taken) - 1, int(part * len(taken)))]  # noqa: E731
@@ -245,7 +248,7 @@ async def _serve(options: Command) -> None:
     cluster = Cluster.connect(options["cluster"])
     async with Kube(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
-        agents = Agents(kube, options["job"], addresses, options["name"])
+        agents = Agents(kube, options["job"], addresses, options["name"], streams=options["streams"])
         following = asyncio.create_task(agents.run())
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

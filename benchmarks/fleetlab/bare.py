@@ -1,4 +1,4 @@
-"""The bare server's process, as the benchmark steers it, with an authority of its own."""
+"""A server's process, as the benchmark steers it, with an authority of its own: the bare one or another like it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from fleetlab.control import FOLDER
 from fleetlab.operator_site import SERVER_NAME, free_port
@@ -21,7 +21,10 @@ _START_SECONDS = 30.0
 class BareServer:
     """It listens within its `async with` block."""
 
-    def __init__(self, host: str = "127.0.0.3") -> None:
+    def __init__(self, host: str = "127.0.0.3", *, module: str = "fleetlab.bare_server", **options: Any) -> None:
+        """`options` are the module's own."""
+        self._module = module
+        self._more = options
         self.host = host
         self.port = free_port(host)
         material = renewed(None, (SERVER_NAME,), time.time())
@@ -40,8 +43,8 @@ class BareServer:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "fleetlab.bare_server",
-            json.dumps(options),
+            self._module,
+            json.dumps(options | self._more),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(FOLDER)},
@@ -50,8 +53,14 @@ class BareServer:
         async with asyncio.timeout(_START_SECONDS):
             line = await self._process.stdout.readline()
         if line.strip() != b"ready":
-            raise RuntimeError("the bare server did not start")
+            raise RuntimeError(f"{self._module} did not start")
         return self
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None
+        return self._process.pid
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process is not None

@@ -27,8 +27,12 @@ class AgentsError(Exception):
 class AgentsProcess:
     """Agents of one job against one or more coordinators; ends with its `async with` block."""
 
-    def __init__(self, cluster: Cluster, job: str, addresses: Sequence[tuple[str, int]], name: str) -> None:
+    def __init__(
+        self, cluster: Cluster, job: str, addresses: Sequence[tuple[str, int]], name: str, *, streams: bool = True
+    ) -> None:
+        """`streams` off: agents as they were in the version before."""
         self._options = {"cluster": cluster.name, "job": job, "addresses": list(addresses), "name": name}
+        self._options["streams"] = streams
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count()

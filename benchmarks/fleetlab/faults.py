@@ -74,6 +74,27 @@ class FaultRound:
             pod = await self._member()
             await self._measured("node silent", lambda pod=pod: self._silence(pod), goal=8.0)
 
+    async def recoveries(self) -> dict[str, float]:
+        """One fault of each kind that this process can time alone; seconds until the job trains again, by name."""
+        found = {}
+        for name, fault in (("one pod fails", self._fail), ("node silent", self._silence)):
+            await self._whole()
+            generation = (await self._run.status())["membership"]["generation"]
+            pod = await self._member()
+            began = time.monotonic()
+            await fault(pod)
+            learned = await self._agents.ask(
+                "learned", generation=generation + 1, count=self._nodes, seconds=self._run.plan.patience
+            )
+            found[f"{name}, until every agent has the new membership"] = learned["last"] - began
+            await self._whole()
+            found[f"{name}, until all workers and spares are back"] = time.monotonic() - began
+        began = time.monotonic()
+        await self._restart_in_place()
+        found["process crash, until the restart is counted"] = time.monotonic() - began
+        await self._whole()
+        return found
+
     async def _measured(self, name: str, fault: Callable[[], Awaitable[str]], *, goal: float | None) -> None:
         """From the fault to the new membership with every agent of it; then wait until all is whole again."""
         n = self._nodes
@@ -94,17 +115,21 @@ class FaultRound:
         """A process dies: the agents restart in place, and no pod is touched."""
         await self._whole()
         created, writes = self._watch.created, await self._writes()
-        before = (await self._run.status()).get("restarts", {}).get("total", 0)
-        await self._agents.ask("crash", pod=await self._member())
-        await self._run.until_status(
-            lambda status: status.get("restarts", {}).get("total", 0) > before, "the restart is counted"
-        )
+        await self._restart_in_place()
         await self._whole()
         self._report.add(
             "process crash: pods recreated", self._nodes, "count", float(self._watch.created - created), goal=0.0
         )
         self._report.add(
             "process crash: API writes of the operator", self._nodes, "count", await self._writes() - writes
+        )
+
+    async def _restart_in_place(self) -> None:
+        """Until the status counts it."""
+        before = (await self._run.status()).get("restarts", {}).get("total", 0)
+        await self._agents.ask("crash", pod=await self._member())
+        await self._run.until_status(
+            lambda status: status.get("restarts", {}).get("total", 0) > before, "the restart is counted"
         )
 
     async def _fail(self, pod: str) -> None:

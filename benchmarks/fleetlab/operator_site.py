@@ -178,8 +178,7 @@ class OperatorRun:
 
     def cpu_seconds(self) -> float:
         """Processor time so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu_seconds(self.pid)
 
     def peak_mib(self) -> float:
         """Largest resident memory so far."""
@@ -190,9 +189,7 @@ class OperatorRun:
         return self._memory("VmRSS")
 
     def _memory(self, key: str) -> float:
-        found = re.search(rf"^{key}:\s+(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-        assert found is not None
-        return int(found[1]) / 1024
+        return memory_mib(self.pid, key)
 
     async def stop(self) -> float:
         """End it in order; seconds."""
@@ -214,6 +211,19 @@ class OperatorRun:
     async def _ended(self) -> None:
         assert self._process is not None
         await self._process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def memory_mib(pid: int, key: str = "VmRSS") -> float:
+    """Resident memory of a process now."""
+    found = re.search(rf"^{key}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 def free_port(host: str) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _HEAD_LIMIT = 1 << 16
-_GZIP = 16 + zlib.MAX_WBITS
+GZIP = 16 + zlib.MAX_WBITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Wire:
 @functools.lru_cache(maxsize=4)
 def _unpacked(data: bytes) -> bytes:
     """Real agents unpack a membership once each, on machines of their own."""
-    return zlib.decompress(data, _GZIP)
+    return zlib.decompress(data, GZIP)
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:

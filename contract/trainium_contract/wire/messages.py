@@ -365,6 +365,10 @@ class HeartbeatResponse(MessageModel):
     protocol: Protocol = PROTOCOL
     generation: int = Field(ge=0, le=_LAST)
     """The current generation."""
+    detail_seconds: Time | None = None
+    """How long heartbeats may be signs of life alone while nothing but the step changes; see `wire.stream`."""
+    time: Time | None = None
+    """Unix seconds of the coordinator's clock. Both are told over a stream alone."""
 
 
 class ErrorResponse(MessageModel):
@@ -374,3 +378,5 @@ class ErrorResponse(MessageModel):
     """One sentence."""
     generation: Ordinal | None = None
     """The current generation, with 409."""
+    status: Ordinal | None = None
+    """What HTTP says in its status, where there is none."""

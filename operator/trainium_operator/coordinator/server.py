@@ -1,4 +1,4 @@
-"""The HTTPS server that agents call: register, long poll for membership, heartbeat.
+"""The HTTPS server that agents call: streams, and what those of the version before ask for, request by request.
 
 Invariants: nothing is answered but 503 unless this process leads and its caches are in sync (a registration waits a
 moment where that is due, so that agents are there when the lead is taken over); every message is
@@ -15,36 +15,26 @@ import time
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from pydantic import ValidationError
 
-from trainium_contract.wire.messages import (
-    HEARTBEAT_PATH,
-    MEMBERSHIP_PATH,
-    PREVIOUS_PROTOCOL,
-    PROTOCOL,
-    REGISTER_PATH,
-    ErrorResponse,
-    HeartbeatRequest,
-    HeartbeatResponse,
-    RegisterRequest,
-    RegisterResponse,
-)
-from trainium_operator.coordinator.reading import read_message
+from trainium_contract.wire.messages import HEARTBEAT_PATH, MEMBERSHIP_PATH, REGISTER_PATH, ErrorResponse
+from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
+from trainium_operator.coordinator.hearing import BadMessageError, Hearing, objection
 from trainium_operator.coordinator.spoken import Phrasebook
-from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
+from trainium_operator.coordinator.state import FutureGenerationError
+from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
 from trainium_operator.entrance.door import BROKEN
 from trainium_operator.entrance.errors import RefusedError
-from trainium_operator.entrance.reception import RETRY_AFTER, Reception, refusal_of
+from trainium_operator.entrance.reception import RETRY_AFTER, Reception, Upgrade, refusal_of
+from trainium_operator.entrance.tokens import bearer_of, expiry_of
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Mapping
 
     from trainium_contract.base import MessageModel
-    from trainium_contract.wire.messages import Membership
+    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.coordinator.authentication import Authenticator, Caller
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.job_id import JobId
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +47,6 @@ SHORTEST_POLL = 0.5
 """A poll is held for this share of the time that it asks for, or longer."""
 DUE_SECONDS = 2.5
 """How long a registration waits for a lead that is due; shorter than agents wait for an answer."""
-LARGEST_WELCOME = 64
-"""Members of a membership that the answer to a registration carries."""
 _JSON = "application/json"
 
 
@@ -84,11 +72,15 @@ class CoordinatorServer:
         self._state = state
         self._authenticator = authenticator
         self._is_serving = is_serving
-        self._notify = notify
         self._until_serving = until_serving
-        self._heartbeat_seconds = heartbeat_seconds
-        self._on_news = on_news
+        self._hearing = Hearing(
+            state, authenticator, notify=notify, on_news=on_news, heartbeat_seconds=heartbeat_seconds
+        )
         self._phrasebook = Phrasebook()
+        self.streams = Streams(
+            self._hearing, self._phrasebook, is_serving=is_serving, on_message=on_message, longest_frame=LARGEST_BODY
+        )
+        self._sweeping: asyncio.Task[None] | None = None
         self.reception = Reception(
             self._answered, on_answer=lambda path, status: on_message(path.rpartition("/")[2], status)
         )
@@ -99,12 +91,17 @@ class CoordinatorServer:
             web.post(REGISTER_PATH, self._register),
             web.post(HEARTBEAT_PATH, self._heartbeat),
             web.get(MEMBERSHIP_PATH, self._membership),
+            web.get(STREAM_PATH, self._stream),
         )
+        self._sweeping = asyncio.create_task(self.streams.run())
         return await self.reception.open(routes, host, port, context, largest_body=LARGEST_BODY)
 
     async def stop(self) -> None:
-        """End long polls with 503 and close."""
+        """End long polls and streams with 503 and close."""
         self._state.close()
+        self.streams.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         await self.reception.close()
 
     async def _sender(self, request: web.Request) -> Caller:
@@ -120,41 +117,26 @@ class CoordinatorServer:
         except TimeoutError:
             raise web.HTTPRequestTimeout(reason=f"the body was not there within {BODY_SECONDS:g} s") from None
 
-    def _job_of(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
-        return self._authenticator.check(
-            caller,
-            namespace=message.namespace,
-            job=message.job,
-            pod_name=message.pod_name,
-            pod_uid=message.pod_uid,
-        )
-
     async def _register(self, request: web.Request) -> web.StreamResponse:
         caller = await self._sender(request)
-        message = read_message(RegisterRequest, await self._body(request))
-        job_id = self._job_of(caller, message)
-        if self._state.register(job_id, message):
-            logger.info("%s registered", message.pod_name, extra={"namespace": message.namespace, "job": message.job})
-            self._notify(message.namespace, message.job, True)
-        membership = self._state.membership(job_id)
-        answer = RegisterResponse(
-            protocol=message.protocol,
-            heartbeat_seconds=self._heartbeat_seconds,
-            membership=_spoken(membership, message.protocol) if _is_small(membership) else None,
-            time=time.time(),
-        )
-        return _json(200, answer)
+        return _json(200, self._hearing.register(caller, await self._body(request))[1])
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         caller = await self._sender(request)
-        message = read_message(HeartbeatRequest, await self._body(request))
-        job_id = self._job_of(caller, message)
-        taken = self._state.heartbeat(job_id, message)
-        if taken.matters and taken.before is not None:
-            self._on_news(taken.before, message)
-        if taken.matters or taken.progressed:
-            self._notify(message.namespace, message.job, taken.matters)
-        return _json(200, HeartbeatResponse(protocol=message.protocol, generation=self._state.published(job_id)))
+        return _json(200, self._hearing.heartbeat(caller, await self._body(request)))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        caller = await self._sender(request)
+        after = _number(request.query, "after", 0)
+        if request.query.get("podUid", "") != caller.pod_uid:
+            raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
+        if request.headers.get("Upgrade", "").lower() != UPGRADE:
+            return _refusal(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
+        expires = expiry_of(bearer_of(request.headers.get("Authorization", "")))
+        left = expires - time.time() if expires is not None else 0.0
+        seconds = min(LONGEST_SECONDS, left) if left > 0.0 else LONGEST_SECONDS  # over: it is our clock that is wrong
+        ends = asyncio.get_running_loop().time() + seconds
+        return Upgrade(UPGRADE, lambda gone: Stream(self.streams, caller, after=after, ends=ends, left=gone))
 
     async def _membership(self, request: web.Request) -> web.StreamResponse:
         caller = await self._sender(request)
@@ -188,16 +170,12 @@ class CoordinatorServer:
             return _refusal(503, "not leader", headers=RETRY_AFTER)
         try:
             return await handler(request)
-        except (ValidationError, _BadMessageError) as error:
-            return _refusal(400, _sentence(error))
-        except NotRegisteredError:
-            return _refusal(404, "this agent has not registered with this coordinator; register first")
-        except FutureGenerationError as error:
-            logger.warning("refused %s: %s", request.path, error)
-            return _refusal(400, str(error))
-        except OldGenerationError as error:
-            return _refusal(409, str(error), generation=error.current)
         except Exception as error:
+            found = objection(error)
+            if found is not None:
+                if isinstance(error, FutureGenerationError):
+                    logger.warning("refused %s: %s", request.path, error)
+                return _refusal(found.status, found.sentence, generation=found.generation)
             refusal = refusal_of(error)
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
@@ -211,7 +189,7 @@ class CoordinatorServer:
 
     async def _serves_soon(self, request: web.Request) -> bool:
         """Hold a registration while the lead is due; whether it was taken over meanwhile."""
-        due = self._until_serving() if request.path == REGISTER_PATH else None
+        due = self._until_serving() if request.path in (REGISTER_PATH, STREAM_PATH) else None
         if due is None:
             return False
         try:
@@ -222,35 +200,11 @@ class CoordinatorServer:
         return self._is_serving()
 
 
-class _BadMessageError(Exception):
-    """The request cannot be read."""
-
-
-def _spoken(membership: Membership | None, protocol: int) -> Membership | None:
-    """The membership in the protocol that the agent speaks; both have the same fields."""
-    return membership.replaced(protocol=protocol) if membership is not None else None
-
-
-def _is_small(membership: Membership | None) -> bool:
-    """Whether it is worth sending with each registration; the long poll that follows at once brings a large one."""
-    return membership is None or len(membership.members) <= LARGEST_WELCOME
-
-
 def _number(query: Mapping[str, str], key: str, default: int) -> int:
     text = query.get(key, str(default))
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise _BadMessageError(f"{key} must be a whole number from 0 to 999999999, not {text[:40]!r}")
+        raise BadMessageError(f"{key} must be a whole number from 0 to 999999999, not {text[:40]!r}")
     return int(text)
-
-
-def _sentence(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    spoken = f"{PREVIOUS_PROTOCOL} and {PROTOCOL}"
-    hint = f" (this coordinator speaks protocols {spoken})" if "protocol" in where else ""
-    return f"the message is not valid: {where or 'body'}: {first['msg']}{hint}"[:1024]
 
 
 def _json(status: int, message: MessageModel) -> web.Response:

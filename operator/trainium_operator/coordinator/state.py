@@ -27,7 +27,9 @@ _OUTSIDE = (WorkerPhase.PREFLIGHT, WorkerPhase.STANDBY)
 _ASK_AGAIN_SECONDS = 30.0
 """Until a port that has never answered is asked again."""
 
-
+DETAILS_A_SECOND = 8.0
+"""Full heartbeats of one job, together: all of its ranks make the same steps, so any of them tells the newest."""
+LONGEST_DETAIL_SECONDS = 10.0
 FARTHEST_AHEAD = 1_000
 """An agent may know a later generation than the one that is served (a record may be lost), but not by more."""
 
@@ -87,6 +89,8 @@ class _Agent:
     """The plan was told that it has fallen silent, and it was not heard since."""
     stepped: tuple[int, int] = (-1, -1)
     """Generation and attempt of the last heartbeat that brought a higher step."""
+    step: int = -1
+    """The newest that it told of since it last had none."""
 
 
 class _Job:
@@ -116,6 +120,8 @@ class CoordinatorState:
         self._wall_clock = wall_clock
         self._jobs: dict[JobId, _Job] = {}
         self._closed = False
+        self.on_publish: Callable[[JobId], None] = lambda _job_id: None
+        """Told after each membership that is served anew."""
 
     def begin(self) -> None:
         """Agents are answered from now on."""
@@ -137,6 +143,7 @@ class CoordinatorState:
             # Waiters hold the old event; those who come later wait for the next change.
             job.changed.set()
             job.changed = asyncio.Event()
+            self.on_publish(job_id)
 
     def forget_job(self, job_id: JobId) -> None:
         """The job is gone."""
@@ -165,6 +172,11 @@ class CoordinatorState:
         """A copy of what the job's agents said, by pod uid."""
         job = self._jobs.get(job_id)
         return {uid: agent.view for uid, agent in job.agents.items()} if job else {}
+
+    def detail_seconds(self, job_id: JobId) -> float:
+        """How long an agent may give signs of life alone: the job's newest step is heard of often all the same."""
+        job = self._jobs.get(job_id)
+        return min(LONGEST_DETAIL_SECONDS, len(job.agents) / DETAILS_A_SECOND) if job else 0.0
 
     def agent_count(self) -> int:
         """Registered agents of all jobs."""
@@ -263,6 +275,14 @@ class CoordinatorState:
         agent.view = replace(agent.view, heard=self._wall_clock(), refused=None)
         return agent.view
 
+    def alive(self, job_id: JobId, pod_uid: str, step: int) -> None:
+        """A sign of life: nothing has changed but the step, -1 for none. Raises NotRegisteredError."""
+        view = self.heard(job_id, pod_uid)
+        agent = self._jobs[job_id].agents[pod_uid]
+        if agent.step >= 0 and step > agent.step:
+            agent.view = _moved(view, step - agent.step, first_step=False)
+            agent.step = step
+
     def heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> Accepted:
         """Take a heartbeat; one that was overtaken by a later one is only a sign of life.
 
@@ -279,12 +299,13 @@ class CoordinatorState:
         old = agent.view.heartbeat
         if old is not None and old.generation == request.generation and request.attempt < old.attempt:
             return Accepted(matters=False, progressed=False)
-        stepped = _step(request) > _step(old)
+        stepped = _step(request) > agent.step
         moved = stepped or _stage_done(request) != _stage_done(old)
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
         if stepped:
             agent.stepped = (request.generation, request.attempt)
-        agent.view = _advanced(agent.view, request, stepped=stepped)
+        agent.view = _advanced(agent.view, request, steps=_step(request) - agent.step, first_step=first_step)
+        agent.step = _step(request)
         news = old is None or first_step or _differs(old, request) or _results(old) != _results(request)
         return Accepted(matters=news, progressed=moved, before=old)
 
@@ -330,15 +351,18 @@ def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
     return () if progress is None else (progress.stage, progress.artifacts, progress.evaluation)
 
 
-def _advanced(view: AgentView, request: HeartbeatRequest, *, stepped: bool) -> AgentView:
+def _advanced(view: AgentView, request: HeartbeatRequest, *, steps: int, first_step: bool) -> AgentView:
     """The view after this heartbeat; `view.heard` is now."""
-    joining = _joining_since(view, request)
-    if not stepped:
-        return replace(view, heartbeat=request, joining_since=joining)
+    view = replace(view, heartbeat=request, joining_since=_joining_since(view, request))
+    return _moved(view, steps, first_step=first_step) if steps > 0 else view
+
+
+def _moved(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
+    """The view when so many steps are new. Before the first step of an attempt lies what stopped it."""
     step_seconds = view.step_seconds
-    if view.progressed is not None:
-        step_seconds = (view.heard - view.progressed) / (_step(request) - _step(view.heartbeat))
-    return replace(view, heartbeat=request, progressed=view.heard, step_seconds=step_seconds, joining_since=joining)
+    if view.progressed is not None and not first_step:
+        step_seconds = (view.heard - view.progressed) / steps
+    return replace(view, progressed=view.heard, step_seconds=step_seconds)
 
 
 def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:

@@ -1,7 +1,9 @@
 """A listening socket: connections are counted before the first byte of TLS is read.
 
-Invariants: a handshake takes `HANDSHAKE_SECONDS` at most; request lines, headers and their number are bounded while
-they are read; nothing that comes is unpacked; errors of strangers reach no log.
+Invariants: in one turn of the loop `IN_A_TURN` connections are accepted and as many handshakes begun, however many want
+to come, so who is in waits for no more; a handshake takes `HANDSHAKE_SECONDS` at most, and as long may pass before its
+first byte; request lines, headers and their number are bounded while they are read; nothing that comes is unpacked;
+errors of strangers reach no log.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import logging
 import socket
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientError, web
@@ -17,12 +20,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Coroutine
+    from asyncio import Protocol
+    from collections.abc import Callable, Coroutine
 
     from trainium_operator.entrance.guests import Guest, Guests
 
 HANDSHAKE_SECONDS = 10.0
 BACKLOG = 1024
+IN_A_TURN = 16
+"""Handshakes take about 0.5 ms each; and where turns are long, as while a plan is made, more than one must get on."""
 NO_FILE_SECONDS = 0.1
 """Pause when no connection can be accepted, as when no file descriptor is left."""
 _LIMITS: dict[str, Any] = {
@@ -64,6 +70,21 @@ class Visit(web.RequestHandler):
         self.guest = guest
         self._guests = guests
 
+    def hand_over(self, protocol: Protocol) -> None:
+        """From now on the connection, and the guest who holds it, are this protocol's; it must say when they leave."""
+        transport = self.transport
+        if transport is None:
+            raise ConnectionResetError
+        self.transport = None
+        self.force_close()  # the loop over requests ends; nothing is closed, since there is nothing here any more
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        asyncio.get_running_loop().call_soon(super().connection_lost, None)
+
+    def leaver(self) -> Callable[[], None]:
+        """To be called when the connection that was handed over is closed; keeps nothing of HTTP alive."""
+        return partial(self._guests.left, self.guest)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
         self._guests.left(self.guest)
@@ -77,6 +98,8 @@ class Door:
         self._guests = guests
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(IN_A_TURN)
+        """Of those whose handshake may begin: most of its work is the answer to its first bytes."""
 
     def open(self, server: web.Server, host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen; returns the port. Raises OSError."""
@@ -103,8 +126,10 @@ class Door:
 
     async def _accept(self, listener: socket.socket, server: web.Server, context: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in count(1):
             await self._guests.room()
+            if number % IN_A_TURN == 0:
+                await asyncio.sleep(0)  # what is there already is accepted without a pause otherwise
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError:
@@ -121,13 +146,17 @@ class Door:
         self, connection: socket.socket, guest: Guest, server: web.Server, context: ssl.SSLContext | None
     ) -> None:
         try:
+            if context is not None:
+                await _first_byte(connection)
+                async with self._turns:
+                    await asyncio.sleep(0)
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: Visit(server, self._guests, guest),
                 connection,
                 ssl=context,
                 ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
             )
-        except OSError:
+        except (OSError, TimeoutError):
             self._guests.left(guest)
             connection.close()
         except asyncio.CancelledError:
@@ -136,6 +165,24 @@ class Door:
             raise
         else:
             guest.close = transport.abort
+
+
+async def _first_byte(connection: socket.socket) -> None:
+    """Wait until something has come. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    come: asyncio.Future[None] = loop.create_future()
+    descriptor = connection.fileno()
+    loop.add_reader(descriptor, _set, come)
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            await come
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _set(come: asyncio.Future[None]) -> None:
+    if not come.done():
+        come.set_result(None)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -24,7 +24,7 @@ STRANGER_SECONDS = 15.0
 MOST_STRANGERS = 1_024
 FEW = 8
 MOST_OF_HOLDER = 16
-"""An agent has two, its long poll and its heartbeats; a browser has six."""
+"""An agent has one stream, of an older version two connections; a browser has six."""
 MOST_IN_VAIN = 512
 WINDOW_SECONDS = 10.0
 REMEMBERED = 4_096

@@ -32,6 +32,27 @@ RETRY_AFTER = {"Retry-After": "1"}
 _STRANGERS_FAULT = frozenset({400, 401, 403, 404, 405, 408, 413, 429})
 
 
+class Upgrade(web.StreamResponse):
+    """101, and then the connection is another protocol's: `take(left)` makes it, `left` is to be called at its end."""
+
+    def __init__(self, name: str, take: Callable[[Callable[[], None]], asyncio.Protocol]) -> None:
+        super().__init__(status=101)
+        self._name = name
+        self._take = take
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """See StreamResponse: instead of a head of HTTP's own, the last one."""
+        visit, transport = request.protocol, request.transport
+        if not isinstance(visit, Visit) or transport is None:
+            raise ConnectionResetError
+        head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {self._name}\r\n\r\n"
+        transport.write(head.encode())
+        visit.hand_over(self._take(visit.leaver()))
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing ends here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """What somebody who is not let in is told."""

@@ -42,6 +42,7 @@ class ServerTls:
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = 0  # agents come once and stay: two tickets for each would be a quarter of a handshake's work
     return context
 
 

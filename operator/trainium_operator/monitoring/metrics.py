@@ -83,7 +83,7 @@ class Metrics:
 
     def message(self, kind: str, status: int) -> None:
         """One message of an agent was answered."""
-        known = kind if kind in ("register", "heartbeat", "membership") else "other"
+        known = kind if kind in ("register", "heartbeat", "membership", "stream") else "other"
         self._messages.labels(known, str(status)).inc()
 
     def read(self, path: str, status: int) -> None:

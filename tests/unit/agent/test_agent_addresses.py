@@ -6,7 +6,7 @@ from typing import Never
 
 import pytest
 
-from trainium_trainer.agent.coordinator.client import Address, Coordinator, CoordinatorUnavailableError
+from trainium_trainer.agent.coordinator.requests import Address, Coordinator, CoordinatorUnavailableError
 from trainium_trainer.agent.settings import Endpoint
 
 

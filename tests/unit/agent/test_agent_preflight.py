@@ -16,7 +16,7 @@ from trainium_contract.spec.health import PreflightCheck as Check
 from trainium_trainer.agent.checks import node_checks, preflight
 from trainium_trainer.agent.checks.node_checks import NodeChecks
 from trainium_trainer.agent.checks.node_test import Task, product_is_right
-from trainium_trainer.agent.coordinator.client import seconds_of
+from trainium_trainer.agent.coordinator.requests import seconds_of
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 from trainium_trainer.agent.settings import QUICK_CHECKS, AgentSettings, settings_from
 

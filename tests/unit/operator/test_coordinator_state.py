@@ -105,6 +105,38 @@ def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorSt
     assert state.agents(JOB)["a"].progressed == clock.now - 1
 
 
+def test_signs_of_life_tell_steps_as_heartbeats_do(state: CoordinatorState, clock: Clock) -> None:
+    state.register(JOB, registration("a"))
+    state.alive(JOB, "a", 7)
+    assert state.agents(JOB)["a"].progressed is None, "no heartbeat has told of steps"
+    state.heartbeat(JOB, step("a", 10))
+    clock.now += 6
+    state.alive(JOB, "a", 13)
+    moved = clock.now
+    assert (state.agents(JOB)["a"].step_seconds, state.agents(JOB)["a"].progressed) == (2, moved)
+    clock.now += 5
+    state.alive(JOB, "a", 13)
+    state.alive(JOB, "a", -1)
+    state.heartbeat(JOB, step("a", 13))
+    view = state.agents(JOB)["a"]
+    assert (view.progressed, view.heard) == (moved, clock.now), "what was known of the step is not news again"
+
+
+def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: CoordinatorState, clock: Clock) -> None:
+    """Else training that stands still after a fault would be noticed the later, the longer the fault was."""
+    state.register(JOB, registration("a"))
+    for seconds, number in ((0, 10), (4, 12)):
+        clock.now += seconds
+        state.heartbeat(JOB, step("a", number))
+    clock.now += 60
+    state.heartbeat(JOB, step("a", 13).model_copy(update={"attempt": 1}))
+    view = state.agents(JOB)["a"]
+    assert (view.step_seconds, view.progressed) == (2, clock.now)
+    clock.now += 9
+    state.heartbeat(JOB, step("a", 16).model_copy(update={"attempt": 1}))
+    assert state.agents(JOB)["a"].step_seconds == 3
+
+
 def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_that_of_steps(
     state: CoordinatorState,
 ) -> None:

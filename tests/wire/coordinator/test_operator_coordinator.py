@@ -11,110 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from coordinator_world import LLAMA, World, heartbeat, membership, register
 
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
-from trainium_operator.coordinator.authentication import Authenticator
+from trainium_contract.wire.messages import Membership
 from trainium_operator.coordinator.certificates import renewed, server_names
-from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
-from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.entrance.errors import ReviewUnavailableError
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.coordinator.server import LARGEST_BODY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-LLAMA = JobId("team", "llama", "job-uid")
-JOB = {"namespace": "team", "job": "llama"}
-
-
-def membership(generation: int, *pods: str) -> Membership:
-    members = tuple(
-        Member(
-            pod_uid=f"uid-{pod}", pod_name=pod, pod_ip="127.0.0.2", node_name="n", node_rank=rank, rendezvous_port=29500
-        )
-        for rank, pod in enumerate(pods or ("w-0", "w-1"))
-    )
-    return Membership(
-        generation=generation,
-        transition=Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
-
-
-def register(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
-    return {
-        **JOB,
-        "protocol": 2,
-        "podName": pod,
-        "podUid": f"uid-{pod}",
-        "podIp": "127.0.0.2",
-        "nodeName": "n",
-        "rendezvousPort": 29500,
-        "agentVersion": "1",
-        **changes,
-    }
-
-
-def heartbeat(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
-    return {
-        **JOB,
-        "protocol": 2,
-        "podName": pod,
-        "podUid": f"uid-{pod}",
-        "generation": 1,
-        "phase": "Training",
-        **changes,
-    }
-
-
-class World:
-    def __init__(self) -> None:
-        self.state = CoordinatorState(time.time)
-        self.leading = True
-        self.due: asyncio.Event | None = None
-        self.api_up = True
-        self.notes: list[tuple[str, str, bool]] = []
-        self.server = CoordinatorServer(
-            self.state,
-            Authenticator(self.review, self, wall_clock=time.time),
-            is_serving=lambda: self.leading,
-            notify=lambda *note: self.notes.append(note),
-            until_serving=lambda: self.due.wait() if self.due is not None else None,
-        )
-        self.base = ""
-        self.session: aiohttp.ClientSession
-
-    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
-        return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
-
-    async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
-        if not self.api_up:
-            raise ReviewUnavailableError
-        pod = spec["token"].removeprefix("token-of-")
-        if pod == spec["token"]:
-            return {"authenticated": False}
-        extra = {
-            "authentication.kubernetes.io/pod-name": [pod],
-            "authentication.kubernetes.io/pod-uid": [f"uid-{pod}"],
-        }
-        user = {"username": "system:serviceaccount:team:default", "extra": extra}
-        return {"authenticated": True, "audiences": [TOKEN_AUDIENCE], "user": user}
-
-    async def post(self, path: str, body: Any, pod: str = "w-0", token: str | None = None) -> tuple[int, Any]:
-        headers = {"Authorization": f"Bearer {token or f'token-of-{pod}'}"}
-        async with self.session.post(self.base + path, json=body, headers=headers) as response:
-            return response.status, await response.json()
-
-    async def poll(self, after: int, pod: str = "w-0", seconds: int = 5) -> tuple[int, Any]:
-        query = {"after": str(after), "podUid": f"uid-{pod}", "timeoutSeconds": str(seconds)}
-        headers = {"Authorization": f"Bearer token-of-{pod}"}
-        url = f"{self.base}/v1/jobs/team/llama/membership"
-        async with self.session.get(url, params=query, headers=headers) as response:
-            return response.status, (await response.json() if response.status != 204 else None)
 
 
 @pytest.fixture

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import ssl
 import time
-from contextlib import asynccontextmanager
-from itertools import count
+from asyncio import sslproto
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -320,3 +323,52 @@ async def test_a_renewal_that_hangs_leaves_time_for_another(tmp_path: Path) -> N
         version = cluster.version
         await reached(lambda: bool(hung) and cluster.version > version, "renewed by another try")
         assert cluster.get(LEASES, "system", "lease")["spec"]["holderIdentity"] == "me"
+
+
+async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever is in waits for all of their handshakes."""
+    crowd, turns, begun = 120, count(), Counter[int]()
+    shake = sslproto.SSLProtocol._do_handshake  # type: ignore[attr-defined]
+    turn, strangers = 0, [0]
+
+    def counted(protocol: sslproto.SSLProtocol) -> None:
+        if not protocol._sslobj._sslobj.server_side:  # type: ignore[attr-defined]
+            return shake(protocol)
+        begun[turn] += 1
+        return shake(protocol)
+
+    async with leading(tmp_path) as world, world.session() as agents:
+        assert set(await world.register(agents)) == {200}
+        monkeypatch.setattr(sslproto.SSLProtocol, "_do_handshake", counted)
+        loop, ended = asyncio.get_running_loop(), False
+
+        def next_turn() -> None:
+            nonlocal turn
+            turn = next(turns)
+            strangers.append(world.server.reception.guests.strangers)
+            if not ended:
+                loop.call_soon(next_turn)
+
+        hello = _client_hello()
+        people = [socket.create_connection(("127.0.0.1", world.port)) for _ in range(crowd)]  # this blocks the loop
+        for each in people:
+            each.sendall(hello)
+        loop.call_soon(next_turn)
+        await reached(lambda: begun.total() >= crowd, "all of them are answered")
+        ended = True
+        await asyncio.sleep(0)
+        assert max(later - before for before, later in pairwise(strangers)) <= door.IN_A_TURN
+        assert max(begun.values()) <= 2 * door.IN_A_TURN, "those that begin, and those that end"
+        for each in people:
+            each.close()
+
+
+def _client_hello() -> bytes:
+    """What a client sends first."""
+    context = ssl.create_default_context()
+    come, go = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(come, go, server_hostname="localhost").do_handshake()
+    return go.read()

@@ -178,7 +178,7 @@ class AgentView:
     progressed: float | None = None
     """When a heartbeat last brought a higher step than the one before it; None while none has."""
     step_seconds: float | None = None
-    """Seconds per step as the last two such heartbeats show it: (time - previous) / (step - previous)."""
+    """Seconds per step as the last two such heartbeats of an attempt show it: (time - previous) / (step - previous)."""
     joining_since: float | None = None
     """When it was first heard to wait for others in its present generation and attempt; None while it does not."""
     refused: float | None = None

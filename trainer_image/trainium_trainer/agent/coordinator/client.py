@@ -1,4 +1,4 @@
-"""The agent's side of the coordinator's wire: registration, long-polled membership, heartbeats.
+"""The agent's side of the coordinator's wire: registration, memberships, heartbeats, over a stream where there is one.
 
 Invariants: training never waits for the coordinator; whatever goes wrong is retried for ever with jittered back-off, at
 every address of the coordinator's name in turn, since only the leader answers; after every loss the agent registers
@@ -11,185 +11,45 @@ import asyncio
 import contextlib
 import logging
 import random
-import socket
-import ssl
 import time
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, TypeVar
-
-import aiohttp
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING
 
 from trainium_contract.wire import messages
 from trainium_contract.wire.messages import (
-    ErrorResponse,
     HeartbeatRequest,
     HeartbeatResponse,
     Membership,
     RegisterRequest,
     RegisterResponse,
 )
+from trainium_trainer.agent.coordinator.requests import (
+    REQUEST_SECONDS,
+    Address,
+    Coordinator,
+    CoordinatorUnavailableError,
+    OlderGeneration,
+)
+from trainium_trainer.agent.coordinator.stream import StreamEndedError
+from trainium_trainer.agent.coordinator.telling import Telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
-    from trainium_trainer.agent.settings import AgentSettings, Endpoint
+    from trainium_trainer.agent.coordinator.stream import Stream
+    from trainium_trainer.agent.settings import AgentSettings
 
-_Message = TypeVar("_Message", bound=BaseModel)
 _log = logging.getLogger(__name__)
-_REQUEST_SECONDS = 3.0
-_CONNECT_SECONDS = 1.5
-"""A lost replica stays an address of the Service until its node is given up, and does not even refuse."""
 _POLL_SECONDS = 25.0
 _BEAT_SPREAD = (0.9, 1.1)
 """Of the interval: a thousand agents that were answered at the same moment must not stay in step for ever."""
+_STREAM_SECONDS = (240.0, 300.0)
+"""Until a stream is opened anew, with the token of then; the coordinator ends it after 600."""
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 3.0
 _STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
-_CONFLICT = 409
-_HALF_A_SECOND = 0.5
 CLOCK_CHECK_SECONDS = 60.0
 """Between two looks at how far the clocks are apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """One address of the coordinator, with the name that its certificate must bear."""
-
-    host: str
-    ip: str
-    port: int
-
-    def url(self, path: str) -> str:
-        """The full URL of a path."""
-        ip = f"[{self.ip}]" if ":" in self.ip else self.ip
-        return f"https://{ip}:{self.port}{path}"
-
-
-class CoordinatorUnavailableError(ConnectionError):
-    """One address did not answer as the leader does; the text is one sentence."""
-
-
-class OlderGeneration(Exception):  # noqa: N818 - an answer, not an error
-    """The coordinator knows a newer generation."""
-
-
-class Coordinator:
-    """Requests to one coordinator, with TLS and the token."""
-
-    def __init__(self, settings: AgentSettings) -> None:
-        self._settings = settings
-        self._session: aiohttp.ClientSession | None = None
-        self._tls: ssl.SSLContext | None = None
-        self._ca = b""
-        self.date = 0.0
-        """The coordinator's clock, as its newest answer had it (Unix seconds); 0 for none."""
-
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def addresses(self) -> list[Address]:
-        """Every address of every endpoint, in the order in which the resolver gives them."""
-        loop = asyncio.get_running_loop()
-        found: dict[Address, None] = {}
-        for endpoint in self._settings.coordinator:
-            for ip in await self._resolve(loop, endpoint):
-                found[Address(endpoint.host, ip, endpoint.port)] = None
-        if not found:
-            names = ", ".join(endpoint.host for endpoint in self._settings.coordinator)
-            raise CoordinatorUnavailableError(f"the coordinator's name {names} does not resolve")
-        return list(found)
-
-    async def request(
-        self,
-        address: Address,
-        path: str,
-        answer: type[_Message],
-        *,
-        body: BaseModel | None = None,
-        query: dict[str, str] | None = None,
-        seconds: float = _REQUEST_SECONDS,
-    ) -> _Message | None:
-        """One request to one address; None when it has nothing to say (204).
-
-        Raises OlderGeneration for 409 and CoordinatorUnavailableError for everything else that is not a success.
-        """
-        try:
-            token = self._settings.token_path.read_text(encoding="utf-8").strip()
-            async with self._opened().request(
-                "GET" if body is None else "POST",
-                address.url(path),
-                params=query,
-                json=None if body is None else body.model_dump(mode="json", by_alias=True, exclude_none=True),
-                headers={"Authorization": f"Bearer {token}", "Host": f"{address.host}:{address.port}"},
-                ssl=self._context(),
-                server_hostname=address.host,
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS),
-                allow_redirects=False,
-            ) as response:
-                text = await response.text()
-                status = response.status
-                self.date = seconds_of(response.headers.get("Date", ""))
-        except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            self._tls = None  # read the certificate authority again: it may have been rotated
-            raise CoordinatorUnavailableError(
-                f"the certificate of {address.host} does not verify against {self._settings.ca_path} ({error})"
-            ) from error
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
-            raise CoordinatorUnavailableError(f"{address.host} at {address.ip}:{address.port}: {reason}") from error
-        return _decoded(address, status, text, answer)
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession()
-        return self._session
-
-    def _context(self) -> ssl.SSLContext:
-        """TLS that trusts the mounted certificate authority only, as of now."""
-        ca = self._settings.ca_path.read_bytes()
-        if self._tls is None or ca != self._ca:
-            self._tls = ssl.create_default_context(cadata=ca.decode("ascii"))
-            self._ca = ca
-        return self._tls
-
-    @staticmethod
-    async def _resolve(loop: asyncio.AbstractEventLoop, endpoint: Endpoint) -> list[str]:
-        try:
-            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        except OSError:
-            return []
-        return [str(entry[4][0]) for entry in found]
-
-
-def seconds_of(date: str) -> float:
-    """Unix seconds of an HTTP date, which has whole seconds; 0 for none."""
-    try:
-        return parsedate_to_datetime(date).timestamp() + _HALF_A_SECOND
-    except (ValueError, TypeError):
-        return 0.0
-
-
-def _decoded(address: Address, status: int, text: str, answer: type[_Message]) -> _Message | None:
-    where = f"{address.host} at {address.ip}:{address.port}"
-    if status == 204:
-        return None
-    try:
-        if status == 200:
-            return answer.model_validate_json(text)
-        sentence = ErrorResponse.model_validate_json(text).error
-    except ValidationError:
-        sentence = f"an answer that is not understood: {text[:200]!r}"
-    if status == _CONFLICT:
-        raise OlderGeneration(sentence)
-    if status in (401, 403):
-        raise CoordinatorUnavailableError(f"{where} refused this pod's token ({status}): {sentence}")
-    raise CoordinatorUnavailableError(f"{where} answered {status}: {sentence}")
 
 
 class CoordinatorClient:
@@ -233,6 +93,7 @@ class CoordinatorClient:
         self._poll_again = asyncio.Event()
         self._first: Address | None = None
         self._logged: dict[str, float] = {}
+        self._clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
         self.answered_at = time.monotonic()
         """Monotonic time of the last successful exchange."""
 
@@ -268,8 +129,8 @@ class CoordinatorClient:
                     self._first, messages.HEARTBEAT_PATH, HeartbeatResponse, body=self._heartbeat()
                 )
 
-    async def _registered(self) -> tuple[Address, RegisterResponse]:
-        """Register with the first address that answers as the leader."""
+    async def _registered(self) -> tuple[Address, Stream | None, RegisterResponse]:
+        """Register with the first address that answers as the leader; without a stream where it knows none."""
         addresses = await self._coordinator.addresses()
         random.shuffle(addresses)
         if self._first in addresses:
@@ -280,38 +141,64 @@ class CoordinatorClient:
             for _ in range(2):
                 asked = time.time()
                 try:
-                    welcome = await self._coordinator.request(
-                        address, messages.REGISTER_PATH, RegisterResponse, body=self._register
-                    )
+                    stream, welcome = await self._introduced(address)
                 except (CoordinatorUnavailableError, OlderGeneration) as error:
                     sentence = str(error)
                     if "does not verify" not in sentence:
                         break
                 else:
-                    if welcome is not None:
-                        self._answered()
-                        self._on_welcome(welcome.time, asked, time.time())
+                    self._answered()
+                    self._on_welcome(welcome.time, asked, time.time())
+                    if address != self._first:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
-                        return address, welcome
+                    return address, stream, welcome
         raise CoordinatorUnavailableError(sentence)
 
-    async def _stay(self, address: Address, welcome: RegisterResponse) -> None:
-        """Poll and beat at one address until it fails. Raises CoordinatorUnavailableError."""
+    async def _introduced(self, address: Address) -> tuple[Stream | None, RegisterResponse]:
+        query = {"podUid": self._settings.pod_uid, "after": str(self._known_generation)}
+        stream = await self._coordinator.stream(address, query)
+        if stream is not None:
+            try:
+                return stream, await stream.register(self._register, REQUEST_SECONDS)
+            except StreamEndedError as error:
+                raise CoordinatorUnavailableError(f"{address.host} at {address.ip}:{address.port}: {error}") from error
+        welcome = await self._coordinator.request(
+            address, messages.REGISTER_PATH, RegisterResponse, body=self._register
+        )
+        if welcome is None:
+            raise CoordinatorUnavailableError(f"{address.host} at {address.ip} answered a registration with nothing")
+        return None, welcome
+
+    async def _stay(self, address: Address, stream: Stream | None, welcome: RegisterResponse) -> None:
+        """Poll and beat at one address until it fails, or the stream is old. Raises CoordinatorUnavailableError."""
         self._first = address
         if welcome.membership is not None:
             self._learn(welcome.membership)
-        tasks = [
-            asyncio.create_task(self._beat(address, welcome.heartbeat_seconds)),
-            asyncio.create_task(self._poll(address)),
-        ]
+        if stream is None:
+            await _first_of(self._beat(address, welcome.heartbeat_seconds), self._poll(address))
+            return
+        telling = Telling(
+            stream,
+            self._heartbeat,
+            self._news,
+            on_acknowledged=self._heard,
+            on_membership=self._learn,
+            on_answer=self._answered,
+        )
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            async with asyncio.timeout(random.uniform(*_STREAM_SECONDS)):  # noqa: S311 - spreads load
+                await _first_of(telling.beat(welcome.heartbeat_seconds), telling.listen())
+        except TimeoutError:
+            return
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            stream.close()
+
+    def _heard(self, message: HeartbeatRequest, answer: HeartbeatResponse, asked: float) -> None:
+        """A heartbeat was taken; the coordinator's clock comes with that."""
+        self._on_acknowledged(message)
+        if time.monotonic() > self._clock_due:
+            self._clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
+            self._on_welcome(answer.time or 0.0, asked, time.time())
 
     async def _beat(self, address: Address, seconds: float) -> None:
         clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
@@ -368,7 +255,7 @@ class CoordinatorClient:
         }
         try:
             return await self._coordinator.request(
-                address, self._membership_path, Membership, query=query, seconds=_POLL_SECONDS + _REQUEST_SECONDS
+                address, self._membership_path, Membership, query=query, seconds=_POLL_SECONDS + REQUEST_SECONDS
             )
         except OlderGeneration as error:
             raise CoordinatorUnavailableError(str(error)) from error
@@ -388,3 +275,16 @@ class CoordinatorClient:
         if now - self._logged.get(sentence, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS:
             self._logged = {sentence: now, **{k: v for k, v in self._logged.items() if now - v < _LOG_INTERVAL_SECONDS}}
             _log.warning("no coordinator: %s; training goes on, trying again", sentence)
+
+
+async def _first_of(*works: Coroutine[None, None, None]) -> None:
+    """Until one of them ends, with its error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

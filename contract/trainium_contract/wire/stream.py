@@ -1,0 +1,134 @@
+"""An agent's stream: register, heartbeats and memberships over one connection, for as long as it lasts.
+
+It begins as HTTP, so that a coordinator of the version before answers 404: `GET STREAM_PATH` with the agent's token,
+`Connection: Upgrade` and `Upgrade: UPGRADE`, query `podUid` and `after` (the generation that the agent knows), answered
+with 101. From then on both sides send frames: one byte of kind, four of length, then the payload, which is JSON of the
+same messages that HTTP carries. The agent's first frame is REGISTER; nothing is answered before it.
+
+A sign of life is due each `heartbeatSeconds`: HEARTBEAT while the coordinator must see it at once, else ALIVE, whose
+payload is the newest step alone (eight bytes; training that stands still is noticed by it), and HEARTBEAT again after
+`detailSeconds` at the latest (`tells_news`).
+Each HEARTBEAT is answered in turn, by HEARD or by REFUSED with 409; every other REFUSED is the coordinator's last word.
+Frames of kinds that are not known are left out; lengths are bounded by the reader, before anything is kept.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire.messages import HeartbeatRequest, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STREAM_PATH = "/v1/stream"
+UPGRADE = "trainium-agent"
+_HEAD = struct.Struct("!BI")
+_STEP = struct.Struct("!Q")
+_ALWAYS_NEWS = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
+_RUNNING = frozenset(
+    {"step", "loss", "tokens_per_second", "samples", "memory_step", "durable_step", "updated", "productive_seconds"}
+    | {"stage_done"}
+)
+"""What of the progress runs on with the steps."""
+_STANDING = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    REGISTER = 1
+    """RegisterRequest."""
+    WELCOME = 2
+    """RegisterResponse."""
+    HEARTBEAT = 3
+    """HeartbeatRequest."""
+    HEARD = 4
+    """HeartbeatResponse."""
+    ALIVE = 5
+    """Nothing has changed but what runs on with the steps; see `alive`."""
+    MEMBERSHIP = 6
+    """Membership."""
+    PACKED_MEMBERSHIP = 7
+    """Membership, in gzip's format."""
+    REFUSED = 8
+    """ErrorResponse, with `status`."""
+
+
+class FrameTooLongError(ValueError):
+    """What comes is not for us."""
+
+
+HEAD_BYTES = _HEAD.size
+
+
+def head_of(data: bytes) -> tuple[int, int]:
+    """Kind, and length of the payload, from the first `HEAD_BYTES` of a frame."""
+    kind, length = _HEAD.unpack(data)
+    return kind, length
+
+
+def frame(kind: Kind, payload: bytes = b"") -> bytes:
+    """As it goes over the wire."""
+    return _HEAD.pack(kind, len(payload)) + payload
+
+
+def alive(message: HeartbeatRequest) -> bytes:
+    """The payload of ALIVE: the newest step, nothing where there is none."""
+    return _STEP.pack(message.progress.step) if message.progress is not None else b""
+
+
+def step_of(payload: bytes) -> int:
+    """The newest step of an ALIVE; -1 for none."""
+    return int(_STEP.unpack(payload)[0]) if len(payload) == _STEP.size else -1
+
+
+class FrameReader:
+    """Bytes in, whole frames out."""
+
+    __slots__ = ("_held", "_longest")
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._held = b""
+
+    def frames(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Kind and payload of each frame that is whole now. Raises FrameTooLongError."""
+        held = self._held + data if self._held else data
+        at = 0
+        while len(held) - at >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(held, at)
+            if length > self._longest:
+                raise FrameTooLongError(f"a frame of {length} bytes, where {self._longest} are allowed")
+            end = at + _HEAD.size + length
+            if len(held) < end:
+                break
+            yield kind, held[at + _HEAD.size : end]
+            at = end
+        self._held = held[at:]
+
+
+def share_of_pause(drawn: float, *, after_news: bool) -> float:
+    """Share of `detailSeconds` until the next HEARTBEAT that nothing asks for; `drawn` from 0 to 1, anew each time.
+
+    News comes from all agents of a job at once. Those after it are spread over the whole pause, so that the newest step
+    goes on to be heard of: silence of all of them would look like training that stands still.
+    """
+    return drawn if after_news else 0.5 + drawn / 2
+
+
+def tells_news(told: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:
+    """Whether the coordinator must see `now` at once, when `told` is the last that was sent to it.
+
+    The first step of an attempt is news: with it a recovery is over.
+    """
+    if told is None or _ALWAYS_NEWS(told) != _ALWAYS_NEWS(now):
+        return True
+    before, after = told.progress, now.progress
+    if before is None or after is None:
+        return before is not after
+    first_step = before.step != after.step and before.step <= (before.resume_step or 0)
+    return first_step or bool(_STANDING(before) != _STANDING(after))

@@ -1,0 +1,97 @@
+"""Frames of an agent's stream, and which heartbeats must be told in full."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.wire.messages import Alert, HeartbeatRequest, Progress, WorkerPhase
+from trainium_contract.wire.stream import (
+    HEAD_BYTES,
+    FrameReader,
+    FrameTooLongError,
+    Kind,
+    frame,
+    head_of,
+    share_of_pause,
+    tells_news,
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=300)), max_size=8),
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+)
+def test_frames_come_out_as_they_went_in_however_they_were_cut(said: list[tuple[Kind, bytes]], cuts: list[int]) -> None:
+    wire, reader, heard = b"".join(frame(kind, payload) for kind, payload in said), FrameReader(300), []
+    at = turn = 0
+    while at < len(wire):
+        piece = cuts[turn % len(cuts)]
+        heard += reader.frames(wire[at : at + piece])
+        at, turn = at + piece, turn + 1
+    assert heard == said
+
+
+@given(st.binary(max_size=4_000), st.integers(0, 200))
+def test_whatever_comes_no_more_is_kept_than_one_frame_may_have(data: bytes, longest: int) -> None:
+    reader = FrameReader(longest)
+    try:
+        assert all(len(payload) <= longest for _, payload in reader.frames(data))
+    except FrameTooLongError:
+        return
+    assert len(reader._held) <= HEAD_BYTES + longest
+
+
+def test_a_frame_that_is_too_long_is_refused_before_its_payload_is_there() -> None:
+    head = frame(Kind.HEARTBEAT, b"x" * 11)[:HEAD_BYTES]
+    assert head_of(head) == (Kind.HEARTBEAT, 11)
+    with pytest.raises(FrameTooLongError):
+        list(FrameReader(10).frames(head))
+
+
+def beat(progress: dict[str, Any] | None = None, **changes: Any) -> HeartbeatRequest:
+    about: dict[str, Any] = {
+        "namespace": "team", "job": "llama", "pod_name": "w-0", "pod_uid": "uid", "generation": 1,
+        "phase": WorkerPhase.TRAINING, "progress": None if progress is None else Progress(**progress),
+    }  # fmt: skip
+    return HeartbeatRequest(**about | changes)
+
+
+STEP_9: dict[str, Any] = {"step": 9, "loss": 2.0, "resume_step": 5, "memory_step": 9, "updated": 100.0}
+STEP_10: dict[str, Any] = STEP_9 | {"step": 10, "loss": 1.9, "memory_step": 10, "updated": 101.0, "samples": 3}
+
+
+@pytest.mark.parametrize(
+    ("told", "now", "news"),
+    [
+        (None, beat(), True),
+        (beat(STEP_9), beat(STEP_9), False),
+        (beat(STEP_9), beat(STEP_10), False),
+        (beat(STEP_9 | {"step": 5}), beat(STEP_9 | {"step": 6}), True),
+        (beat(STEP_9), beat(STEP_9 | {"resume_step": 8}), True),
+        (beat(), beat(STEP_9), True),
+        (beat(STEP_9), beat(), True),
+        (beat(STEP_9), beat(STEP_9, phase=WorkerPhase.JOINING), True),
+        (beat(STEP_9), beat(STEP_9, attempt=1), True),
+        (beat(STEP_9), beat(STEP_9 | {"notice": "a damaged checkpoint was stepped over"}), True),
+        (beat(STEP_9), beat(STEP_9 | {"alerts": (Alert(kind="LossSpike", step=9),)}), True),
+        (beat(STEP_9), beat(STEP_9 | {"stage": "Export"}), True),
+        (beat(STEP_9 | {"stage": "Export"}), beat(STEP_9 | {"stage": "Export", "stage_done": 0.5}), False),
+    ],
+)
+def test_only_what_runs_on_with_the_steps_may_wait(
+    told: HeartbeatRequest | None, now: HeartbeatRequest, news: bool
+) -> None:
+    assert tells_news(told, now) is news
+
+
+def test_after_news_of_all_agents_the_newest_step_goes_on_to_be_heard_of() -> None:
+    """A job of 128 that told everything at once: no second of the pause passes without some of them."""
+    pauses = sorted(10.0 * share_of_pause(number / 128, after_news=True) for number in range(128))
+    assert max(later - before for before, later in pairwise(pauses)) < 1.0
+    assert pauses[0] == 0.0
+    assert [share_of_pause(drawn, after_news=False) for drawn in (0.0, 1.0)] == [0.5, 1.0]

@@ -1,0 +1,293 @@
+"""Agents' streams over real TLS: what comes over one connection, what ends it, and what it costs the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import ssl
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator_world import LLAMA, World, heartbeat, membership, register
+
+from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameReader, Kind, frame
+from trainium_operator.coordinator import streams
+from trainium_operator.coordinator.certificates import renewed, server_names
+from trainium_operator.coordinator.server import LARGEST_BODY
+from trainium_operator.coordinator.state import DETAILS_A_SECOND
+from trainium_operator.entrance.tls import ServerTls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+GENEROUS = 20.0
+
+
+class Talker:
+    """One end of a stream, by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self._frames = FrameReader(1 << 24)
+        self._come: list[tuple[int, bytes]] = []
+
+    def send(self, kind: int, body: Any = None) -> None:
+        self.writer.write(frame(kind, b"" if body is None else json.dumps(body).encode()))  # type: ignore[arg-type]
+
+    async def next(self) -> tuple[int, Any]:
+        """Kind and what it says; (0, None) at the end."""
+        async with asyncio.timeout(GENEROUS):
+            while not self._come:
+                data = await self.reader.read(1 << 16)
+                if not data:
+                    return 0, None
+                self._come += self._frames.frames(data)
+        kind, payload = self._come.pop(0)
+        if kind == Kind.PACKED_MEMBERSHIP:
+            payload = gzip.decompress(payload)
+        return kind, json.loads(payload)
+
+    async def refusal(self) -> tuple[int, str]:
+        """The last word: its status and sentence, and nothing after it."""
+        kind, said = await self.next()
+        assert kind == Kind.REFUSED
+        assert await self.next() == (0, None)
+        return said["status"], said["error"]
+
+
+class Site(World):
+    port: int
+    trust: ssl.SSLContext
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[asyncio.StreamWriter] = []
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.trust, server_hostname="x")
+        self.opened.append(writer)
+        return reader, writer
+
+    async def ask(self, pod: str = "w-0", *, after: int = 0, **headers: str) -> tuple[int, Talker]:
+        """What a request for a stream is answered with, and the connection."""
+        reader, writer = await self.connect()
+        fields = {
+            "Host": "x", "Connection": "Upgrade", "Upgrade": UPGRADE, "Authorization": f"Bearer token-of-{pod}",
+        } | headers  # fmt: skip
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        writer.write(f"GET {STREAM_PATH}?podUid=uid-{pod}&after={after} HTTP/1.1\r\n{lines}\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        return int(head[9:12]), Talker(reader, writer)
+
+    async def stream(self, pod: str = "w-0", *, after: int = 0) -> Talker:
+        """One that is open and registered."""
+        status, talker = await self.ask(pod, after=after)
+        assert status == 101
+        talker.send(Kind.REGISTER, register(pod))
+        kind, welcome = await talker.next()
+        assert kind == Kind.WELCOME
+        assert welcome["heartbeatSeconds"] == 1.0
+        return talker
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serving() as found:
+        yield found
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Site]:
+    site, tls = Site(), ServerTls()
+    material = renewed(None, server_names("coordinator", "system"), time.time())
+    tls.load(material.server_cert, material.server_key)
+    site.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
+    site.trust.check_hostname = False
+    site.port = await site.server.start("127.0.0.1", 0, tls.context)
+    try:
+        yield site
+    finally:
+        await site.server.stop()
+        for writer in site.opened:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def test_one_connection_registers_beats_and_brings_memberships(site: Site) -> None:
+    talker = await site.stream()
+    talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    kind, heard = await talker.next()
+    assert (kind, heard["generation"]) == (Kind.HEARD, 0)
+    assert abs(heard["time"] - time.time()) < GENEROUS
+    site.state.publish(LLAMA, membership(1))
+    kind, brought = await talker.next()
+    assert (kind, brought["generation"], len(brought["members"])) == (Kind.MEMBERSHIP, 1, 2)
+    assert site.server.reception.connections == 0, "nothing of HTTP is kept for it"
+
+
+async def test_what_an_agent_knows_is_not_brought_again_and_large_memberships_come_packed(site: Site) -> None:
+    site.state.publish(LLAMA, membership(3, *(f"w-{each}" for each in range(200))))
+    behind, abreast = await site.stream("w-0", after=2), await site.stream("w-1", after=3)
+    kind, brought = await behind.next()
+    assert (kind, len(brought["members"])) == (Kind.PACKED_MEMBERSHIP, 200)
+    site.state.publish(LLAMA, membership(4, "w-0", "w-1"))
+    assert (await behind.next())[1]["generation"] == (await abreast.next())[1]["generation"] == 4
+
+
+async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Site) -> None:
+    talker = await site.stream()
+    talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    assert (await talker.next())[0] == Kind.HEARD
+    before = site.state.agents(LLAMA)["uid-w-0"]
+    talker.send(Kind.ALIVE)
+    talker.send(99, {"of": "a newer agent"})
+    talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
+    assert (await talker.next())[0] == Kind.HEARD, "of the heartbeat; nothing else was answered"
+    after = site.state.agents(LLAMA)["uid-w-0"]
+    assert after.heard > before.heard
+    talker.send(Kind.ALIVE)
+    for _ in range(200):
+        if site.state.agents(LLAMA)["uid-w-0"].heard > after.heard:
+            break
+        await asyncio.sleep(0.05)
+    assert site.state.agents(LLAMA)["uid-w-0"].heard > after.heard
+
+
+async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site) -> None:
+    talkers = [await site.stream(f"w-{each}") for each in range(24)]
+    talkers[0].send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    assert (await talkers[0].next())[1]["detailSeconds"] == 24 / DETAILS_A_SECOND
+    status, answer = await post(site, heartbeat(generation=0, phase="Standby"))
+    assert (status, answer) == (200, {"protocol": 2, "generation": 0}), "who asks by HTTP has no stream to save"
+
+
+async def post(site: Site, body: Any) -> tuple[int, Any]:
+    reader, writer = await site.connect()
+    sent = json.dumps(body)
+    writer.write(
+        f"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token-of-w-0\r\n"
+        f"Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n{sent}".encode()
+    )
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    return int(head[9:12]), json.loads(answer)
+
+
+async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site) -> None:
+    talker = await site.stream()
+    site.state.publish(LLAMA, membership(5))
+    assert (await talker.next())[1]["generation"] == 5
+    talker.send(Kind.HEARTBEAT, heartbeat(generation=4))
+    kind, said = await talker.next()
+    assert (kind, said["status"], said["generation"]) == (Kind.REFUSED, 409, 5)
+    talker.send(Kind.HEARTBEAT, heartbeat(generation=5))
+    assert (await talker.next())[0] == Kind.HEARD
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "sentence"),
+    [
+        (Kind.HEARTBEAT, heartbeat("w-1", generation=0), 403, "the token was issued to pod w-0"),
+        (Kind.REGISTER, register("w-1"), 403, "the token was issued to pod w-0"),
+        (Kind.HEARTBEAT, {"podName": "w-0"}, 400, "the message is not valid"),
+        (Kind.HEARTBEAT, heartbeat(generation=0) | {"job": "other"}, 403, "works for job llama, not for other"),
+    ],
+)
+async def test_what_is_not_the_pods_own_or_cannot_be_read_ends_the_stream_with_a_sentence(
+    site: Site, kind: Kind, body: Any, status: int, sentence: str
+) -> None:
+    talker = await site.stream()
+    talker.send(kind, body)
+    assert (await talker.refusal())[0] == status
+    again = await site.stream()
+    again.send(kind, body)
+    assert sentence in (await again.refusal())[1]
+
+
+async def test_nothing_is_taken_before_the_registration(site: Site) -> None:
+    for kind, body in ((Kind.ALIVE, None), (Kind.HEARTBEAT, heartbeat(generation=0))):
+        _, talker = await site.ask()
+        talker.send(kind, body)
+        assert await talker.refusal() == (400, "the first frame must be a registration")
+    assert site.state.agent_count() == 0
+
+
+async def test_a_frame_that_is_too_long_is_refused_by_its_first_bytes(site: Site) -> None:
+    talker = await site.stream()
+    talker.writer.write(bytes([Kind.HEARTBEAT]) + (LARGEST_BODY + 1).to_bytes(4, "big"))
+    assert (await talker.refusal())[0] == 413
+
+
+async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site) -> None:
+    for pod, headers, expected in (
+        ("x-0", {}, 403),
+        ("w-0", {"Authorization": "Bearer bad"}, 401),
+        ("w-0", {"Authorization": "Bearer token-of-w-1"}, 403),
+        ("w-0", {"Upgrade": "websocket"}, 426),
+    ):
+        status, talker = await site.ask(pod, **headers)
+        assert status == expected
+        talker.writer.transport.abort()
+    site.leading = False
+    assert (await site.ask())[0] == 503
+
+
+async def test_a_pod_that_is_gone_and_a_coordinator_that_leads_no_more_end_streams(site: Site) -> None:
+    gone, led = await site.stream("w-0"), await site.stream("w-1")
+    site.state.forget_pod(LLAMA, "uid-w-0")
+    gone.send(Kind.ALIVE)
+    assert (await gone.refusal())[0] == 404
+    site.leading = False
+    led.send(Kind.ALIVE)
+    assert await led.refusal() == (503, "not leader")
+
+
+async def test_streams_end_with_their_time_and_when_nothing_comes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, silent = await site.stream("w-0"), await site.stream("w-1")
+    for each in site.server.streams.opened:
+        if each.caller.pod_uid == "uid-w-0":
+            each.ends = 0.0
+        else:
+            each.heard -= streams.SILENT_SECONDS + 1
+    site.server.streams.sweep()
+    assert await old.refusal() == (401, "this stream is over; open another")
+    assert await silent.next() == (0, None)
+
+
+async def test_a_stream_does_not_outlive_its_token(site: Site) -> None:
+    async def review(_spec: dict[str, Any]) -> dict[str, Any]:
+        return await World.review(site, {"token": "token-of-w-0"})
+
+    site.server._authenticator._review = review  # type: ignore[attr-defined]
+    said = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 60}).encode()).decode().rstrip("=")
+    status, _ = await site.ask(Authorization=f"Bearer head.{said}.sign")
+    assert status == 101
+    (opened,) = site.server.streams.opened
+    assert opened.ends - asyncio.get_running_loop().time() <= 60
+
+
+async def test_an_agent_that_takes_nothing_is_closed_before_what_waits_for_it_adds_up(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MOST_WAITING", 10_000)
+    talker = await site.stream()
+    talker.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    pods = [f"w-{each}" for each in range(2_000)]
+    for generation in range(1, 400):
+        site.state.publish(LLAMA, membership(generation, *pods[generation:]))
+        await asyncio.sleep(0)
+        if not site.server.streams.opened:
+            break
+    else:
+        await asyncio.sleep(0.2)
+    assert not site.server.streams.opened
+
+
+async def test_a_coordinator_that_stops_sends_streams_on(site: Site) -> None:
+    talker = await site.stream()
+    stopping = asyncio.create_task(site.server.stop())
+    assert (await talker.refusal())[0] == 503
+    await stopping

@@ -1,0 +1,215 @@
+"""The agent's own client at the real coordinator, over a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from coordinator_world import LLAMA, World, membership
+
+from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
+from trainium_contract.wire.stream import Kind
+from trainium_operator.coordinator import state, streams
+from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.entrance.tls import ServerTls
+from trainium_trainer.agent.coordinator import client as client_module
+from trainium_trainer.agent.coordinator.client import CoordinatorClient
+from trainium_trainer.agent.settings import AgentSettings, Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    import pytest
+
+    from trainium_contract.wire.messages import Membership
+
+GENEROUS = 30.0
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + GENEROUS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+class Site(World):
+    """A coordinator over TLS, what came to it, and one agent's client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[int] = []
+        self.memberships: list[Membership] = []
+        self.acknowledged: list[HeartbeatRequest] = []
+        self.welcomes = 0
+        self.step = 0
+        self.phase = WorkerPhase.TRAINING
+        self.client: CoordinatorClient
+
+    def heartbeat(self) -> HeartbeatRequest:
+        self.step += 1
+        known = self.memberships[-1].generation if self.memberships else 0
+        return HeartbeatRequest(
+            namespace="team",
+            job="llama",
+            pod_name="w-0",
+            pod_uid="uid-w-0",
+            generation=known,
+            phase=self.phase if known else WorkerPhase.STANDBY,
+            progress=Progress(step=self.step + 10, resume_step=1) if known else None,
+        )
+
+    def welcomed(self, _theirs: float, _asked: float, _answered: float) -> None:
+        self.welcomes += 1
+
+
+@asynccontextmanager
+async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    site, tls = Site(), ServerTls()
+    material = renewed(None, ("localhost",), time.time())
+    tls.load(material.server_cert, material.server_key)
+    (folder / "ca.crt").write_bytes(material.ca_bundle)
+    (folder / "token").write_text("token-of-w-0")
+    taken = streams.Stream._take
+
+    def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
+        site.frames.append(kind)
+        taken(stream, kind, payload)
+
+    patch.setattr(streams.Stream, "_take", take)
+    port = await site.server.start("127.0.0.1", 0, tls.context)
+    settings = AgentSettings(
+        coordinator=(Endpoint("localhost", port),),
+        namespace="team",
+        job="llama",
+        pod_name="w-0",
+        pod_uid="uid-w-0",
+        pod_ip="127.0.0.2",
+        node_name="n",
+        processes_per_node=1,
+        max_in_place_restarts=3,
+        grace_seconds=5,
+        config_path=folder / "trainer.yaml",
+        memory_directory=folder,
+        token_path=folder / "token",
+        ca_path=folder / "ca.crt",
+    )
+    site.client = CoordinatorClient(
+        settings,
+        29500,
+        "1",
+        heartbeat=site.heartbeat,
+        on_membership=site.memberships.append,
+        on_acknowledged=site.acknowledged.append,
+        on_welcome=site.welcomed,
+    )
+    running = asyncio.create_task(site.client.run())
+    try:
+        yield site
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await site.server.stop()
+
+
+async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 4.0)  # one agent: each four seconds
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1))
+        await until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
+        assert site.memberships[0].generation == 1
+        assert site.frames.count(Kind.REGISTER) == 1
+        assert site.frames.count(Kind.ALIVE) >= 4, "most signs of life say nothing else"
+        view = site.state.agents(LLAMA)["uid-w-0"]
+        assert view.heartbeat is not None
+        assert view.heartbeat.progress is not None
+        assert site.server.reception.connections == 0, "one connection, and it is the stream's"
+        assert site.acknowledged
+
+
+async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 1000.0)
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1))
+        await until(lambda: Kind.ALIVE in site.frames, "it is at rest")
+        site.phase = WorkerPhase.FINISHED
+        site.client.heartbeat_now()
+        await until(lambda: any(each.phase is WorkerPhase.FINISHED for each in site.acknowledged), "the end is heard")
+        site.state.publish(LLAMA, membership(2))
+        await until(lambda: site.memberships[-1].generation == 2, "a membership comes by itself")
+
+
+async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1))
+        await until(lambda: len(site.acknowledged) >= 2, "it talks")
+        for stream in list(site.server.streams.opened):
+            stream.abort()
+        site.state.publish(LLAMA, membership(2))
+        await until(lambda: site.memberships[-1].generation == 2, "what came meanwhile")
+        assert site.frames.count(Kind.REGISTER) == 2
+        site.state.forget_pod(LLAMA, "uid-w-0")
+        site.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
+        await until(lambda: site.frames.count(Kind.REGISTER) == 3, "it registers again")
+
+
+async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1))
+        await until(lambda: site.frames.count(Kind.REGISTER) >= 4, "streams follow each other")
+        assert site.welcomes >= 4
+        assert [each.generation for each in site.memberships] == [1]
+
+
+async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, monkeypatch) as site:
+        deaf = True
+        taken = streams.Stream._take
+
+        def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
+            if deaf and kind == Kind.HEARTBEAT:
+                return
+            taken(stream, kind, payload)
+
+        monkeypatch.setattr(streams.Stream, "_take", take)
+        await until(lambda: site.frames.count(Kind.REGISTER) >= 2, "it tries again")
+        assert not site.acknowledged
+        deaf = False
+        await until(lambda: bool(site.acknowledged), "it is heard")
+
+
+async def test_an_agent_asks_request_by_request_where_the_coordinator_knows_no_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainium_operator.coordinator.server.STREAM_PATH", "/v1/of-a-later-version")
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1))
+        await until(lambda: len(site.acknowledged) >= 2 and bool(site.memberships), "it talks by HTTP")
+        assert site.frames == []
+
+
+async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path, monkeypatch) as site:
+        await until(lambda: bool(site.acknowledged), "it talks")
+        good = (tmp_path / "ca.crt").read_bytes()
+        (tmp_path / "ca.crt").write_bytes(renewed(None, ("localhost",), time.time()).ca_bundle)
+        site.acknowledged.clear()
+        for stream in list(site.server.streams.opened):
+            stream.abort()
+        await asyncio.sleep(0.5)
+        assert not site.acknowledged
+        assert ssl.PEM_cert_to_DER_cert(good.decode())
+        (tmp_path / "ca.crt").write_bytes(good)
+        await until(lambda: bool(site.acknowledged), "its authority is read again")
