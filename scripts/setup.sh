@@ -46,6 +46,9 @@ fi
 say "packages at pinned versions and hashes (the first time downloads about 3 GB, most of it torch)"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --require-hashes -r constraints.txt
 say "this project's rooms, editable"
+# All go first: pip would take away a program with the room that it moved out of, after the new one has installed it.
+"$venv/bin/python" -m pip uninstall -q -y --disable-pip-version-check \
+    trainium-client trainium-contract trainium-devcluster trainium-operator trainium-trainer 2>/dev/null || true
 set --
 for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
