@@ -100,6 +100,11 @@ def test_a_pod_that_ends_with_a_stopping_code_before_it_joins_is_a_verdict_too()
     assert "no such file" in planned(seen).status.verdict
 
 
+def test_a_pod_that_is_deleted_and_ends_with_a_stopping_code_is_no_verdict() -> None:
+    going = pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file", deleting=True)
+    assert planned(with_pod(running(4, spares=1), going)).status.phase is Phase.RUNNING
+
+
 def failed_pods(*ordinals: Any, **changes: Any) -> Any:
     fields = {"phase": PodPhase.FAILED, "exit_code": 1, "reason": "Error", "message": "ImportError: x", **changes}
     status = TrainingJobStatus(desired=4, next_pod_ordinal=4)

@@ -98,6 +98,13 @@ def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
         assert part in result.status.verdict
 
 
+def test_a_budget_beyond_the_records_that_are_kept_is_used_up_when_all_of_them_are_in_its_window() -> None:
+    limits = recovery(process={"maxFailures": 10 * MAX_RECORDS})
+    records = tuple(record(Cause.CRASH, ago=at / 100) for at in reversed(range(MAX_RECORDS)))
+    assert exhausted_budget(records[1:], limits, NOW) is None
+    assert exhausted_budget(records, limits, NOW) is not None
+
+
 causes = st.sampled_from([cause for cause in Cause if is_recorded(cause, RecoverySpec())])
 
 
