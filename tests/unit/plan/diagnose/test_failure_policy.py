@@ -201,6 +201,12 @@ def test_a_configuration_that_a_spare_cannot_read_stops_the_job() -> None:
     assert "demo-w-4" in result.status.verdict
 
 
+def test_a_spare_that_has_not_given_up_stops_nothing() -> None:
+    seen = with_unfit_spare(running(4), 64)
+    tries = agent(4, verdict=failure(64, generation=0, step=-1))
+    assert planned(replace(seen, agents={**seen.agents, "uid-4": tries})).status.phase is Phase.RUNNING
+
+
 def test_a_spare_without_its_devices_is_counted_once_and_its_node_avoided() -> None:
     result = planned(with_unfit_spare(running(4), 80))
     assert result.status.phase is not Phase.FAILED

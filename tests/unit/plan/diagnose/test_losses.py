@@ -280,6 +280,14 @@ def test_a_loss_before_the_first_step_is_of_no_step() -> None:
         assert newest(planned(without(running(4, agents=agents), 1))).step_before == before
 
 
+def test_of_very_many_nodes_that_are_lost_at_once_sixteen_are_remembered() -> None:
+    ended = tuple(pod(at, phase=PodPhase.FAILED, reason="Error", exit_code=80) for at in range(2, 24))
+    result = planned(running(24, pods=(pod(0), pod(1), *ended)))
+    assert newest(result).cause is Cause.DEVICE
+    assert "22 workers" in newest(result).message
+    assert len(result.status.failures) == len(result.status.avoided_nodes) == 16
+
+
 def others_wait_for_rank_1(since: float, **changes: Any) -> Any:
     return {at: joining(at, waiting_for=(1,), joining_since=since) for at in (0, 2, 3)} | {1: joining(1, **changes)}
 

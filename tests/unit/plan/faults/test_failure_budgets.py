@@ -12,6 +12,7 @@ from trainium_contract.job import FailureRecord, Phase
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_operator.plan.faults.failure_budgets import (
     MAX_RECORDS,
+    avoided_nodes,
     backoff_until,
     exhausted_budget,
     is_recorded,
@@ -77,6 +78,13 @@ def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
 def test_failures_put_down_to_nodes_never_delay_new_pods() -> None:
     nodes = tuple(record(Cause.NODE_LOST, ago=30 * at, node=f"node-{at}") for at in range(15))
     assert backoff_until(nodes, NOW) == NOW
+
+
+def test_the_32_nodes_that_failed_last_are_avoided_for_a_while() -> None:
+    records = tuple(record(Cause.NODE_LOST, ago=100 - at, node=f"n{at}") for at in range(40))
+    again = (*records, record(Cause.NODE_LOST, node="n20"))
+    assert avoided_nodes(again, NOW, 600) == (*(f"n{at}" for at in range(8, 40) if at != 20), "n20")
+    assert avoided_nodes(again, NOW, 62) == ("n39", "n20")
 
 
 def test_a_used_up_budget_tells_what_failed_where() -> None:
