@@ -48,6 +48,7 @@ def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool 
         (2.0, (0.3, 0.3, 0.3, 0.3), True),  # it waits as the others do, and is slow besides
         (2.0, (0.01, 0.65, 0.02, 0.0), True),  # only its own node is loaded: another one is better
         (2.0, (0.3, None, 0.3, 0.3), True),  # a kernel that does not tell excuses nobody
+        (2.0, (0.3, 0.65, 0.3, None), True),  # neither does it when one of the others cannot tell
         (2.0, (None, None, None, None), True),
     ],
 )
@@ -73,6 +74,12 @@ def test_a_member_that_just_became_slow_is_noted_and_nothing_is_said_yet() -> No
     assert [each.slowdown for each in result.status.stragglers] == [1.47], "1.5 s, and the median member 1.02 s"
     assert Reason.STRAGGLER_DETECTED not in events(result)
     assert published(result) is None
+
+
+def test_of_two_members_the_slower_one_is_a_straggler() -> None:
+    agents = {0: paced(0, 1.0), 1: paced(1, 1.5)}
+    result = planned(running(2, agents=agents, status={"progress": {"step": 200}}))
+    assert [(each.pod, each.slowdown) for each in result.status.stragglers] == [(SLOW, 1.5)]
 
 
 def test_a_member_that_stayed_slow_is_told_of_once_also_without_a_spare() -> None:

@@ -341,6 +341,10 @@ def test_a_smaller_size_gives_back_the_steps_that_it_has_no_use_for() -> None:
     seen = at_work(2, replicas=2, minReplicas=2)
     result = plan(in_queue(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
     assert [each.name for each in of(result, DropQuota)] == ["demo-quota-2"]
+    for pods, gone in ((4, ["demo-quota-2"]), (5, [])):
+        seen = at_work(pods, replicas=2, minReplicas=2, spares=1)
+        result = plan(in_queue(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
+        assert [each.name for each in of(result, DropQuota)] == gone, "what is left is for four pods, one a spare"
 
 
 @pytest.mark.parametrize(
