@@ -3,6 +3,7 @@ SHELL := /bin/sh
 VENV ?= .venv
 NXD_VENV ?= .venv-nxd
 DOCS_VENV ?= .venv-docs
+MUTANTS_VENV ?= .venv-mutants
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process,
@@ -17,7 +18,7 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore parity learn proof bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants parity learn proof bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -79,6 +80,9 @@ generate: setup  ## Write the CRD, manifests and reference pages that are derive
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
 	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)
 
+mutants: setup  ## A seeded sample of faults in the plan's code against its tests (ARGS="--seed 2 --sample 100")
+	@scripts/mutants.sh $(MUTANTS_VENV) $(abspath $(BIN))/python $(ARGS)
+
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 	@$(BIN)/python benchmarks/report.py
@@ -104,4 +108,4 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size: int, *, beside: float = 0.0) -> bool:
+def is_worth_growing(facts: Facts, status: TrainingJobStatus, present: int, size: int, *, beside: float) -> bool:
     """Whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
     speed = facts.size.speed(present, size)
     step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)

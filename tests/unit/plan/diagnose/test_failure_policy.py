@@ -100,6 +100,11 @@ def test_a_pod_that_ends_with_a_stopping_code_before_it_joins_is_a_verdict_too()
     assert "no such file" in planned(seen).status.verdict
 
 
+def test_a_pod_that_is_deleted_and_ends_with_a_stopping_code_is_no_verdict() -> None:
+    going = pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file", deleting=True)
+    assert planned(with_pod(running(4, spares=1), going)).status.phase is Phase.RUNNING
+
+
 def failed_pods(*ordinals: Any, **changes: Any) -> Any:
     fields = {"phase": PodPhase.FAILED, "exit_code": 1, "reason": "Error", "message": "ImportError: x", **changes}
     status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
@@ -194,6 +199,12 @@ def test_a_configuration_that_a_spare_cannot_read_stops_the_job() -> None:
     result = planned(with_unfit_spare(running(4), 64))
     assert result.status.phase is Phase.FAILED
     assert "demo-w-4" in result.status.verdict
+
+
+def test_a_spare_that_has_not_given_up_stops_nothing() -> None:
+    seen = with_unfit_spare(running(4), 64)
+    tries = agent(4, verdict=failure(64, generation=0, step=-1))
+    assert planned(replace(seen, agents={**seen.agents, "uid-4": tries})).status.phase is Phase.RUNNING
 
 
 def test_a_spare_without_its_devices_is_counted_once_and_its_node_avoided() -> None:

@@ -78,6 +78,15 @@ def test_the_pod_that_hands_over_is_deleted_only_when_the_others_train_without_i
     assert deleted(result) == {}
 
 
+def test_no_warm_worker_goes_while_a_generation_is_left() -> None:
+    fewer = spec(workers={"spares": 1})
+    seen = running(4, spares=4, job_spec=fewer)
+    assert set(deleted(planned(seen))) == {"demo-w-5", "demo-w-6", "demo-w-7"}, "beyond the spare"
+    result = planned(leaving(seen, 1))
+    assert published(result) is not None
+    assert deleted(result) == {}
+
+
 def leaving(seen: Any, *ordinals: int, taint: Taint = KARPENTER) -> Any:
     nodes = {f"node-{at}": NodeView(name=f"node-{at}", taints=(taint,)) for at in ordinals}
     return replace(seen, nodes={**seen.nodes, **nodes})

@@ -274,6 +274,20 @@ def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
     assert len(result.status.failures) == 1
 
 
+def test_a_loss_before_the_first_step_is_of_no_step() -> None:
+    for step, before in ((0, -1), (1, 1)):
+        agents = {at: training(at, step=step) for at in range(4)}
+        assert newest(planned(without(running(4, agents=agents), 1))).step_before == before
+
+
+def test_of_very_many_nodes_that_are_lost_at_once_sixteen_are_remembered() -> None:
+    ended = tuple(pod(at, phase=PodPhase.FAILED, reason="Error", exit_code=80) for at in range(2, 24))
+    result = planned(running(24, pods=(pod(0), pod(1), *ended)))
+    assert newest(result).cause is Cause.DEVICE
+    assert "22 workers" in newest(result).message
+    assert len(result.status.failures) == len(result.status.avoided_nodes) == 16
+
+
 def others_wait_for_rank_1(since: float, **changes: Any) -> Any:
     return {at: joining(at, waiting_for=(1,), joining_since=since) for at in (0, 2, 3)} | {1: joining(1, **changes)}
 
@@ -287,6 +301,7 @@ def test_a_member_that_answers_but_does_not_join_is_lost_when_the_limit_of_a_sta
     late = planned(running(4, spares=1, agents=others_wait_for_rank_1(NOW - limit)))
     assert newest(late).cause is Cause.HANG
     assert newest(late).pod == LOST
+    assert newest(late).failed_at == NOW - limit, "since when they wait"
     assert deleted(late) == {LOST: None}
     assert "answers, but the others have waited 660 s for it to join them" in newest(late).message
 

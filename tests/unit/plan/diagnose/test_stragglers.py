@@ -48,6 +48,7 @@ def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool 
         (2.0, (0.3, 0.3, 0.3, 0.3), True),  # it waits as the others do, and is slow besides
         (2.0, (0.01, 0.65, 0.02, 0.0), True),  # only its own node is loaded: another one is better
         (2.0, (0.3, None, 0.3, 0.3), True),  # a kernel that does not tell excuses nobody
+        (2.0, (0.3, 0.65, 0.3, None), True),  # neither does it when one of the others cannot tell
         (2.0, (None, None, None, None), True),
     ],
 )
@@ -70,8 +71,15 @@ def events(result: Plan) -> list[str]:
 def test_a_member_that_just_became_slow_is_noted_and_nothing_is_said_yet() -> None:
     result = planned(job())
     assert [(each.pod, each.since_step, each.reported) for each in result.status.stragglers] == [(SLOW, 200, False)]
+    assert [each.slowdown for each in result.status.stragglers] == [1.47], "1.5 s, and the median member 1.02 s"
     assert Reason.STRAGGLER_DETECTED not in events(result)
     assert published(result) is None
+
+
+def test_of_two_members_the_slower_one_is_a_straggler() -> None:
+    agents = {0: paced(0, 1.0), 1: paced(1, 1.5)}
+    result = planned(running(2, agents=agents, status={"progress": {"step": 200}}))
+    assert [(each.pod, each.slowdown) for each in result.status.stragglers] == [(SLOW, 1.5)]
 
 
 def test_a_member_that_stayed_slow_is_told_of_once_also_without_a_spare() -> None:
@@ -190,6 +198,20 @@ def test_a_straggler_without_a_spare_is_left_out_where_the_others_are_faster_wit
 )  # fmt: skip
 def test_a_straggler_stays_where_nobody_can_say_that_the_others_are_faster(changes: Any) -> None:
     assert published(planned(elastic(3.0, **changes))) is None
+
+
+@pytest.mark.parametrize(("steps_left", "left_out"), [(35, False), (40, True)])
+def test_a_straggler_is_left_out_where_the_steps_that_are_left_repay_the_change_and_the_way_back(
+    steps_left: int, left_out: bool
+) -> None:
+    change = Interruption(
+        generation=0, attempt=0, time="t", cause=Cause.POD_LOST, rung=Rung.REPLACE, failed_at=NOW - 900,
+        decided_at=NOW - 900, recovered_seconds=30.0,
+    )  # fmt: skip
+    total = 200 + steps_left
+    status = {"progress": {"step": 200, "totalSteps": total}, "history": (change,)}
+    # A step takes 3 s with it and 1.33 s without: 36 steps save two changes of 30 s.
+    assert (published(planned(elastic(3.0, steps=total, status=status))) is not None) is left_out
 
 
 def test_a_member_counts_as_slow_until_it_is_clearly_not() -> None:

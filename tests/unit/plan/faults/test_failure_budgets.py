@@ -12,6 +12,7 @@ from trainium_contract.job import FailureRecord, Phase
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_operator.plan.faults.failure_budgets import (
     MAX_RECORDS,
+    avoided_nodes,
     backoff_until,
     exhausted_budget,
     is_recorded,
@@ -79,6 +80,13 @@ def test_failures_put_down_to_nodes_never_delay_new_pods() -> None:
     assert backoff_until(nodes, NOW) == NOW
 
 
+def test_the_32_nodes_that_failed_last_are_avoided_for_a_while() -> None:
+    records = tuple(record(Cause.NODE_LOST, ago=100 - at, node=f"n{at}") for at in range(40))
+    again = (*records, record(Cause.NODE_LOST, node="n20"))
+    assert avoided_nodes(again, NOW, 600) == (*(f"n{at}" for at in range(8, 40) if at != 20), "n20")
+    assert avoided_nodes(again, NOW, 62) == ("n39", "n20")
+
+
 def test_a_used_up_budget_tells_what_failed_where() -> None:
     records = (record(Cause.CRASH, pod="a"), record(Cause.CRASH, pod="a"), record(Cause.HANG, pod="b"))
     told = exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
@@ -96,6 +104,13 @@ def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
     assert result.status.phase is Phase.FAILED
     for part in ("1 process failures", "budgets.process allows 0", "demo-w-1", "boom in line 7", "raise the budget"):
         assert part in result.status.verdict
+
+
+def test_a_budget_beyond_the_records_that_are_kept_is_used_up_when_all_of_them_are_in_its_window() -> None:
+    limits = recovery(process={"maxFailures": 10 * MAX_RECORDS})
+    records = tuple(record(Cause.CRASH, ago=at / 100) for at in reversed(range(MAX_RECORDS)))
+    assert exhausted_budget(records[1:], limits, NOW) is None
+    assert exhausted_budget(records, limits, NOW) is not None
 
 
 causes = st.sampled_from([cause for cause in Cause if is_recorded(cause, RecoverySpec())])

@@ -87,6 +87,15 @@ def test_a_rule_says_what_the_reason_of_a_pod_means() -> None:
     assert find_condition(result.status, ConditionType.FAILED).reason == "OutOfMemory"
 
 
+@pytest.mark.parametrize(("action", "suspect"), [("AvoidNode", "node-1"), ("ReplaceWorker", "")])
+def test_a_rule_says_whether_the_node_of_a_pod_that_ended_is_to_blame(action: str, suspect: str) -> None:
+    rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
+    ended = pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=3)
+    result = planned(with_pod(running(4, spares=1, job_spec=ruled(rule)), ended))
+    assert newest(result).cause is Cause.RUNTIME
+    assert result.status.failures[-1].node == suspect
+
+
 def on_node(at: int, **changes: Any) -> dict[str, Any]:
     nodes = {f"node-{each}": node(f"node-{each}") for each in range(5)}
     return {"nodes": {**nodes, f"node-{at}": replace(nodes[f"node-{at}"], **changes)}}

@@ -12,7 +12,7 @@ from plan_builders import NOW
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import FailureRecord
-from trainium_operator.plan.fleet.memory import MOST_MACHINES, Machine, MachineState, Memory, Strike, bounded
+from trainium_operator.plan.fleet.memory import MOST_MACHINES, Machine, MachineState, Memory, Strike, bounded, struck
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.breaker import cap_of
 from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
@@ -139,6 +139,17 @@ def test_crashes_of_one_job_may_be_its_programs_fault_those_of_two_are_the_nodes
     fleet.fail("node-3", cause, job="other/job")
     fleet.plan()
     assert fleet.state(3) is MachineState.PERMANENT
+
+
+def test_crashes_of_one_job_alone_send_no_node_back_from_probation() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    fleet.wait(HOUR)
+    fleet.now += DAY - HOUR / 2
+    fleet.fail("node-3", Cause.CRASH)
+    assert fleet.plan().view.quarantined == frozenset()
+    assert fleet.state(3) is MachineState.PROBATION
 
 
 def test_one_fault_is_one_strike_however_many_report_it() -> None:
@@ -331,6 +342,13 @@ def test_a_namespace_that_repeats_itself_does_not_drive_out_the_word_of_another(
     assert fleet.view.quarantined == {"node-3"}
 
 
+def test_of_many_strikes_the_oldest_goes_that_says_no_more_than_others() -> None:
+    entry = Machine(machine="m", node="n")
+    for at, job in enumerate(("team/llama", *("hostile/a",) * 9)):
+        entry = struck(entry, "n", Strike(NOW + at * HOUR, Cause.DEVICE, job))
+    assert [(strike.at - NOW) / HOUR for strike in entry.strikes] == [0, 3, 4, 5, 6, 7, 8, 9]
+
+
 def test_the_cap_holds_back_the_least_struck() -> None:
     fleet = Fleet(10)
     for at in range(5):
@@ -340,6 +358,17 @@ def test_the_cap_holds_back_the_least_struck() -> None:
     result = fleet.plan()
     assert len(result.view.quarantined) == 2
     assert "node-4" in result.view.quarantined
+
+
+def test_of_a_fleet_that_became_smaller_the_worst_stay_in_quarantine() -> None:
+    fleet = Fleet(20)
+    for at in (1, 2, 3, 2):
+        fleet.fail(f"node-{at}")
+        fleet.plan()
+        fleet.now += 700
+    assert fleet.plan().view.quarantined == {"node-1", "node-2", "node-3"}
+    fleet.nodes = {name: node for name, node in fleet.nodes.items() if name in {f"node-{at}" for at in range(6)}}
+    assert fleet.plan().view.quarantined == {"node-2"}
 
 
 def test_taints_are_written_only_where_that_is_switched_on_and_taken_off_at_the_end() -> None:

@@ -79,6 +79,7 @@ def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step() -> Non
     seen = restarted({"failures": (failure(137),)}, phase=WorkerPhase.JOINING)
     status = planned(seen).status
     assert newest(planned(seen)).recovered_seconds is None
+    assert (newest(planned(seen)).failed_at, newest(planned(seen)).detected_seconds) == (NOW, 0.0)
     agents = {f"uid-{at}": training(at, step=21, attempt=1) for at in range(4)}
     later = replace(seen, job=replace(seen.job, status=status), agents=agents, now=NOW + 2)
     result = planned(later)

@@ -131,7 +131,10 @@ def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
     gone_on = planned(running(3, agents={2: training(2)}, pods=(*pods, pod(2))))
     assert gone_on.status.phase is not Phase.COMPLETED
     done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
-    assert planned(running(3, agents=done)).status.phase is Phase.COMPLETED
+    over = planned(running(3, agents=done)).status
+    assert over.phase is Phase.COMPLETED
+    held = {condition.type for condition in over.conditions if condition.status is ConditionStatus.TRUE}
+    assert held & {"Running", "Recovering", "Resizing", "PodsReady", "Admitted", "Complete"} == {"Complete"}
 
 
 def test_a_job_that_is_being_deleted_is_left_alone_at_any_moment() -> None:

@@ -246,6 +246,17 @@ def test_a_clock_that_was_lost_or_lies_in_the_future_begins_anew_now() -> None:
         assert result.requeue_after <= LIMIT
 
 
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [(7, "durable checkpoint is step 7."), (0, "durable checkpoint is step 0."), (-1, "It has no durable checkpoint.")],
+)
+def test_the_end_tells_from_where_the_job_could_go_on(step: int, told: str) -> None:
+    seen = ending(pods=(), agents={0: training(0, progress=None), 1: training(1, progress=None)})
+    checkpoint = seen.job.status.checkpoint.model_copy(update={"durable_step": step})
+    status = seen.job.status.model_copy(update={"checkpoint": checkpoint})
+    assert told in planned(replace(seen, job=replace(seen.job, status=status))).status.verdict
+
+
 def test_a_decision_that_was_edited_by_hand_still_ends_the_job() -> None:
     seen = ending(pods=())
     target = seen.job.status.conditions[0].model_copy(update={"reason": "Whatever", "message": ""})

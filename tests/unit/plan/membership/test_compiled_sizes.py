@@ -61,6 +61,10 @@ def test_what_no_job_of_this_shape_could_run_at_is_not_believed() -> None:
     tell(cluster, 10, 6)
     cluster.run(2)
     assert cluster.status.compiled.sizes == (8, 4, 6), "ten nodes are more than it may have"
+    cluster.change(max_replicas=10)
+    tell(cluster, 10, 12)
+    cluster.run(2)
+    assert cluster.status.compiled.sizes == (8, 4, 6, 10)
 
 
 def test_of_very_many_sizes_no_more_are_remembered_than_the_status_holds() -> None:

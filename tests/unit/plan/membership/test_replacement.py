@@ -21,7 +21,8 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
-from trainium_contract.wire.messages import Transition
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult, Transition
 from trainium_operator.plan.model.actions import CreatePod
 
 OPEN = Interruption(
@@ -52,6 +53,15 @@ def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> 
     assert result.status.membership == MembershipStatus(
         generation=2, size=4, data_parallel=4, passes=6, batch=24, speed=1.0
     )
+
+
+def test_a_spare_whose_node_failed_a_check_takes_a_rank_only_when_there_is_no_other() -> None:
+    failed = CheckResult(check=PreflightCheck.MEMORY, passed=False, seconds=1.0, detail="slow")
+    fine = failed.model_copy(update={"passed": True})
+    agents = {4: agent(4, checks=(fine, failed)), 5: agent(5, checks=(fine, fine))}
+    seen = without(running(4, spares=2, agents=agents), 1)
+    assert ranks(published(planned(seen))) == ["demo-w-0", "demo-w-5", "demo-w-2", "demo-w-3"]
+    assert ranks(published(planned(without(seen, 5)))) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
 def test_the_publication_comes_before_the_deletion_and_the_creation() -> None:

@@ -208,6 +208,13 @@ def test_pauses_grow_and_differ_from_job_to_job_and_never_by_chance() -> None:
     assert len({pause_seconds(f"job-{at}", 1) for at in range(50)}) == 50
 
 
+@pytest.mark.parametrize(("times", "around"), [(1, 30), (2, 60), (5, 480), (6, 600), (40, 600)])
+def test_a_pause_is_around_half_a_minute_and_twice_as_long_each_time_up_to_ten_minutes(times: int, around: int) -> None:
+    pauses = [pause_seconds(f"job-{at}", times) / around for at in range(2000)]
+    assert 0.5 <= min(pauses) < 0.505
+    assert 1.495 < max(pauses) <= 1.5
+
+
 def test_a_job_that_lacks_a_node_gives_back_pauses_tries_again_and_starts_when_there_are_enough() -> None:
     cluster = FakeCluster(spec(workers={"replicas": 4}, scheduling={"gangTimeoutSeconds": 60}), nodes=3)
     cluster.run(30)

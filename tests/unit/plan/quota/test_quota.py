@@ -113,6 +113,21 @@ def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:
     assert set(container) <= {"name", "resources"}, "what has no say in quota may change while quota is held"
 
 
+@pytest.mark.parametrize(
+    ("value", "told", "named"), [(7, [7, 6], ["high"]), (None, [0, -1], [])], ids=["there", "no such class"]
+)
+def test_what_the_job_needs_has_its_priority_class_and_what_it_would_like_comes_after(
+    value: int | None, told: list[int], named: list[str]
+) -> None:
+    job_spec = spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
+    seen = observed(job(job_spec))
+    needed = of(plan(in_queue(seen, priority=value), READY), AskQuota)
+    more = of(plan(in_queue(seen, workload(0, 2), priority=value), READY), AskQuota)
+    bodies = [action.manifest["spec"] for action in (*needed, *more)]
+    assert [body["priority"] for body in bodies][:2] == told
+    assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
+
+
 def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
     result = plan(in_queue(new(minReplicas=2)), READY)
     assert asked(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
@@ -122,6 +137,19 @@ def test_what_kueue_says_is_told_while_the_job_waits() -> None:
     waiting = pending(workload(0, 4, 1), said(WorkloadCondition.ADMITTED, true=False))
     result = plan(in_queue(new(), waiting), READY)
     assert "queue team: why" in condition(result).message
+
+
+def test_a_workload_that_kueue_has_not_looked_at_is_told_so() -> None:
+    result = plan(in_queue(new(), workload(0, 4, 1, grants=(), said=())), READY)
+    assert condition(result).message == "queue team: Kueue has not looked at it yet"
+
+
+def test_why_a_job_had_to_go_is_told_until_kueue_says_why_it_waits() -> None:
+    evicted = said(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
+    waiting = said(WorkloadCondition.QUOTA_RESERVED, true=False, message="no room")
+    for more, why in (((), "for somebody else"), ((waiting,), "no room")):
+        result = plan(in_queue(new(), workload(0, 4, 1, grants=(), said=(evicted, *more))), READY)
+        assert condition(result).message == f"evicted from queue team (Preempted): {why}"
 
 
 def test_an_admission_lets_pods_be_made_with_its_flavor() -> None:
@@ -313,6 +341,10 @@ def test_a_smaller_size_gives_back_the_steps_that_it_has_no_use_for() -> None:
     seen = at_work(2, replicas=2, minReplicas=2)
     result = plan(in_queue(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
     assert [each.name for each in of(result, DropQuota)] == ["demo-quota-2"]
+    for pods, gone in ((4, ["demo-quota-2"]), (5, [])):
+        seen = at_work(pods, replicas=2, minReplicas=2, spares=1)
+        result = plan(in_queue(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
+        assert [each.name for each in of(result, DropQuota)] == gone, "what is left is for four pods, one a spare"
 
 
 @pytest.mark.parametrize(

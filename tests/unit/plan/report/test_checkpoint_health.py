@@ -5,7 +5,7 @@ from typing import Any
 
 from plan_builders import NOW, planned, running, training
 
-from trainium_contract.job import ConditionType
+from trainium_contract.job import ConditionStatus, ConditionType
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.trainer.checkpoint import DurableTier
 from trainium_contract.wire.messages import Progress
@@ -48,6 +48,25 @@ def test_saves_that_are_due_by_steps_and_do_not_come_are_an_alarm_but_not_within
     assert healthy(planned(later(seen, 5, step=45)).status)[0] == "True"
     assert healthy(planned(later(seen, 12, step=39)).status)[0] == "True"
     assert healthy(planned(later(seen, 12, step=40)).status) == ("False", "CheckpointOverdue")
+
+
+def test_before_the_first_commit_nothing_is_known_and_once_that_is_said_it_stays() -> None:
+    progress = Progress(step=20, durable_step=-1, updated=NOW)
+    seen = running(2, agents={at: training(at, progress=progress) for at in range(2)})
+    status = planned(seen).status
+    assert healthy(status) == ("Unknown", "NothingCommitted")
+    known = status.model_copy(
+        update={
+            "conditions": tuple(
+                each.model_copy(update={"status": ConditionStatus.FALSE})
+                if each.type is ConditionType.CHECKPOINT_HEALTHY
+                else each
+                for each in status.conditions
+            )
+        }
+    )
+    again = planned(replace(seen, job=replace(seen.job, status=known))).status
+    assert healthy(again) == ("False", "NothingCommitted"), "an alarm ends with a commit"
 
 
 def test_a_commit_ends_the_alarm_and_its_sentence_stays_while_it_lasts() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_builders import NOW, planned, running, spec, training
+from plan_builders import NOW, planned, pod, running, spec, training
 from plan_cluster import FakeCluster
 from trials import trials
 
@@ -18,6 +18,7 @@ from trainium_contract.job import Interruption, MembershipStatus, Rung, Training
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, WINDOW, GoodputStatus, SizeAccount, StepWindow
 from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
 
@@ -200,6 +201,14 @@ def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
     assert reference(2.0, WINDOW - 1) == 1.0, "slow times are overhead, not another reference"
 
 
+def test_a_pod_without_a_node_and_one_that_ended_hold_none() -> None:
+    seen = steady(110)
+    waiting = pod(4, phase=PodPhase.PENDING, node="", scheduled=False)
+    ended = pod(5, phase=PodPhase.FAILED, reason="Error", exit_code=1)
+    for pods in (seen.pods, (*seen.pods, waiting), (*seen.pods, ended)):
+        assert after(replace(seen, pods=pods)).goodput.node_seconds == 440.0
+
+
 def test_no_sample_spans_an_interruption() -> None:
     seen = steady(
         110,
@@ -234,7 +243,7 @@ def test_the_stages_follow_what_the_agents_report() -> None:
         cause=Cause.NODE_LOST,
         rung=Rung.SPARE,
         failed_at=NOW - 20,
-        detected_seconds=4.0,
+        detected_seconds=4.004,
         decided_at=NOW - 15,
         step_before=100,
     )
@@ -250,7 +259,7 @@ def test_the_stages_follow_what_the_agents_report() -> None:
     closed = after(replace(seen, agents=agents, membership=moved, published=2)).history[-1]
     assert closed.stages is not None
     stages = (closed.stages.detect, closed.stages.decide, closed.stages.restart, closed.stages.load)
-    assert stages == pytest.approx((4.0, 1.0, 3.0, 3.0))
+    assert stages == pytest.approx((4.004, 0.996, 3.0, 3.0))
     assert closed.stages.replay == pytest.approx(7.0), "eight seconds, one of them for the first new step"
 
 

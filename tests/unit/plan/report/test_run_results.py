@@ -353,6 +353,21 @@ def test_who_spoke_again_in_a_stage_leaves_nothing_open() -> None:
     assert planned(seen).status.history[0].recovered_seconds == 5.0
 
 
+def test_who_spoke_again_in_the_middle_of_training_is_recovered_with_the_next_step() -> None:
+    entry = Interruption(
+        generation=1,
+        time=rfc3339(NOW - 5),
+        cause=Cause.NODE_LOST,
+        rung=Rung.REPLACE,
+        failed_at=NOW - 5,
+        detected_seconds=0.0,
+        step_before=20,
+    )
+    for step, recovered in ((20, None), (21, 5.0)):
+        seen = running(4, agents={at: training(at, step=step) for at in range(4)}, status={"history": (entry,)})
+        assert planned(seen).status.history[0].recovered_seconds == recovered
+
+
 def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() -> None:
     entry = Interruption(
         generation=0,

@@ -19,7 +19,7 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Interruption, MembershipStatus, Phase, Rung
+from trainium_contract.job import ConditionStatus, ConditionType, Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.status.ledger import GoodputStatus
 from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -38,12 +38,15 @@ def written(seen: Any) -> Any:
 
 
 def test_a_training_job_says_at_which_step_how_fast_and_what_is_saved() -> None:
-    progress = Progress(step=20, loss=2.5, tokens_per_second=1000.0, memory_step=20, durable_step=10, updated=NOW)
+    progress = Progress(
+        step=20, loss=2.12345678, tokens_per_second=1000.04, memory_step=20, durable_step=10, updated=NOW
+    )
     behind = progress.model_copy(update={"memory_step": 18, "durable_step": 12})
     seen = running(4, agents={0: training(0, progress=progress), 3: training(3, progress=behind)})
     status = planned(seen).status
     assert status.phase is Phase.RUNNING
-    assert (status.progress.step, status.progress.total_steps, status.progress.loss) == (20, 100, 2.5)
+    assert (status.progress.step, status.progress.total_steps, status.progress.loss) == (20, 100, 2.123457)
+    assert status.progress.tokens_per_second == 1000.0
     assert (status.checkpoint.memory_step, status.checkpoint.durable_step) == (18, 12)
     assert (status.replicas, status.ready_replicas, status.spares, status.desired) == (4, 4, 0, 4)
     assert status.selector == "trainium.dev/job-name=demo,trainium.dev/role=worker"
@@ -121,6 +124,16 @@ def test_the_phase_before_a_generation_is_pending_and_says_what_is_missing() -> 
     assert status.phase is Phase.PENDING
     condition = find_condition(status, ConditionType.PODS_READY)
     assert (condition.reason, "0/3 nodes: taint" in condition.message) == ("Unschedulable", True)
+
+
+def test_pods_are_ready_when_as_many_workers_as_are_wanted_are_registered() -> None:
+    condition = find_condition(planned(running(4)).status, ConditionType.PODS_READY)
+    assert condition is not None
+    assert (condition.status, condition.message) == (ConditionStatus.TRUE, "4 workers are registered")
+    condition = find_condition(planned(without(running(4), 3)).status, ConditionType.PODS_READY)
+    assert condition is not None
+    assert condition.status is ConditionStatus.FALSE
+    assert condition.message.startswith("3 of 4 workers are registered")
 
 
 def test_a_job_completes_when_every_member_finished_and_its_spares_go() -> None:
@@ -250,8 +263,16 @@ def test_a_resume_below_the_newest_committed_step_is_told() -> None:
 def test_an_interruption_is_told_once() -> None:
     seen = without(running(4), 1)
     first = planned(seen)
-    assert "Interrupted" in {event.reason for event in first.events}
+    assert {"Interrupted", "Recovered"} & {event.reason for event in first.events} == {"Interrupted"}
     assert "Interrupted" not in {event.reason for event in planned(with_status(seen, first.status)).events}
+
+
+def test_a_recovery_is_told_once() -> None:
+    record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=21, resume_step=19)
+    seen = second_generation(22, restarts=(record,))
+    first = planned(seen)
+    assert "Recovered" in {event.reason for event in first.events}
+    assert "Recovered" not in {event.reason for event in planned(with_status(seen, first.status)).events}
 
 
 def test_lost_time_is_not_productive_while_it_lasts() -> None:

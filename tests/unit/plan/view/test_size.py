@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole
 
 
 def test_nodes_in_reserve_are_told_in_the_status_and_in_an_event_and_get_pods() -> None:
-    result = planned(observed(job(spec(workers={"replicas": 7}))))
+    seen = observed(job(spec(workers={"replicas": 7})))
+    result = planned(seen)
     condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
     assert condition is not None
     assert is_true(result.status, ConditionType.SIZE_LEGAL)
@@ -56,6 +58,7 @@ def test_nodes_in_reserve_are_told_in_the_status_and_in_an_event_and_get_pods() 
         "save no pass."
     )
     assert [event.reason for event in result.events] == ["NodesInReserve"]
+    assert planned(replace(seen, job=replace(seen.job, status=result.status))).events == (), "once"
     assert (result.status.desired, result.status.next_pod_ordinal) == (6, 7)
 
 
