@@ -6,9 +6,12 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.faults.__main__ import main  # noqa: E402
 from benchmarks.faults.document import table_line, write_document  # noqa: E402
 from benchmarks.faults.record import Outcome, RowResult, Spread, Where  # noqa: E402
 from benchmarks.faults.row import Session  # noqa: E402
@@ -65,6 +68,18 @@ def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(t
         after = [line for line in table.read_text().splitlines() if "0.50 / 0.50 / 0.50" in line]
         assert after == [line.replace("| pass |", "| pass (older) |") for line in before]
     assert len(before) == 2
+
+
+def test_rows_that_were_not_asked_for_keep_their_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, played = tmp_path / "01-local.json", tmp_path / "32-local.json"
+    for path in (other, played):
+        result(Outcome(0, 0.5, 1.5, 0, True)).save(path)
+    kept = other.read_bytes()
+    options = ["--rows", "32", "--runs", "1", "--seed", "3", "--results", str(tmp_path), "--no-document"]
+    monkeypatch.setattr(sys, "argv", ["faults", *options])
+    assert main() == 0
+    assert other.read_bytes() == kept
+    assert RowResult.load(played).seed == 3, "the row that was asked for is played anew"
 
 
 def test_a_row_without_a_result_says_so() -> None:
