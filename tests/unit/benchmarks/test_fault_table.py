@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
@@ -15,7 +14,11 @@ from benchmarks.faults.__main__ import main  # noqa: E402
 from benchmarks.faults.document import table_line, write_document  # noqa: E402
 from benchmarks.faults.record import Outcome, RowResult, Spread, Where  # noqa: E402
 from benchmarks.faults.row import Session  # noqa: E402
+from benchmarks.faults.stage import curve_digest  # noqa: E402
 from benchmarks.faults.table import ROWS  # noqa: E402
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def result(*outcomes: Outcome, **more: object) -> RowResult:
@@ -105,3 +108,8 @@ def test_each_row_says_what_it_does() -> None:
 def test_every_row_of_the_table_that_needs_no_accelerator_is_there() -> None:
     assert {row.number for row in ROWS} == {*range(1, 7), 8, *range(12, 37)}
     assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_an_undisturbed_run_is_known_by_the_code_that_makes_its_curve() -> None:
+    assert curve_digest() == curve_digest()
+    assert len(curve_digest()) == 12
