@@ -87,7 +87,7 @@ def _options() -> argparse.Namespace:
 
 def _soak(stage: Stage, played: Course) -> SoakResult:
     time.sleep(5)
-    before = take_census(stage, None)
+    before, commit = take_census(stage, None), _commit()
     looks: list[Census] = []
     environment = {"TRAINIUM_KERNEL_LOG": KERNEL_LOG, "TRAINIUM_FAULTS_PASS_PACE": f"{PASS_SECONDS:g}"}
     with stage.job("soak", json.dumps(SPEC), environment=environment, pace=0.0) as patient:
@@ -119,13 +119,14 @@ def _soak(stage: Stage, played: Course) -> SoakResult:
             for each in player.played
             if each.error
         ),
+        *player.errors,
         *(f"the job was {phase}" for phase in sorted(book.phases & {"Failed", "Completed"})),
     ]
     return SoakResult(
         seed=played.seed,
         minutes=played.minutes,
         faults_per_hour=played.faults_per_hour,
-        commit=_commit(),
+        commit=commit,
         zero=zero,
         moments=moments,
         ledgers=ledgers,

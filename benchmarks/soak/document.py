@@ -64,11 +64,11 @@ def compare(result: SoakResult) -> Comparison:
 def learned(result: SoakResult) -> StageTimes:
     """The stages as `simulate --learn-from` takes them.
 
-    Besides what no ledger tells: how long pods took to start, and agents to find an API server that is back.
+    Besides what no ledger tells: how long new workers took to join, and agents to find an API server that is back.
     """
     base = StageTimes()
     silences = result.silences.get(FaultClass.API_OUTAGE.value, [])
-    starting = result.median_of(result.pods, base.pod_seconds + base.warm_seconds)
+    starting = result.median_of(result.joining(), base.pod_seconds + base.warm_seconds)
     given = {
         "reconnectSeconds": result.median_of(silences, base.reconnect_seconds),
         "podSeconds": min(base.pod_seconds, starting),

@@ -149,7 +149,9 @@ class Places:
             self.returns.append((began, time.time() - began))
 
     def _is_ready(self, node: str) -> bool:
-        if not self._cluster.ready_nodes().get(node):
+        # By the stage's client: that of the cluster has one connection, and these actions run in threads.
+        conditions = self._stage.api.get(f"/api/v1/nodes/{node}")["status"].get("conditions") or []
+        if not any(each["type"] == "Ready" and each["status"] == "True" for each in conditions):
             raise TimeoutError(f"node {node} is not Ready")
         return True
 

@@ -62,6 +62,8 @@ class Player:
     ) -> None:
         """`zero`: Unix seconds of the job's creation; `steps_since()`: seconds since the newest step ended."""
         self.played: list[Played] = []
+        self.errors: list[str] = []
+        """What went wrong in repairs and the like."""
         self._course = course
         self.places = places
         self._zero = zero
@@ -91,7 +93,7 @@ class Player:
                 if due >= until:
                     break
                 act = heapq.heappop(self._due)[2]
-            thread = threading.Thread(target=act, daemon=True)
+            thread = threading.Thread(target=self._do_later, args=(act,), daemon=True)
             self._threads.append(thread)
             thread.start()
         for thread in self._threads:
@@ -100,10 +102,15 @@ class Player:
     def finish(self) -> None:
         """Bring back at once what is still being repaired."""
         while self._due:
-            act = heapq.heappop(self._due)[2]
-            act()
+            self._do_later(heapq.heappop(self._due)[2])
         for thread in self._threads:
             thread.join(120)
+
+    def _do_later(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as problem:  # noqa: BLE001 - told at the end; it must not end the soak
+            self.errors.append(f"what follows a fault could not be played: {type(problem).__name__}: {problem}")
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         with self._lock:

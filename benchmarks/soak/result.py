@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.soak.course import MODEL
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -59,6 +61,21 @@ class SoakResult:
         """Of what began in the first half, seconds each; `otherwise` where nothing did."""
         known = [seconds for at, seconds in times if at < self.moments["half"]]
         return median(known) if known else otherwise
+
+    def joining(self) -> list[list[float]]:
+        """When a person asked for more nodes again, and how long it took until the job left to grow.
+
+        A pod is ready long before its worker has warmed up, so this is not told by pods.
+        """
+        grown = [entry["failedAt"] - self.zero for entry in self.history if entry["cause"] == "Resize"]
+        found = []
+        for fault in self.played:
+            if fault["kind"] == "Resize":
+                asked = fault["at"] + MODEL.resize_seconds
+                later = [at for at in grown if at > asked]
+                if later:
+                    found.append([asked, min(later) - asked])
+        return found
 
     def first_half(self) -> Json:
         """The job as `--learn-from` takes it: its ledger at half time, and the whole history until then."""

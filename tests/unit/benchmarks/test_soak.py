@@ -221,6 +221,13 @@ def test_nothing_of_the_second_half_is_learnt_from(soaked: SoakResult) -> None:
     assert learned(replace(soaked, history=spoilt)) == learned(soaked)
 
 
+def test_how_long_a_worker_takes_to_join_is_told_by_the_growth_after_a_resize(soaked: SoakResult) -> None:
+    asked = {"kind": "Resize", "at": 100.0}
+    history = [{"cause": "Resize", "failedAt": ZERO + at} for at in (100.0, 157.0, 190.0)]
+    assert replace(soaked, played=[asked], history=history).joining() == [[145.0, 12.0]]
+    assert replace(soaked, played=[asked], history=history[:1]).joining() == []
+
+
 def test_a_median_that_one_side_lacks_is_shown_and_not_judged(soaked: SoakResult) -> None:
     measured = recovered_from(soaked.history, ZERO)
     found = rows(measured, [])
