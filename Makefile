@@ -18,7 +18,7 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants parity learn proof bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants parity learn proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -102,6 +102,9 @@ parity: setup  ## Loss curves and exported models against transformers, in every
 
 learn: setup  ## Ten minutes of training against n-grams on Python's documentation: docs/learning.md (ARGS="--minutes 1")
 	@$(BIN)/python -m benchmarks.learn $(ARGS)
+
+soak: binaries  ## Real training through random faults for hours, leaks looked for, beside the simulator (ARGS="--minutes 40 --seed 1")
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--uneven", "--tuning --points 10")
 	@$(BIN)/python -m benchmarks.proof --document docs/recovery-proof.md $(ARGS)

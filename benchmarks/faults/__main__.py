@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.faults import ROOT
 from benchmarks.faults.document import write_document
@@ -17,6 +18,9 @@ from benchmarks.faults.row import Row, Session
 from benchmarks.faults.stage import NODES, SkipRowError, Stage
 from benchmarks.faults.table import ROWS
 from sites import open_site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 HERE = Path(__file__).parent
 _STARTED = time.monotonic()
@@ -35,8 +39,7 @@ def main() -> int:
     out: Path = options.out
     results: Path = options.results
     if not options.resume:
-        for path in results.glob(f"*{_suffix(options)}.json"):
-            path.unlink()
+        forget(_file(results, row, options) for row in rows)
     waiting = [row for row in rows if not _is_done(results, row, options)]
     say(f"{len(waiting)} rows to play, {len(rows) - len(waiting)} are done; seed {options.seed}")
     virtual = [row for row in waiting if row.where is Where.VIRTUAL]
@@ -64,7 +67,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="for instance 1,4b,25 (25a and 25b); by default all")
     parser.add_argument("--runs", type=int, default=30, help="runs of each row (rows that take long: fewer)")
     parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and moments")
-    parser.add_argument("--resume", action="store_true", help="add the runs that are missing; else begin a new table")
+    parser.add_argument("--resume", action="store_true", help="add the runs that are missing; else play them anew")
     parser.add_argument("--cluster", choices=("local", "existing"), default="local", help="as for the tests")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder of what runs leave behind")
     parser.add_argument(
@@ -82,6 +85,12 @@ def _chosen(options: argparse.Namespace) -> list[Row]:
         sys.exit(f"There are no rows {', '.join(unknown)}; there are {', '.join(row.name for row in ROWS)}.")
     rows = [row for row in ROWS if not wanted or wanted & {row.name, str(row.number)}]
     return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
+
+
+def forget(files: Iterable[Path]) -> None:
+    """Remove the results of rows that are played anew; rows that were not asked for keep theirs."""
+    for path in files:
+        path.unlink(missing_ok=True)
 
 
 def _suffix(options: argparse.Namespace) -> str:

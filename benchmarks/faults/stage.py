@@ -60,7 +60,7 @@ recovery:
 """
 _FEW_STEPS = 500
 """How far the reference goes as long as no row needs more."""
-_CURVE_PARTS = ("models", "data", "backends", "train.py", "schedule.py")
+_CURVE_PARTS = ("models", "data", "backends", "loop")
 
 
 class SkipRowError(Exception):
@@ -161,7 +161,7 @@ class Stage:
         Computed once for a state of the trainer's code, and no longer than some row needed.
         """
         name = f"reference-{size}" if batch == BATCH else f"reference-{size}-{batch}"
-        path = self.out / f"{name}-{_curve_digest()}.json"
+        path = self.out / f"{name}-{curve_digest()}.json"
         known = self._references.get(path.name) or _losses_of(path)
         if len(known) < steps:
             wanted = _FEW_STEPS if steps <= _FEW_STEPS else STEPS
@@ -412,7 +412,7 @@ def _difference(loss: float | None, reference: float) -> float:
     return float("inf") if loss is None else abs(loss - reference) / abs(reference)
 
 
-def _curve_digest() -> str:
+def curve_digest() -> str:
     """Changes whenever the trainer could compute another curve."""
     package = ROOT / "trainer_image" / "trainium_trainer"
     digest = hashlib.sha256(SPEC.encode())

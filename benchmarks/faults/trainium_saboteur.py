@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
+PASS_PACE = float(os.environ.get("TRAINIUM_FAULTS_PASS_PACE", "0"))
+"""Seconds of each micro-batch, so that steps are longer where there are more of them."""
 POD = os.environ.get("TRAINIUM_POD_NAME", "")
+NODE = os.environ.get("TRAINIUM_NODE_NAME", "")
 _FOREVER = 10_000_000.0
 _POLL_SECONDS = 0.05
 _STATE = {"rank": False, "mute": False}
@@ -71,16 +74,28 @@ def _pace_and_obey() -> None:
 
     accumulate = NativeBackend.accumulate
     last_end = [time.monotonic()]
+    begun: list[float] = []
 
     def paced(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
+        begun.append(time.monotonic())
         accumulate(self, batch, last=last)
         if last:
+            # From the step's own beginning: from the last one's end a rank that was late once would look slow for ever.
+            own_end = begun[0] + len(begun) * PASS_PACE * _slowness()
             with self._pulse.work:  # a longer computation, for all who look at this process
                 _obey(self)
-                time.sleep(max(0.0, last_end[0] + PACE - time.monotonic()))
+                time.sleep(max(0.0, last_end[0] + PACE - time.monotonic(), own_end - time.monotonic()))
             last_end[0] = time.monotonic()
+            begun.clear()
 
     NativeBackend.accumulate = paced  # type: ignore[method-assign]
+
+
+def _slowness() -> float:
+    """How many times as long as elsewhere a step takes on this node: what the file `straggle-NODE` says, else 1."""
+    with contextlib.suppress(OSError, ValueError):
+        return float((FOLDER / f"straggle-{NODE}").read_text())
+    return 1.0
 
 
 def _mute_collectives() -> None:

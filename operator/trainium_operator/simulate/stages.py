@@ -14,7 +14,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from trainium_contract.base import ContractModel
-from trainium_contract.job import Rung, TrainingJobStatus
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import Interruption, Rung, TrainingJobStatus
 from trainium_operator.simulate.errors import InputError, told
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class StageTimes(ContractModel):
     """Loading it from the durable checkpoint."""
     first_step_seconds: Seconds = 0.0
     """What the first step after a start takes longer: graphs are loaded, caches are cold."""
+    newcomer_step_seconds: Seconds = 0.0
+    """What it takes longer besides where a node is new."""
     compile_seconds: Seconds = 0.0
     """What the first step at a size takes longer whose graphs were not compiled ahead."""
     pod_seconds: Seconds = 2.2
@@ -58,6 +61,8 @@ class StageTimes(ContractModel):
     """From then until its worker can join: preflight, standby processes."""
     pod_stop_seconds: Seconds = 1.0
     """From the deletion of a pod until it is gone."""
+    reconnect_seconds: Seconds = 1.0
+    """Until the agents have found an operator that is back."""
     save_stall_seconds: Seconds = 0.02
     """What a durable save takes from training."""
     save_seconds: Seconds = 10.0
@@ -85,16 +90,21 @@ def read_stages(path: Path, base: StageTimes) -> StageTimes:
 
 
 def learn_stages(path: Path, base: StageTimes) -> StageTimes:
-    """What the ledger and the history of a job show (`kubectl get trainingjob NAME -o yaml`). Raises InputError."""
+    """What the ledger and the history of a job show (`kubectl get trainingjob NAME -o yaml`). Raises InputError.
+
+    The file may hold more of the history than a status does, where somebody has kept it.
+    """
     document = read_yaml(path)
     raw = document.get("status") if isinstance(document, dict) else None
-    if not raw:
+    if not isinstance(raw, dict) or not raw:
         raise InputError(f"{path} has no status to learn from; save one with: kubectl get trainingjob NAME -o yaml")
     try:
-        status = TrainingJobStatus.model_validate(raw)
-    except ValidationError as error:
-        raise InputError(f"{path}: status: {told(error)}") from error
-    learnt = learnt_from(status)
+        status = TrainingJobStatus.model_validate({**raw, "history": ()})
+        history = tuple(Interruption.model_validate(entry) for entry in raw.get("history") or ())
+    except (ValidationError, TypeError) as error:
+        text = told(error) if isinstance(error, ValidationError) else "history is no list"
+        raise InputError(f"{path}: status: {text}") from error
+    learnt = learnt_from(status, history, base)
     if not learnt:
         raise InputError(
             f"{path}: its status has neither a step time nor a recovery yet; take a job that has trained on"
@@ -102,26 +112,55 @@ def learn_stages(path: Path, base: StageTimes) -> StageTimes:
     return base.replaced_by(learnt)
 
 
-def learnt_from(status: TrainingJobStatus) -> dict[str, float]:
+def learnt_from(status: TrainingJobStatus, history: tuple[Interruption, ...], base: StageTimes) -> dict[str, float]:
     """Medians of what a job's recoveries took, by the name of the stage; only of what it had."""
     learnt: dict[str, float] = {}
     sizes = [each for each in status.goodput.sizes if each.step_seconds]
     if sizes:
         newest = max(sizes, key=lambda each: each.size)
         learnt["stepSeconds"] = newest.step_seconds or 0.0
-    over = [entry for entry in status.history if entry.recovered_seconds is not None and entry.stages is not None]
+    over = [entry for entry in history if entry.recovered_seconds is not None and entry.stages is not None]
     in_place = [entry for entry in over if entry.rung is Rung.IN_PLACE]
-    moved = [entry for entry in over if entry.rung in (Rung.SPARE, Rung.REPLACE)]
-    _learn(learnt, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in in_place))
+    asked = [entry for entry in over if entry.cause in _ASKED]
+    moved = [entry for entry in over if entry.rung in (Rung.SPARE, Rung.REPLACE) and entry not in asked]
+    crashed = [entry for entry in in_place if entry.cause is Cause.CRASH]
+    _learn(learnt, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in crashed))
     _learn(learnt, "restartSeconds", (entry.stages.restart for entry in in_place or moved if entry.stages))
     # The ledger's Load includes the meeting of the ranks, its Restart what the publication takes.
     _learn(learnt, "loadMemorySeconds", (entry.stages.load for entry in in_place if entry.stages))
     _learn(learnt, "loadPeerSeconds", (entry.stages.load for entry in moved if entry.stages))
+    _learn(learnt, "firstStepSeconds", _replays(in_place))
+    first = learnt.get("firstStepSeconds", base.first_step_seconds)
+    _learn(learnt, "newcomerStepSeconds", (max(0.0, seconds - first) for seconds in _replays(moved)))
     if in_place or moved:
         learnt["rendezvousSeconds"] = 0.0
     if moved and not in_place:
         learnt |= {"publishSeconds": 0.0, "publishPerNodeSeconds": 0.0}
-    return learnt
+    return learnt | _leaving(learnt, moved if in_place else [], asked, base)
+
+
+_ASKED = frozenset({Cause.RESIZE, Cause.CAPACITY, Cause.PREEMPTED, Cause.STRAGGLER})
+"""Interruptions in which all ranks leave together after the step in hand."""
+
+
+def _leaving(
+    learnt: dict[str, float], moved: list[Interruption], asked: list[Interruption], base: StageTimes
+) -> dict[str, float]:
+    """What publication and leaving take: what a move takes longer than a restart in place, less half a step's wait."""
+    found: dict[str, float] = {}
+    restart = learnt.get("restartSeconds")
+    if restart is not None and moved:
+        published = median(entry.stages.restart for entry in moved if entry.stages) - restart
+        found |= {"publishSeconds": round(max(0.0, published), 3), "publishPerNodeSeconds": 0.0}
+    if restart is not None and asked and "stepSeconds" in learnt:
+        left = median(entry.stages.restart for entry in asked if entry.stages) - restart - learnt["stepSeconds"] / 2
+        found["leaveSeconds"] = round(max(0.0, left - found.get("publishSeconds", base.publish_seconds)), 3)
+    return found
+
+
+def _replays(entries: list[Interruption]) -> list[float]:
+    """What the first step took longer, where none was made again."""
+    return [entry.stages.replay for entry in entries if entry.stages and not entry.steps_lost]
 
 
 def _learn(learnt: dict[str, float], name: str, seconds: Iterable[float]) -> None:

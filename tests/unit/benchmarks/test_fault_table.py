@@ -5,14 +5,20 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.faults.__main__ import main  # noqa: E402
 from benchmarks.faults.document import table_line, write_document  # noqa: E402
 from benchmarks.faults.record import Outcome, RowResult, Spread, Where  # noqa: E402
 from benchmarks.faults.row import Session  # noqa: E402
+from benchmarks.faults.stage import curve_digest  # noqa: E402
 from benchmarks.faults.table import ROWS  # noqa: E402
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def result(*outcomes: Outcome, **more: object) -> RowResult:
@@ -67,6 +73,18 @@ def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(t
     assert len(before) == 2
 
 
+def test_rows_that_were_not_asked_for_keep_their_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, played = tmp_path / "01-local.json", tmp_path / "32-local.json"
+    for path in (other, played):
+        result(Outcome(0, 0.5, 1.5, 0, True)).save(path)
+    kept = other.read_bytes()
+    options = ["--rows", "32", "--runs", "1", "--seed", "3", "--results", str(tmp_path), "--no-document"]
+    monkeypatch.setattr(sys, "argv", ["faults", *options])
+    assert main() == 0
+    assert other.read_bytes() == kept
+    assert RowResult.load(played).seed == 3, "the row that was asked for is played anew"
+
+
 def test_a_row_without_a_result_says_so() -> None:
     row = ROWS[0]
     assert "not run yet" in table_line(row, None)
@@ -90,3 +108,8 @@ def test_each_row_says_what_it_does() -> None:
 def test_every_row_of_the_table_that_needs_no_accelerator_is_there() -> None:
     assert {row.number for row in ROWS} == {*range(1, 7), 8, *range(12, 37)}
     assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_an_undisturbed_run_is_known_by_the_code_that_makes_its_curve() -> None:
+    assert curve_digest() == curve_digest()
+    assert len(curve_digest()) == 12

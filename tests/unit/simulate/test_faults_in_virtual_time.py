@@ -120,6 +120,41 @@ def test_a_rack_that_is_lost_is_one_interruption() -> None:
     assert recovery.cause == Cause.NODE_LOST
 
 
+def test_a_resize_is_followed_and_taken_back() -> None:
+    outcome = live(fault(HOUR, FaultClass.RESIZE, slot=3, lasts=HOUR, same_machine=True))
+
+    assert [each.cause for each in outcome.recoveries] == [Cause.RESIZE, Cause.RESIZE]
+    assert outcome.sizes[3] == pytest.approx(HOUR, abs=5)
+
+
+def test_only_the_newest_size_that_was_asked_for_is_taken_back() -> None:
+    outcome = live(
+        fault(HOUR, FaultClass.RESIZE, slot=3, lasts=HOUR), fault(1.5 * HOUR, FaultClass.RESIZE, slot=2, lasts=HOUR)
+    )
+
+    assert outcome.sizes[3] == pytest.approx(HOUR / 2, abs=5)
+    assert outcome.sizes[2] == pytest.approx(HOUR, abs=10)
+
+
+def test_a_node_that_is_lost_while_no_operator_leads_is_answered_by_the_next() -> None:
+    outcome = live(
+        fault(HOUR, FaultClass.OPERATOR_LOST, slot=-1, lasts=30.0), fault(HOUR + 5, FaultClass.NODE_LOST), days=0.1
+    )
+
+    assert outcome.faults[FaultClass.OPERATOR_LOST] == 1
+    assert only(outcome).seconds is not None
+    assert 25 < (only(outcome).seconds or 0.0) < 60
+
+
+def test_the_first_step_is_longer_where_a_node_is_new() -> None:
+    faults = (fault(HOUR, FaultClass.PROCESS_CRASH), fault(2 * HOUR, FaultClass.DEVICE_ERROR))
+    before = live(*faults).recoveries
+    after = live(*faults, newcomer_step_seconds=7.0).recoveries
+
+    longer = [(new.seconds or 0.0) - (old.seconds or 0.0) for old, new in zip(before, after, strict=True)]
+    assert longer == pytest.approx([0.0, 7.0], abs=0.2)
+
+
 def test_while_the_api_server_is_away_training_goes_on_and_crashes_are_mended() -> None:
     outcome = live(
         fault(HOUR, FaultClass.API_OUTAGE, slot=-1, lasts=1800.0),

@@ -13,6 +13,8 @@ from trainium_operator.simulate.command import main, parse_counts, parse_rates
 from trainium_operator.simulate.errors import InputError
 from trainium_operator.simulate.job import make_spec, read_job
 from trainium_operator.simulate.stages import StageTimes, learn_stages, read_stages
+from trainium_operator.simulate.virtual.failures import FailureModel
+from trainium_operator.simulate.virtual.schedule import read_trace
 
 JOB = {
     "apiVersion": "trainium.dev/v1alpha1",
@@ -191,6 +193,61 @@ def test_stages_are_learnt_from_the_ledger_of_a_job(tmp_path: Path) -> None:
 
     assert (learnt.step_seconds, learnt.restart_seconds, learnt.load_memory_seconds) == (2.5, 5.0, 9.0)
     assert learnt.pod_seconds == StageTimes().pod_seconds
+
+
+def _learnt(tmp_path: Path, *entries: dict[str, object]) -> StageTimes:
+    usual = {"generation": 1, "time": "2026-01-01T00:00:00Z", "recoveredSeconds": 21.0}
+    history = [{**usual, "attempt": number, **entry} for number, entry in enumerate(entries)]
+    status = {"history": history, "goodput": {"sizes": [{"size": 4, "steps": 10, "stepSeconds": 2.0}]}}
+    return learn_stages(Path(written(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status}))), StageTimes())
+
+
+def _entry(cause: str, rung: str, restart: float, replay: float = 0.0, **more: object) -> dict[str, object]:
+    return {"cause": cause, "rung": rung, "stages": {"restart": restart, "load": 1.0, "replay": replay}, **more}
+
+
+def test_more_of_the_history_than_a_status_holds_is_learnt_from(tmp_path: Path) -> None:
+    learnt = _learnt(tmp_path, *(_entry("Crash", "InPlace", float(number)) for number in range(25)))
+
+    assert learnt.restart_seconds == 12.0
+
+
+def test_the_limit_of_a_hang_is_not_learnt_as_the_time_in_which_an_exit_is_seen(tmp_path: Path) -> None:
+    hang = _entry("Hang", "InPlace", 1.0, detectedSeconds=15.0)
+    assert _learnt(tmp_path, hang).detect_exit_seconds == StageTimes().detect_exit_seconds
+    crash = _entry("Crash", "InPlace", 1.0, detectedSeconds=0.2)
+    assert _learnt(tmp_path, hang, crash).detect_exit_seconds == 0.2
+
+
+def test_publication_leaving_and_first_steps_are_learnt_from_what_differs(tmp_path: Path) -> None:
+    learnt = _learnt(
+        tmp_path,
+        _entry("Crash", "InPlace", 1.0, 0.25),
+        _entry("NodeLost", "Spare", 1.5, 0.75),
+        _entry("Resize", "Resize", 4.0),
+        _entry("NodeLost", "Spare", 1.5, 9.0, stepsLost=3),
+    )
+
+    assert (learnt.first_step_seconds, learnt.newcomer_step_seconds) == (0.25, 0.5)
+    assert learnt.publish(4) == 0.5
+    # 1 s of restart, 0.5 s of publication and half a step of 2 s are no leaving.
+    assert learnt.leave_seconds == 1.5
+
+
+def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    path = Path(written(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": {"history": 7}})))
+    with pytest.raises(InputError, match="history is no list"):
+        learn_stages(path, StageTimes())
+
+
+def test_a_trace_names_sizes_and_what_happens_to_no_node(tmp_path: Path) -> None:
+    model = FailureModel()
+    good = Path(written(tmp_path, "good.csv", "seconds,class,node,lasts\n1,OperatorLost,,5\n2,Resize,4,60\n"))
+    assert [(each.slot, each.lasts) for each in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
+    for size in ("0", "5", "2.5"):
+        bad = Path(written(tmp_path, "bad.csv", f"seconds,class,node\n2,Resize,{size}\n"))
+        with pytest.raises(InputError, match="from 1 to 4"):
+            read_trace(bad, slots=4, model=model)
 
 
 def test_a_job_without_a_status_teaches_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,11 @@ def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
     """Host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
     bad = _bad_nodes(facts)
     dark = _dark_nodes(facts, status) - set(bad)
-    released = released_nodes(facts) if dark else frozenset()
-    return (*bad, *sorted(dark - released))[:MOST_FORBIDDEN]
+    if dark and released_nodes(facts):
+        # All of them, not those of one pod: the pod that is made anew must not wait in vain for another of them.
+        there = _there(facts)
+        dark = frozenset(name for name in dark if name not in there or _is_bad(facts, there[name]))
+    return (*bad, *sorted(dark))[:MOST_FORBIDDEN]
 
 
 def released_nodes(facts: Facts) -> frozenset[str]:
@@ -46,8 +49,13 @@ def released_nodes(facts: Facts) -> frozenset[str]:
     if len(bad) == MOST_FORBIDDEN:
         return frozenset()  # what is not named may be bad all the same
     kept_from = frozenset[str]().union(*(pod.kept_from for pod in waiting))
-    there = {node.labels.get(LABEL_HOST, name): node for name, node in facts.observed.nodes.items()}
+    there = _there(facts)
     return frozenset(name for name in kept_from - set(bad) if name in there and not _is_bad(facts, there[name]))
+
+
+def _there(facts: Facts) -> dict[str, NodeView]:
+    """The nodes that exist, by host name."""
+    return {node.labels.get(LABEL_HOST, name): node for name, node in facts.observed.nodes.items()}
 
 
 def _is_bad(facts: Facts, node: NodeView) -> bool:

@@ -26,6 +26,7 @@ Besides:
   then takes about 3; capacity may be absent). A switch is repaired in 30 minutes.
 * **Shared nodes** are idle for four hours and in use by others for four, on the average (assumed; exponential).
 * **A person** starts a job again that has ended with a verdict, after an hour.
+* **The operator lost, and resizes by a person**: none by default; a soak asks for them (`Mix.EVEN`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ class FaultClass(StrEnum):
     """The operator is away; training goes on."""
     TAKEN = "Taken"
     """Pods of somebody else, of the usual priority, need the node; nothing happens to one that the job asked for."""
+    OPERATOR_LOST = "OperatorLost"
+    """The operator's process ends; another leads after a while."""
+    RESIZE = "Resize"
+    """A person asks for another number of nodes, and later for the former one again."""
+
+
+OF_THE_CLUSTER = frozenset({FaultClass.API_OUTAGE, FaultClass.OPERATOR_LOST})
+"""What happens to no node in particular."""
 
 
 OF_MACHINES = frozenset({FaultClass.DEVICE_ERROR, FaultClass.NODE_LOST, FaultClass.STRAGGLER})
@@ -72,6 +81,8 @@ class Mix(StrEnum):
     """That of the regime which the rate belongs to."""
     HARDWARE = "Hardware"
     ALL_CAUSES = "AllCauses"
+    EVEN = "Even"
+    """Each class that a soak can play as often as any other; no corruption, which ends the job by design."""
 
 
 _HARDWARE = {
@@ -92,7 +103,16 @@ _ALL_CAUSES = {
     FaultClass.RACK: 0.004,
     FaultClass.CORRUPTION: 0.014,
 }
-SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES}
+_PLAYED = (
+    FaultClass.PROCESS_CRASH,
+    FaultClass.HANG,
+    FaultClass.DEVICE_ERROR,
+    FaultClass.NODE_LOST,
+    FaultClass.MAINTENANCE,
+    FaultClass.RACK,
+)
+_EVEN = {kind: 1 / len(_PLAYED) for kind in _PLAYED}
+SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES, Mix.EVEN: _EVEN}
 
 
 def mix_of(rate: float, mix: Mix) -> Mix:
@@ -104,6 +124,7 @@ def mix_of(rate: float, mix: Mix) -> Mix:
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+PerMonth = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 
 class FailureModel(ContractModel):
@@ -117,7 +138,13 @@ class FailureModel(ContractModel):
     straggler_factor: Annotated[float, Field(ge=1, le=100)] = 1.3
     straggler_seconds: Seconds = 6 * 3600.0
     outage_seconds: Seconds = 600.0
-    outages_per_30_days: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    outages_per_30_days: PerMonth = 1.0
+    operator_seconds: Seconds = 20.0
+    """From the end of an operator until another leads."""
+    operator_losses_per_30_days: PerMonth = 0.0
+    resize_seconds: Seconds = 3600.0
+    """Until a person who asked for another number of nodes asks for the former one."""
+    resizes_per_30_days: PerMonth = 0.0
     rack_nodes: Annotated[int, Field(ge=1, le=1000)] = 4
     rack_seconds: Seconds = 1800.0
     reboot_seconds: Seconds = 600.0

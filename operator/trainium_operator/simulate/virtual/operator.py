@@ -47,8 +47,6 @@ _WRITES_ALL = replace(_SETTINGS, status_interval_seconds=0.001)
 _CA = "-----BEGIN CERTIFICATE-----\n"
 _PATIENCE = 0.03
 """Of the time in which nothing has changed: so much later than the operator may a simulated one look."""
-_RECONNECT_SECONDS = 1.0
-"""Until agents have found an operator that is back."""
 
 EntryKey = tuple[int, int, int, str]
 
@@ -62,7 +60,8 @@ def _quiet(spec: TrainingJobSpec) -> TrainingJobSpec:
 class SimulatedOperator:
     """Plans and acts; `wake()` whenever something has changed."""
 
-    def __init__(self, timeline: Timeline, nodes: Nodes, spec: TrainingJobSpec) -> None:
+    def __init__(self, timeline: Timeline, nodes: Nodes, spec: TrainingJobSpec, *, reconnect_seconds: float) -> None:
+        """`reconnect_seconds`: until agents have found an operator that is back."""
         self.status = TrainingJobStatus()
         self.incarnation = 0
         """Counts the jobs that a person had to create again."""
@@ -75,6 +74,8 @@ class SimulatedOperator:
         self._timeline = timeline
         self._nodes = nodes
         self._spec = _quiet(spec)
+        self._generation = 1
+        self._reconnect_seconds = reconnect_seconds
         self._children: dict[str, str] = {}
         self._since = EPOCH - 3600.0
         self._published = 0
@@ -127,7 +128,13 @@ class SimulatedOperator:
         """A new process leads, and has heard nobody."""
         self._up, self._published, self._fleet_stale = True, 0, True
         self._since = self._timeline.now
-        self._timeline.after(_RECONNECT_SECONDS, self.wake)
+        self._timeline.after(self._reconnect_seconds, self.wake)
+
+    def ask_for(self, nodes: int) -> None:
+        """A person changes `workers.replicas`."""
+        self._spec = self._spec.replaced(workers=self._spec.workers.replaced(replicas=nodes))
+        self._generation += 1
+        self.wake()
 
     def create_again(self) -> None:
         """A person deletes the job and creates it anew; it finds its newest checkpoint."""
@@ -207,7 +214,7 @@ class SimulatedOperator:
             namespace=NAMESPACE,
             name=JOB,
             uid=f"job-{self.incarnation}",
-            generation=1,
+            generation=self._generation,
             deleting=False,
             spec=self._spec,
             status=self.status,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_operator.simulate.virtual.schedule import DAY
+from trainium_operator.simulate.virtual.timeline import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,8 @@ class Recovery:
 
     cause: str
     rung: str
+    at: float
+    """Seconds from the job's creation to the failure."""
     seconds: float | None
     """From the failure to the first new step; None for one that was not over at the end."""
     steps_lost: int
@@ -38,6 +41,7 @@ class Recovery:
         return cls(
             cause=entry.cause.value,
             rung=entry.rung.value,
+            at=(entry.failed_at or EPOCH) - EPOCH,
             seconds=entry.recovered_seconds,
             steps_lost=entry.steps_lost or 0,
             stages={name.capitalize(): seconds for name, seconds in stages.items()},

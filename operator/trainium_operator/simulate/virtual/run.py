@@ -153,17 +153,19 @@ class Run:
             for agent in self._agents():
                 agent.turn(WorkerPhase.LOADING, self._timeline.now)
             seconds = training.loading_seconds(resume, newcomers=newcomers)
-            self._timeline.after(seconds, lambda: self._loaded(epoch, resume))
+            self._timeline.after(seconds, lambda: self._loaded(epoch, resume, newcomers=newcomers))
 
         self._timeline.after(self._stages.restart_seconds, up)
 
-    def _loaded(self, epoch: int, resume: int) -> None:
+    def _loaded(self, epoch: int, resume: int, *, newcomers: bool) -> None:
         if epoch != self._epoch:
             return
         training, now = self.training, self._timeline.now
         cold = self._stages.compile_seconds if training.size not in self._compiled else 0.0
         self._compiled.add(training.size)
-        training.run(now, resume, first_step=self._stages.first_step_seconds + cold)
+        stages = self._stages
+        fresh = stages.newcomer_step_seconds if newcomers else 0.0
+        training.run(now, resume, first_step=stages.first_step_seconds + fresh + cold)
         for agent in self._agents():
             agent.turn(WorkerPhase.TRAINING, now)
         self.pace_changed()

@@ -10,11 +10,11 @@ import csv
 import itertools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_operator.simulate.errors import InputError
-from trainium_operator.simulate.virtual.failures import OF_MACHINES, SHARES, FaultClass, Mix, mix_of
+from trainium_operator.simulate.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, SHARES, FaultClass, Mix, mix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,8 @@ class Fault:
     at: float
     """Seconds since the job was created."""
     slot: int
-    """Place in the cluster, from 0; whatever machine is there then is hit. -1 for the operator's API server."""
+    """Place in the cluster, from 0; whatever machine is there then is hit. -1 for operator and API server; of a resize
+    the number of nodes that is asked for."""
     kind: FaultClass
     lasts: float = 0.0
     """Until what is broken is whole again: a reboot, a repair, an outage."""
@@ -46,11 +47,19 @@ class Fault:
 
 
 def draw(
-    seed: int, *, slots: int, days: float, rate: float, mix: Mix, model: FailureModel, shared: int = 0
+    seed: int,
+    *,
+    slots: int,
+    days: float,
+    rate: float,
+    mix: Mix,
+    model: FailureModel,
+    shared: int = 0,
+    sizes: tuple[int, ...] = (),
 ) -> tuple[Fault, ...]:
     """The faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days.
 
-    The last `shared` of them are in use by others from time to time.
+    The last `shared` of them are in use by others from time to time; resizes are to one of `sizes`.
     """
     faults: list[Fault] = []
     for slot in range(slots):
@@ -59,9 +68,15 @@ def draw(
             faults += _stream(dice, slot, kind, per_second, days * DAY, model, thinned=thinned)
     for slot in range(slots - shared, slots):
         faults += _use(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
-    outages = random.Random(f"{seed}/{FaultClass.API_OUTAGE}")  # noqa: S311 - a simulation
-    per_second = model.outages_per_30_days / (30 * DAY) if rate > 0 else 0.0
-    faults += _stream(outages, -1, FaultClass.API_OUTAGE, per_second, days * DAY, model, thinned=False)
+    for kind, a_month in (
+        (FaultClass.API_OUTAGE, model.outages_per_30_days),
+        (FaultClass.OPERATOR_LOST, model.operator_losses_per_30_days),
+        (FaultClass.RESIZE, model.resizes_per_30_days if sizes else 0.0),
+    ):
+        dice = random.Random(f"{seed}/{kind}")  # noqa: S311 - a simulation
+        per_second = a_month / (30 * DAY) if rate > 0 else 0.0
+        for fault in _stream(dice, -1, kind, per_second, days * DAY, model, thinned=False):
+            faults.append(replace(fault, slot=dice.choice(sizes)) if kind is FaultClass.RESIZE else fault)
     return tuple(sorted(faults))
 
 
@@ -135,6 +150,10 @@ def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: boo
             return model.outage_seconds, True
         case FaultClass.TAKEN:
             return model.taken_seconds, True
+        case FaultClass.OPERATOR_LOST:
+            return model.operator_seconds, True
+        case FaultClass.RESIZE:
+            return model.resize_seconds, True
         case _:
             return 0.0, True
 
@@ -174,8 +193,10 @@ def _row(path: Path, number: int, row: dict[str, str | None], slots: int, model:
         raise InputError(f"{where}: unknown class {name!r}; known are {', '.join(FaultClass)}")
     kind = FaultClass(name)
     at = _number(where, "seconds", row.get("seconds"))
-    node = -1 if kind is FaultClass.API_OUTAGE else _number(where, "node", row.get("node"))
-    if node != int(node) or (kind is not FaultClass.API_OUTAGE and node >= slots):
+    node = -1 if kind in OF_THE_CLUSTER else _number(where, "node", row.get("node"))
+    if kind is FaultClass.RESIZE and not (node == int(node) and 1 <= node <= slots):
+        raise InputError(f"{where}: the node of a Resize is a number of nodes from 1 to {slots}, not {node:g}")
+    if kind not in (FaultClass.RESIZE, *OF_THE_CLUSTER) and (node != int(node) or node >= slots):
         raise InputError(f"{where}: node {node:g} is none of the {slots} nodes, 0 to {slots - 1} (spares included)")
     lasts, same = _repair(kind, model, model.repair_seconds, reboot=False)
     given = (row.get("lasts") or "").strip()

@@ -107,6 +107,7 @@ class Workforce:
         self._compiled = compiled
         self._taken: set[int] = set()
         self._uids = 0
+        self._scheduling = False
 
     # --- what the operator asks for ---------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class Workforce:
             extra=LABEL_EXTRA in metadata["labels"],
         )
         self.pods[name] = Pod(view, avoided=frozenset(avoided))
-        self.schedule()
+        self._schedule_soon()
 
     def delete(self, name: str, uid: str, grace: int | None) -> None:
         """A deletion; a node without power does not confirm it."""
@@ -157,6 +158,16 @@ class Workforce:
 
     # --- scheduling and starting ------------------------------------------------------------------------------------
 
+    def _schedule_soon(self) -> None:
+        """Once for all pods of a plan, which would each look through all nodes."""
+        if not self._scheduling:
+            self._scheduling = True
+            self._timeline.after(0.0, self._schedule_now)
+
+    def _schedule_now(self) -> None:
+        self._scheduling = False
+        self.schedule()
+
     def schedule(self) -> None:
         """Put waiting pods on free nodes, avoided ones last."""
         waiting = [pod for pod in self.pods.values() if pod.slot is None]
@@ -164,7 +175,8 @@ class Workforce:
             return
         free = [slot for slot in self._nodes.slots if slot.number not in self._taken and slot.up and slot.takes_pods]
         for pod in sorted(waiting, key=lambda each: each.view.extra):
-            open_to = [slot for slot in free if slot.name not in pod.view.kept_from]
+            kept_from = pod.view.kept_from
+            open_to = [slot for slot in free if slot.name not in kept_from] if kept_from else free
             if not open_to:
                 if not pod.view.unschedulable_message:
                     pod.view = replace(pod.view, unschedulable_message=_NOWHERE)
@@ -172,7 +184,8 @@ class Workforce:
                     if not pod.view.extra:
                         self._make_room(pod)
                 continue
-            slot = min(open_to, key=lambda each: (each.name in pod.avoided, each.number))
+            avoided = pod.avoided
+            slot = min(open_to, key=lambda each: each.name in avoided) if avoided else open_to[0]
             free.remove(slot)
             self._taken.add(slot.number)
             pod.slot = slot

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainium_contract.spec.precompile import CompiledSize
-from trainium_operator.simulate.virtual.failures import OF_MACHINES, FaultClass
+from trainium_operator.simulate.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, FaultClass
 from trainium_operator.simulate.virtual.nodes import Nodes
 from trainium_operator.simulate.virtual.operator import SimulatedOperator
 from trainium_operator.simulate.virtual.outcome import Outcome, Recovery
@@ -60,6 +60,8 @@ class World:
         compiled = tuple(CompiledSize(nodes=size, seconds=compiling) for size in spec.sizes_for_spares())
         self.timeline = Timeline()
         self.operator_away = 0
+        self._wishes = 0
+        """Counts the sizes that were asked for: only the newest is taken back."""
         self._setting = setting
         self._end = EPOCH + setting.days * DAY
         self.nodes = Nodes(
@@ -68,7 +70,9 @@ class World:
             model=setting.model,
             lemons=lemons,
         )
-        self.operator = SimulatedOperator(self.timeline, self.nodes, spec)
+        self.operator = SimulatedOperator(
+            self.timeline, self.nodes, spec, reconnect_seconds=setting.stages.reconnect_seconds
+        )
         self.workforce = Workforce(self.timeline, self.nodes, setting.stages, changed=self._changed, compiled=compiled)
         self.run = Run(
             self.timeline,
@@ -144,8 +148,11 @@ class World:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
-        if fault.kind is FaultClass.API_OUTAGE:
+        if fault.kind in OF_THE_CLUSTER:
             self._lose_operator(fault)
+            return
+        if fault.kind is FaultClass.RESIZE:
+            self._resize(fault)
             return
         if fault.slot >= len(self.nodes.slots):
             return
@@ -256,6 +263,18 @@ class World:
                 self.operator.come_back()
 
         self.timeline.after(fault.lasts, come_back)
+
+    def _resize(self, fault: Fault) -> None:
+        self.faults[fault.kind] += 1
+        self._wishes += 1
+        wish = self._wishes
+        self.operator.ask_for(fault.slot)
+
+        def ask_again() -> None:
+            if wish == self._wishes:
+                self.operator.ask_for(self._setting.spec.workers.replicas)
+
+        self.timeline.after(fault.lasts, ask_again)
 
     def _begin_repair(self, slot: Slot) -> int:
         slot.repair += 1

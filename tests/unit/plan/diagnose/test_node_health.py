@@ -25,7 +25,7 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionStatus, ConditionType
+from trainium_contract.job import ConditionStatus, ConditionType, FailureRecord
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM
@@ -244,6 +244,29 @@ def test_a_pod_that_finds_no_node_is_made_again_when_one_that_it_keeps_away_from
     assert deleted(planned(held)) == {}
     gone = replace(seen, nodes={name: each for name, each in seen.nodes.items() if name != "node-4"})
     assert deleted(planned(gone)) == {}, "a node that does not exist takes no pod"
+
+
+def test_a_pod_that_finds_no_node_is_made_anew_once_however_many_dark_nodes_came_back() -> None:
+    """Kept away from one of them after the other, it would be made anew in each plan for minutes."""
+    lost = tuple(
+        FailureRecord(at=NOW - 20.0, cause=Cause.NODE_LOST, node=f"node-{number}", pod=f"demo-w-{number}")
+        for number in (3, 4)
+    )
+    waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
+    seen = with_pod(running(4, spares=1), pod(4, kept_from=frozenset({"node-4"}), **waits))
+    seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
+    seen = replace(seen, job=replace(seen.job, status=seen.job.status.replaced(failures=lost)))
+
+    result = planned(seen)
+    assert deleted(result) == {"demo-w-4": None}
+    made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
+    kept_from = frozenset(made["metadata"]["annotations"].get(ANNOTATION_KEPT_FROM, "").split(",")) - {""}
+
+    ordinal = int(made["metadata"]["name"].rpartition("-")[2])
+    pods = tuple(each for each in seen.pods if each.ordinal != 4)
+    then = replace(seen, pods=(*pods, pod(ordinal, kept_from=kept_from, **waits)), now=NOW + 1.0)
+    again = planned(replace(then, job=replace(then.job, status=result.status)))
+    assert deleted(again) == {}, f"made anew, kept from {kept_from}"
 
 
 def test_a_waiting_pod_is_not_made_again_for_a_node_that_is_still_bad() -> None:
