@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from trainium_contract.exit_codes import ExitCode
@@ -14,7 +16,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.generation import generation_store, turns
-from trainium_trainer.agent.generation.generation_store import GenerationStore, serve_store
+from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_store
 from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
 from trainium_trainer.agent.rendezvous import GenerationRendezvous, GenerationStoppedError, RendezvousInterruptedError
 
@@ -329,3 +331,35 @@ def test_agents_of_an_older_version_find_what_they_ask_for(party: Party) -> None
     assert int(older.get(older.key(0, "port"))) > 0
     first[0].join(20)
     assert len(first[1]) == 1
+
+
+@pytest.mark.parametrize("patience", [5.0, 0.2], ids=["the library gives up", "we give up first"])
+def test_a_call_that_fails_leaves_no_connection_and_no_thread_behind(
+    monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Without the collector: a quiet agent makes so little that it runs once in hours."""
+    monkeypatch.setattr(generation_store, "OPERATION_SECONDS", 1.0)
+    monkeypatch.setattr(generation_store, "_HURRIED_SECONDS", patience)
+    server = serve_store("127.0.0.1")
+    process, threads = psutil.Process(), threading.active_count()
+
+    def connections() -> int:
+        held = process.net_connections("tcp")
+        return sum(bool(each.raddr) and server.port in (each.laddr.port, each.raddr.port) for each in held)
+
+    gc.collect()
+    before = connections()
+    gc.disable()
+    try:
+        for _ in range(3):
+            store = GenerationStore(membership_at(server.port), hurried=lambda: True)
+            store.connect()
+            with pytest.raises(StoreLostError):
+                store.get(store.key("nothing"))
+            del store
+        deadline = time.monotonic() + 30
+        while connections() > before or threading.active_count() > threads:
+            assert time.monotonic() < deadline, (connections(), before, threading.enumerate())
+            time.sleep(0.05)
+    finally:
+        gc.enable()

@@ -67,7 +67,7 @@ class _Line:
             try:
                 results.append(operation())
             except Exception as error:  # noqa: BLE001 - it is raised in the thread that asked
-                failures.append(error)
+                failures.append(error.with_traceback(None))
             ended.set()
 
         self._calls.put(carry)
@@ -77,9 +77,15 @@ class _Line:
                 raise StoreLostError("the host of the generation's store does not answer")
         if not failures:
             return results[0]
-        if isinstance(failures[0], (RuntimeError, OSError)):
-            raise StoreLostError(str(failures[0]).partition("\n")[0]) from failures[0]
-        raise failures[0]
+        # Taken out, and forgotten at the end: an error that a frame of its own traceback holds keeps itself, and the
+        # connection with it, until the collector comes by, which in a quiet agent is hours later.
+        failure = failures.pop()
+        try:
+            if isinstance(failure, (RuntimeError, OSError)):
+                raise StoreLostError(str(failure).partition("\n")[0]) from failure
+            raise failure
+        finally:
+            del failure
 
 
 def _carry_out(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
