@@ -266,7 +266,7 @@ _AT_REST = """
 
 _NOT_WHILE_RUNNING = (
     "cannot change while the job runs: suspend it first (spec.suspend: true), wait for phase Suspended, then change "
-    "it; a job that has ended stays as it is: delete it and apply it anew"
+    "it; one that has ended: delete it and apply it anew"
 )
 
 

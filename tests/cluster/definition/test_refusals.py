@@ -368,7 +368,7 @@ def test_what_training_depends_on_is_fixed_while_the_job_runs(running: Api, chan
     minimum = merged({"workers": {"minReplicas": 2}}, yaml.safe_load(change))
     said = running.refusal(job(json.dumps(minimum)))
     assert f"{IMMUTABLE[change]} cannot change while the job runs: suspend it first (spec.suspend: true), wait" in said
-    assert "a job that has ended stays as it is: delete it and apply it anew" in said
+    assert "one that has ended: delete it and apply it anew" in said
 
 
 @pytest.mark.parametrize(
