@@ -18,8 +18,8 @@ _HLAT = "manifests/examples/hlat-7b.yaml"
 _THOUSAND = "benchmarks/simulate/job-1000.yaml"
 _TRN1 = ("--stages", "benchmarks/simulate/stages-trn1.yaml")
 _RATES = ("--failures-per-1000-node-days", "4,22")
-_SHORT_DAYS = 2
-_SHORT_SEEDS = 10
+_SHORT_DAYS = 1
+_SHORT_SEEDS = 4
 
 
 @dataclass(frozen=True, slots=True)

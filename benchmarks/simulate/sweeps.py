@@ -1,7 +1,6 @@
 """Which settings serve a job best: each field tried by itself, on the stages that are expected on trn1.
 
-Run `python -m benchmarks.simulate.sweeps [FIELD] [--seeds 10] [--keep]`; it prints a table for each field. Decision
-0108 has those that the defaults were chosen by.
+Run `python -m benchmarks.simulate.sweeps [FIELD] [--seeds 10] [--keep]`; it prints a table for each field.
 """
 
 from __future__ import annotations
