@@ -360,7 +360,7 @@ class HeartbeatRequest(MessageModel):
 
 
 class HeartbeatResponse(MessageModel):
-    """What an agent should know; membership itself comes by the long poll."""
+    """What an agent should know; membership itself comes over the stream, or is the answer to a long poll."""
 
     protocol: Protocol = PROTOCOL
     generation: int = Field(ge=0, le=_LAST)

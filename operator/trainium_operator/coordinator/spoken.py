@@ -1,8 +1,8 @@
 """Memberships as agents get them: encoded once, however many agents ask.
 
-A membership of 1,000 nodes is 200 kB of JSON, and a thousand long polls are answered with it at the same moment. So
-its bytes are made once per protocol, and once more packed for agents that can unpack (HTTP's `Accept-Encoding: gzip`),
-which makes a fifth of it.
+A membership of 1,000 nodes is 200 kB of JSON, and a thousand agents are told of it at the same moment. So its bytes are
+made once per protocol, and once more packed, which makes a fifth of it: for streams, and for agents that say by HTTP
+that they can unpack (`Accept-Encoding: gzip`).
 """
 
 from __future__ import annotations
