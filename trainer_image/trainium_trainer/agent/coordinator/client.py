@@ -30,7 +30,7 @@ from trainium_trainer.agent.coordinator.requests import (
     OlderGeneration,
 )
 from trainium_trainer.agent.coordinator.stream import StreamEndedError
-from trainium_trainer.agent.coordinator.telling import Telling
+from trainium_trainer.agent.coordinator.telling import BURST_SECONDS, SPREAD, Telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 25.0
-_BEAT_SPREAD = (0.9, 1.1)
-"""Of the interval: a thousand agents that were answered at the same moment must not stay in step for ever."""
 _STREAM_SECONDS = (240.0, 300.0)
 """Until a stream is opened anew, with the token of then; the coordinator ends it after 600."""
 _FIRST_BACKOFF_SECONDS = 0.1
@@ -222,11 +220,10 @@ class CoordinatorClient:
                 if answer is not None and answer.generation > self._known_generation:
                     self._poll_again.set()
             try:
-                await asyncio.wait_for(self._news.wait(), seconds * random.uniform(*_BEAT_SPREAD))  # noqa: S311
+                await asyncio.wait_for(self._news.wait(), seconds * random.uniform(*SPREAD))  # noqa: S311
             except TimeoutError:
                 continue
-            # Let a burst of news, and a dying rank's last lines, go into one message.
-            await asyncio.sleep(min(0.05, seconds))
+            await asyncio.sleep(min(BURST_SECONDS, seconds))
 
     async def _poll(self, address: Address) -> None:
         while True:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
     from trainium_trainer.agent.coordinator.stream import Stream
 
-_SPREAD = (0.9, 1.1)
+SPREAD = (0.9, 1.1)
 """Of the interval: agents that were answered at the same moment must not stay in step for ever."""
-_BURST_SECONDS = 0.05
+BURST_SECONDS = 0.05
+"""In which a burst of news, and a dying rank's last lines, come together for one message."""
 _CONFLICT = 409
 
 
@@ -84,11 +85,10 @@ class Telling:
             except (StreamEndedError, TimeoutError) as error:
                 raise CoordinatorUnavailableError(str(error) or "the coordinator takes nothing any more") from error
             try:
-                await asyncio.wait_for(self._news.wait(), seconds * random.uniform(*_SPREAD))  # noqa: S311
+                await asyncio.wait_for(self._news.wait(), seconds * random.uniform(*SPREAD))  # noqa: S311
             except TimeoutError:
                 continue
-            # Let a burst of news, and a dying rank's last lines, go into one message.
-            await asyncio.sleep(min(_BURST_SECONDS, seconds))
+            await asyncio.sleep(min(BURST_SECONDS, seconds))
 
     def _give_up_on_the_silent(self, now: float) -> None:
         if self._unanswered and now - self._unanswered[0].at > REQUEST_SECONDS:
