@@ -45,32 +45,19 @@ _PRETRAINING = (
         through_nxd=True,
     ),
 )
-_UNEVEN = (
-    Family("process", "a process is lost, all restart from memory", (Layout(3), Layout(3))),
-    Family(
-        "node", "a node is lost, its shard comes from its buddy", (Layout(4, mode=_SHARDED),) * 2, node_is_lost=True
-    ),
-    Family("wide", "a node of a model wider than a node is lost", (Layout(2, tp=2),) * 2, node_is_lost=True),
-    Family("idle", "a process is lost where one rank has no sample at all", (Layout(6, mode=_ZERO1),) * 2),
-    Family(
-        "resize",
-        "each time a node is lost and the size changes",
-        (Layout(4), Layout(3), Layout(2), Layout(4)),
-        node_is_lost=True,
-    ),
-    Family(
-        "reshard",
-        "all memory is lost, storage is read at another data-parallel size",
-        (Layout(4, mode=_SHARDED), Layout(3, mode=_ZERO1), Layout(2, mode=_SHARDED), Layout(6)),
-        memory=False,
-    ),
-    Family(
-        "retensor",
-        "all memory is lost, storage is read at another tensor-parallel size",
-        (Layout(2, tp=2), Layout(3), Layout(2, tp=2, mode=_SHARDED)),
-        memory=False,
-    ),
-)
+_LIVES_AT_UNEVEN_SIZES = {
+    "process": (Layout(3), Layout(3)),
+    "node": (Layout(4, mode=_SHARDED),) * 2,
+    "wide": (Layout(2, tp=2),) * 2,
+    "idle": (Layout(6, mode=_ZERO1),) * 2,
+    "resize": (Layout(4), Layout(3), Layout(2), Layout(4)),
+    "reshard": (Layout(4, mode=_SHARDED), Layout(3, mode=_ZERO1), Layout(2, mode=_SHARDED), Layout(6)),
+    "retensor": (Layout(2, tp=2), Layout(3), Layout(2, tp=2, mode=_SHARDED)),
+}
+_KINDS = {family.name: family for family in _PRETRAINING} | {
+    "idle": Family("idle", "a process is lost where one rank has no sample at all", ())
+}
+_UNEVEN = tuple(replace(_KINDS[name], lives=lives) for name, lives in _LIVES_AT_UNEVEN_SIZES.items())
 _TUNING = (
     Family("process", "a process is lost, all restart from memory", (Layout(2), Layout(2))),
     Family(
