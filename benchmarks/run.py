@@ -19,6 +19,7 @@ NAMES = (
     "checkpoint_bandwidth",
     "artifacts",
     "fleet",
+    "jobset",
     "coordinator",
     "growth",
     "flood",
@@ -30,7 +31,7 @@ NAMES = (
     "scale",
     "client",
 )
-SCALABLE = ("fleet", "coordinator", "growth", "flood", "training_speed", "finetuning")
+SCALABLE = ("fleet", "jobset", "coordinator", "growth", "flood", "training_speed", "finetuning")
 """Those that know `--quick`."""
 
 

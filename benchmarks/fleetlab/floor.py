@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = 64
 _PODS = "/api/v1/namespaces/default/pods"
-_LABEL = "bench.trainium.dev/floor"
+LABEL = "bench.trainium.dev/floor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Floor:
 
 async def measure_floor(kube: Kube, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
     """One round; leaves nothing behind."""
-    async with PodWatch(kube, f"{_LABEL}=first") as first:
+    async with PodWatch(kube, f"{LABEL}=first") as first:
         began = time.monotonic()
         await _create(kube, manifests, "first")
         created, running = await first.until_running(len(manifests), seconds)
         restarted = None
         if restart:
-            async with PodWatch(kube, f"{_LABEL}=second") as second:
+            async with PodWatch(kube, f"{LABEL}=second") as second:
                 again = time.monotonic()
-                await fail_pods(kube, [_of_wave(each, "first")["metadata"]["name"] for each in manifests])
+                await fail_pods(kube, [of_wave(each, "first")["metadata"]["name"] for each in manifests])
                 await _delete(kube, manifests, "first")
                 await _create(kube, manifests, "second")
                 restarted = (await second.until_running(len(manifests), seconds))[1] - again
@@ -75,19 +75,19 @@ async def fail_pods(kube: Kube, names: Iterable[str]) -> None:
 
 
 async def _create(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
-    await in_flight(lambda each=each: kube.request("POST", _PODS, _of_wave(each, wave)) for each in manifests)
+    await in_flight(lambda each=each: kube.request("POST", _PODS, of_wave(each, wave)) for each in manifests)
 
 
 async def _delete(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
-    paths = [f"{_PODS}/{_of_wave(each, wave)['metadata']['name']}" for each in manifests]
+    paths = [f"{_PODS}/{of_wave(each, wave)['metadata']['name']}" for each in manifests]
     await in_flight(lambda path=path: kube.delete(path) for path in paths)
 
 
-def _of_wave(manifest: Json, wave: str) -> Json:
+def of_wave(manifest: Json, wave: str) -> Json:
+    """The pod under a name and a label of its own, so that the operator takes it for nobody's."""
     metadata = manifest["metadata"]
     kept = {key: value for key, value in metadata.items() if key != "ownerReferences"}
-    # Other labels: the operator takes these pods for nobody's.
-    metadata = {**kept, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}
+    metadata = {**kept, "name": f"{metadata['name']}-{wave}", "labels": {LABEL: wave}}
     return {**manifest, "metadata": metadata, "spec": _drawn_together(manifest["spec"], wave)}
 
 
@@ -96,5 +96,5 @@ def _drawn_together(spec: Json, wave: str) -> Json:
     affinity = copy.deepcopy(spec.get("affinity") or {})
     for terms in (affinity.get("podAffinity") or {}).values():
         for each in terms:
-            each.get("podAffinityTerm", each)["labelSelector"] = {"matchLabels": {_LABEL: wave}}
+            each.get("podAffinityTerm", each)["labelSelector"] = {"matchLabels": {LABEL: wave}}
     return {**spec, "affinity": affinity}

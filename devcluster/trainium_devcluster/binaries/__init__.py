@@ -1,11 +1,18 @@
 """The programs of the development cluster: found in the cache, else downloaded, else built."""
 
 from trainium_devcluster.binaries.cache import Binaries, ensure_binaries, is_cached
-from trainium_devcluster.binaries.catalog import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, Program
+from trainium_devcluster.binaries.catalog import (
+    CLUSTER_PROGRAMS,
+    FLEET_PROGRAMS,
+    JOBSET_PROGRAMS,
+    KUEUE_PROGRAMS,
+    Program,
+)
 
 __all__ = [
     "CLUSTER_PROGRAMS",
     "FLEET_PROGRAMS",
+    "JOBSET_PROGRAMS",
     "KUEUE_PROGRAMS",
     "Binaries",
     "Program",

@@ -18,6 +18,7 @@ ETCD_VERSION = "3.6.8"
 HELM_VERSION = "4.3.1"
 KWOK_VERSION = "0.8.0"
 KUEUE_VERSION = "0.19.2"
+JOBSET_VERSION = "0.12.0"
 
 
 class Program(StrEnum):
@@ -33,11 +34,14 @@ class Program(StrEnum):
     """Plays the kubelets of a fleet; nothing but a fleet needs it."""
     KUEUE = "kueue"
     """The real Kueue controller; only clusters that ask for it need it."""
+    JOBSET = "jobset"
+    """The real JobSet controller, which a benchmark runs beside the operator."""
 
 
 FLEET_PROGRAMS = frozenset({Program.KWOK})
 KUEUE_PROGRAMS = frozenset({Program.KUEUE})
-BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS
+JOBSET_PROGRAMS = frozenset({Program.JOBSET})
+BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | JOBSET_PROGRAMS
 """Published without checksums, or as images only."""
 CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
 
@@ -90,6 +94,8 @@ def version_key(architecture: Architecture, programs: frozenset[Program] = CLUST
         return f"kwok-{KWOK_VERSION}-{architecture}"
     if programs <= KUEUE_PROGRAMS:
         return f"kueue-{KUEUE_VERSION}-{architecture}"
+    if programs <= JOBSET_PROGRAMS:
+        return f"jobset-{JOBSET_VERSION}-{architecture}"
     return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"
 
 
