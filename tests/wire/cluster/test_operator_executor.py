@@ -327,6 +327,24 @@ def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_not() ->
     scenario(run)
 
 
+def test_what_has_ended_is_deleted_also_where_nothing_may_be_created() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(3))
+        uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
+        gone = tuple(DeletePod(name, uid, None) for name, uid in uids.items())
+
+        def full(method: str, path: str) -> Any:
+            return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and path.endswith("pods") else None
+
+        world.cluster.faults.append(full)
+        with pytest.raises(ForbiddenError, match="exceeded quota"):
+            await world.do(CreatePod(world.owned("j-w-7")), *gone, world.publication(1, 0))
+        assert world.cluster.names(PODS) == []
+        assert world.published == []
+
+    scenario(run)
+
+
 def test_an_object_of_the_job_s_own_that_somebody_changed_is_brought_in_line_and_not_called_another_s() -> None:
     async def run(world: World) -> None:
         await world.caches.config_maps.refresh()

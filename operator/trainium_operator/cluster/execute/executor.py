@@ -2,7 +2,8 @@
 
 Invariants: every write may be repeated (deterministic names, preconditions), so a crash between any two of them is
 harmless; what a write returned is put into the caches at once, so that the next plan does not ask for it again; after
-a failed write nothing further of that plan is done, and the job is planned anew.
+a failed write nothing further of that plan is done, and the job is planned anew; only what has ended is deleted also
+where nothing may be created, and what is lost is replaced also where it may not be deleted.
 Neighbouring applies, creations and deletions run in parallel, as many pods at a time as `write_slots` says; creations
 start with one, and each success lets `MORE_IN_FLIGHT` more begin, so that a quota that is used up costs one refusal and
 not a thousand, and nobody waits for the slowest of a batch.
@@ -117,20 +118,28 @@ class Executor:
         for intent in plan.events:
             self._recorder.record(note_of(job, intent))
         held: HeldBackError | None = None
+        refused: ApiError | None = None
         for kind, group in groupby(plan.actions, type):
             actions: Sequence[Any] = tuple(group)
-            if kind is CreatePod:
-                await self._creating(job, self._create_pods(job, actions))
-            elif kind is DeletePod:
+            if kind is DeletePod:
                 try:
                     await _all(self._delete_pod(job, action) for action in actions)
                 except HeldBackError as error:
                     held = error  # what is lost is replaced, also while it may not be deleted
+            elif refused is not None:
+                break
+            elif kind is CreatePod:
+                try:
+                    await self._creating(job, self._create_pods(job, actions))
+                except ApiError as error:
+                    refused = error  # what has ended goes, also while nothing may be created
             elif kind is ApplyObject:
                 await self._creating(job, _all(self._single(job, action) for action in actions))
             else:
                 for action in actions:
                     await self._creating(job, self._single(job, action))
+        if refused is not None:
+            raise refused
         if held is not None:
             raise held
 

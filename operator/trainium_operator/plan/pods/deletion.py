@@ -1,4 +1,4 @@
-"""Asking for the deletion of a worker pod."""
+"""Asking for the deletion of a worker pod, and when among the other writes of a plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from trainium_operator.plan.model.actions import DeletePod
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -15,3 +18,12 @@ def deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, ...]:
     if force:
         return (DeletePod(worker.pod.name, worker.pod.uid, 0),)
     return () if worker.pod.deleting else (DeletePod(worker.pod.name, worker.pod.uid, None),)
+
+
+def ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[Action, ...]:
+    """The same actions, the deletions of pods that have ended behind all others.
+
+    Such a pod holds no device, so nothing waits for its deletion: where a whole gang has failed, new pods come first.
+    """
+    ended = {worker.pod.uid for worker in workers if worker.ended}
+    return tuple(sorted(actions, key=lambda each: isinstance(each, DeletePod) and each.uid in ended))

@@ -7,7 +7,7 @@ many, and goes. Members are never surplus.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
@@ -25,7 +25,7 @@ from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.admitted_places import extras_of, in_places, spares_of
-from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.pods.deletion import deletion, ended_last
 from trainium_operator.plan.pods.device_claims import cannot_claim
 from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 
 def converge_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
     """Ask for the deletions and creations that bring the pods to what is wanted."""
+    answer = _converged(facts, status, losses)
+    gone = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
+    return replace(answer, actions=ended_last(answer.actions, gone))
+
+
+def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
     lost = {loss.member.pod_uid for loss in losses}
     deletions: list[DeletePod] = []
     for loss in losses:

@@ -64,13 +64,13 @@ def test_a_spare_whose_node_failed_a_check_takes_a_rank_only_when_there_is_no_ot
     assert ranks(published(planned(without(seen, 5)))) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
-def test_the_publication_comes_before_the_deletion_and_the_creation() -> None:
+def test_the_publication_comes_first_and_what_has_ended_goes_last() -> None:
     from plan_builders import kinds, with_pod
 
     from trainium_operator.plan.model.observed import PodPhase
 
     seen = with_pod(running(4, spares=1), pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=137))
-    assert kinds(planned(seen).actions) == ["PublishMembership", "DeletePod", "CreatePod", "ApplyObject"]
+    assert kinds(planned(seen).actions) == ["PublishMembership", "CreatePod", "DeletePod", "ApplyObject"]
 
 
 def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited() -> None:

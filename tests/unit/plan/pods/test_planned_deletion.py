@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from plan_builders import spec
+from plan_builders import kinds, node, planned, pod, running, spec, training, with_pod
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 
 
 def trained(spares: int) -> FakeCluster:
@@ -48,3 +48,17 @@ def test_deleting_one_pod_after_the_other_never_makes_new_ones_wait() -> None:
         assert cluster.status.phase == "Running"
         assert len(cluster.pods) == 4
     assert [record for record in cluster.status.failures if record.cause is not Cause.PREEMPTED] == []
+
+
+def test_when_all_pods_have_failed_the_new_ones_are_asked_for_before_the_old_ones_go() -> None:
+    seen = running(4, spares=1)
+    for number in range(5):
+        seen = with_pod(seen, pod(number, phase=PodPhase.FAILED, reason="Error", exit_code=137))
+    asked = [each for each in kinds(planned(seen).actions) if each.endswith("Pod")]
+    assert asked == ["CreatePod"] * asked.count("CreatePod") + ["DeletePod"] * 5
+    assert asked.count("CreatePod") >= 4
+
+
+def test_a_pod_that_may_still_hold_its_devices_goes_before_its_replacement_is_asked_for() -> None:
+    seen = running(4, agents={1: training(1, silent=60)}, nodes={"node-1": node("node-1", NodeReadiness.UNKNOWN)})
+    assert [each for each in kinds(planned(seen).actions) if each.endswith("Pod")] == ["DeletePod", "CreatePod"]
