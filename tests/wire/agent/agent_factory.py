@@ -6,6 +6,7 @@ on standard output: {"started": pid} and {"ended": pid, "code": n}.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -51,6 +52,8 @@ def start(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     sys.path[:0] = order["env"].get("PYTHONPATH", "").split(":")
+    if "WITHOUT_COLLECTOR" in order["env"]:
+        gc.disable()
     from trainium_trainer.agent import main
 
     main.main()

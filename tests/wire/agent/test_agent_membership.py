@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from pathlib import Path
 
 from agent_world import World, alive
 
@@ -209,3 +211,26 @@ def descendants(pid: int) -> list[int]:
     from trainium_trainer.agent.linux.kernel import descendants as below
 
     return below(pid)
+
+
+async def test_generations_that_are_over_leave_no_connection_behind(world: World) -> None:
+    agents = world.start("a", "b", WITHOUT_COLLECTOR="1")
+    await world.ready("a", "b")
+    counts = []
+    for generation in range(1, 7):
+        await world.jobs.publish(["a", "b"], Transition.GRACEFUL)
+        await world.training("a", "b", generation=generation)
+        counts.append([sockets(agent.pid) for agent in agents])
+    await world.until(
+        lambda: all(sockets(agent.pid) <= count for agent, count in zip(agents, counts[1], strict=True)),
+        f"as many sockets as in generation 2: {counts}",
+    )
+
+
+def sockets(pid: int) -> int:
+    """Of a process."""
+    found = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += entry.readlink().name.startswith("socket:")
+    return found

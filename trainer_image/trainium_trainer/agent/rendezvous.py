@@ -94,7 +94,8 @@ class GenerationRendezvous:
                 return joined
 
     def shutdown(self) -> None:
-        """Close the ranks' store and end the turns if they are here."""
+        """Close the connection to the generation's store, the ranks' store and the turns if they are here."""
+        self.store.close()
         self._rank_store = None
         if self._caller is not None:
             self._caller.stop()

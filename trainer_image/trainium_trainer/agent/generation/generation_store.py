@@ -152,6 +152,11 @@ class GenerationStore:
         """Connect, once and quickly. Raises StoreLostError."""
         self._client = self._on_line(self._open)
 
+    def close(self) -> None:
+        """Let go of the connection at once, whoever still holds this object: the server counts it until then."""
+        self._client = None
+        self._line = None
+
     def _open(self) -> TCPStore:
         # The library's own client retries with long back-offs and prints a stack trace each time.
         socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()

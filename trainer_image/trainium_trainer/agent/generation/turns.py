@@ -66,6 +66,15 @@ class TurnCaller:
         self._rung.set()
 
     def _run(self) -> None:
+        try:
+            self._call_turns()
+            self._call(_OVER)
+        except StoreLostError:
+            pass  # then who waits is told so by the store's end, or by its own patience
+        finally:
+            self._store.close()
+
+    def _call_turns(self) -> None:
         store, last, due = self._store, "", 0.0
         while not self._stopped.is_set():
             rung = self._rung.wait(_LOOK_SECONDS)
@@ -80,10 +89,6 @@ class TurnCaller:
             except StoreLostError:
                 last = ""  # what was rung for is told by the turn that this brings
                 time.sleep(_RETRY_SECONDS)
-        try:
-            self._call(_OVER)
-        except StoreLostError:
-            return  # then who waits is told so by the store's end, or by its own patience
 
     def _call(self, text: str) -> None:
         store = self._store
@@ -145,6 +150,12 @@ class StateWatcher:
             return self._state if self._looked.wait_for(lambda: self._looks > after, seconds) else None
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        finally:
+            self._store.close()
+
+    def _follow(self) -> None:
         last: GenerationState | None = None
         lost = False
         pause = self._interval
