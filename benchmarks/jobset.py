@@ -2,8 +2,9 @@
 
 The three take turns in an order that is mixed anew for each round, so that a machine that is slow for a while is slow
 for each of them; ratios are taken within a round. All pods have the same content (4 kB, of a worker of our operator)
-and are as many as workers and spares. Our job's agents are simulated, in one process; they cost time that the others
-do not pay. The controller manager, which makes JobSet's pods, may make 200 requests a second, and the scheduler 500.
+and are as many as workers and spares. Our job's agents are simulated; those of the pods that a restart makes are not
+started, as there are none in the others' pods. The controller manager, which makes JobSet's pods, may make 200 requests
+a second, and the scheduler 500.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ class Race:
             await agents.ask("learned", generation=1, count=self._nodes, seconds=self._patience)
             await until_status(self._kube, self._whole, self._patience, "all workers train")
             await agents.ask("settle")
+            await agents.ask("hold")
             restarted = await self._restarted(OURS, watch)
             await self._kube.delete(f"{JOBS}/{NAME}")
             await watch.until(lambda: not watch.pods, self._patience, "the job's pods are gone")

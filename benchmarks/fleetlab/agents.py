@@ -51,6 +51,7 @@ class Agents:
         self._agents: dict[str, Agent] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._going = False
+        self._holding = False
         self._tokens = asyncio.Semaphore(TOKENS_IN_FLIGHT)
         self._changed = asyncio.Event()
         self._watch: asyncio.Future[PodWatch] = asyncio.get_running_loop().create_future()
@@ -67,6 +68,8 @@ class Agents:
         match command["op"]:
             case "go":
                 await self._go()
+            case "hold":
+                self._holding = True  # pods that run from now on stay without an agent
             case "silence":
                 self._agents[command["pod"]].silent = True
                 self._shared.stall()
@@ -108,7 +111,7 @@ class Agents:
             return
         running = seen.running is not None and not seen.failed and not gone
         task = self._tasks.get(name)
-        if running and task is None:
+        if running and task is None and not self._holding:
             self._tasks[name] = asyncio.create_task(self._live(name, seen))
             self._tasks[name].add_done_callback(_tell_defect)
         elif not running and task is not None:
