@@ -6,9 +6,9 @@ DOCS_VENV ?= .venv-docs
 MUTANTS_VENV ?= .venv-mutants
 BIN := $(VENV)/bin
 CLUSTER ?= local
-# Test processes side by side: one has the tests that share a cluster, the others the rest by files; 0: one process,
-# in which --pdb and -s work.
-LANES ?= 2
+# Test processes side by side: one has the tests that share a cluster and waits much, the others the rest by files, so
+# there is one more than processors; 0: one process, in which --pdb and -s work.
+LANES ?= 3
 IN_LANES = -n $(LANES) --dist loadgroup --no-loadscope-reorder
 TRIALS ?= 20
 ARGS ?=

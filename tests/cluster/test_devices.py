@@ -186,6 +186,7 @@ def test_a_worker_of_some_devices_moves_to_others_of_its_node(site: Site) -> Non
     end(job)
 
 
+@pytest.mark.long
 def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: Site) -> None:
     first = Job(site, "default", "first", ENDLESS).apply()
     first.until_step(3)
@@ -202,6 +203,7 @@ def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: S
     end(second)
 
 
+@pytest.mark.long
 def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> None:
     job = Job(site, "default", "shape", ENDLESS).apply()
     job.until_step(3)
@@ -216,6 +218,7 @@ def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> N
     end(job)
 
 
+@pytest.mark.long
 def test_a_template_of_somebody_else_is_left_alone_and_the_job_says_so(site: Site) -> None:
     job = Job(site, "default", "foreign", ENDLESS).apply()
     job.until_step(2)

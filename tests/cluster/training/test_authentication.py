@@ -50,6 +50,7 @@ def call(job: Job, path: str, change: dict[str, Any], *token: str) -> tuple[int,
     return status, body
 
 
+@pytest.mark.long
 def test_a_token_of_another_job_or_for_another_audience_is_refused(new_job: Callable[..., Job]) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 5000}"
     mine, other = new_job("mine", change), new_job("other", change)

@@ -76,6 +76,7 @@ def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_a
     assert job.status().get("failures") in (None, []), "an eviction is nobody's failure"
 
 
+@pytest.mark.long
 def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 120)

@@ -115,6 +115,7 @@ def _until_ready(url: str, log: Path) -> None:
             return
 
 
+@pytest.mark.long
 def test_panels_and_alerts_show_what_happens_to_jobs(
     prometheus: Prometheus, new_job: Callable[..., Job], namespace: str
 ) -> None:

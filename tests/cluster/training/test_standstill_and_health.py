@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_a_process_that_stands_still_is_found_blamed_and_restarted_in_place(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:

@@ -57,6 +57,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job],
     assert first.losses() == second.losses() == reference
 
 
+@pytest.mark.long
 def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:

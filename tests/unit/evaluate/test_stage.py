@@ -238,6 +238,7 @@ def _rank(rank: int, size: int, port: int, config: TrainingConfig, models: dict[
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)  # three processes import torch
 def test_ranks_share_the_questions_and_find_what_one_finds(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path

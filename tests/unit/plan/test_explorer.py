@@ -33,8 +33,12 @@ def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("model", "crash_points", "first_only", "states"),
-    [("spare", (1,), True, 1000), ("rigid", (1,), True, 600), ("reserve", (), True, 400), ("deadline", (), False, 80)],
-    ids=["spare", "rigid", "reserve", "deadline"],
+    [
+        pytest.param("spare", (1,), True, 1000, id="spare", marks=pytest.mark.long),
+        pytest.param("rigid", (1,), True, 600, id="rigid"),
+        pytest.param("reserve", (), True, 400, id="reserve"),
+        pytest.param("deadline", (), False, 80, id="deadline"),
+    ],
 )
 def test_every_history_of_two_letters_keeps_the_oracles_and_ends_well(
     model: str, crash_points: tuple[int, ...], first_only: bool, states: int

@@ -43,6 +43,7 @@ def compilers(world: World) -> list[int]:
     return found
 
 
+@pytest.mark.long
 async def test_a_spare_compiles_for_the_other_sizes_while_the_others_train(world: World) -> None:
     shared = spare_of_a_training_pod(world, "2,3")
     await world.ready("a", "spare")

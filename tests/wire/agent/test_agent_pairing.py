@@ -33,7 +33,14 @@ async def two_collective_hangs(world: World, *spares: str, patience: str = "8") 
 
 
 @pytest.mark.timeout(150)  # a node that says nothing is waited for, twice
-@pytest.mark.parametrize(("fault", "code"), [("drop", 82), ("slow", 82), ("wrong", 82), ("miscompute", 80)])
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("drop", 82),
+        ("miscompute", 80),
+        *(pytest.param(fault, 82, marks=pytest.mark.long) for fault in ("slow", "wrong")),
+    ],
+)
 async def test_a_node_that_hides_is_found_and_replaced_and_its_victims_stay(
     world: World, fault: str, code: int
 ) -> None:

@@ -156,7 +156,7 @@ def test_a_job_that_claims_devices_keeps_one_template_and_blames_nobody(name: st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ["taint", pytest.param("shape", marks=pytest.mark.long)])
 def test_a_story_of_devices_ends_the_same_whichever_write_the_operator_dies_after(name: str) -> None:
     expected, writes = undisturbed(name)
     different = {}

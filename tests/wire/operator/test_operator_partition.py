@@ -111,6 +111,7 @@ def test_leases_of_all_kubelets_that_are_stale_while_training_goes_on_lose_nothi
     run_virtual(scenario())
 
 
+@pytest.mark.long
 def test_many_jobs_of_one_worker_each_are_not_given_up_one_by_one() -> None:
     async def scenario() -> None:
         async with training(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as world:

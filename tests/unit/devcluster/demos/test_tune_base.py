@@ -24,6 +24,7 @@ TINY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_base_is_trained_once_and_then_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "CONFIGURATION", TINY)

@@ -112,7 +112,7 @@ def test_half_precision_compute_stays_close_to_full_precision(
     assert half[-1]["loss"] != reference[-1]["loss"]
 
 
-@pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
+@pytest.mark.parametrize("precision", ["BFloat16", pytest.param("BFloat16Stochastic", marks=pytest.mark.long)])
 def test_half_precision_rounds_the_same_values_in_every_layout(launch: Launcher, precision: str) -> None:
     chosen = [f"precision={precision}"]
     whole = run(launch, 1, "whole", chosen)

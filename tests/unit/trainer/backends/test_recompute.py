@@ -87,7 +87,9 @@ def test_selective_computes_no_product_again_and_full_computes_all(mode: Recompu
     [
         pytest.param(1, [], id="one process"),
         pytest.param(1, ["precision=BFloat16"], id="one process, half precision"),
-        pytest.param(2, ["parallelism.tensor=2", "parallelism.sequence=true"], id="tp2, sequence"),
+        pytest.param(
+            2, ["parallelism.tensor=2", "parallelism.sequence=true"], id="tp2, sequence", marks=pytest.mark.long
+        ),
         pytest.param(2, ["dataParallel=FullySharded"], id="sharded"),
     ],
 )

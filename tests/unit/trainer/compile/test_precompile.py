@@ -85,6 +85,7 @@ def test_one_process_stands_for_any_rank_of_a_world_divided_in_every_way() -> No
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_places_of_a_model_are_compiled_side_by_side(tmp_path: Path) -> None:
     trainer = JOB["spec"]["trainer"] | {"model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}}
     spec = JOB["spec"] | {"trainer": trainer, "parallelism": {"tensor": 2, "pipeline": 2}}

@@ -49,7 +49,7 @@ def assert_same(found: Curve, expected: Curve) -> None:
     assert [held for _, held in found if held] == pytest.approx([held for _, held in expected if held], rel=1e-5)
 
 
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_examples_give_the_same_numbers_in_every_layout(launch: Launcher, examples: list[str], packing: str) -> None:
     given = [*examples, f"data.examples.packing={packing}", "data.validation.fraction=0.2"]
     given += ["data.validation.everySteps=3", "data.validation.samples=7"]

@@ -276,6 +276,7 @@ def test_a_failed_run_says_so_in_its_progress(launch: Launcher, tmp_path: Path) 
     assert read_progress(file).phase is ProgressPhase.FAILED
 
 
+@pytest.mark.long
 def test_ranks_that_read_different_text_refuse_to_train(
     launch: Launcher, tmp_path: Path, text_file: Path, forge: Forge, base_config: dict[str, Any]
 ) -> None:

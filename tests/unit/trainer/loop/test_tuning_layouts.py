@@ -60,7 +60,7 @@ LAYOUTS = [
         marks=pytest.mark.long,
     ),
     pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer"),
-    pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence"),
+    pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence", marks=pytest.mark.long),
     pytest.param(DROPS, 2, ["parallelism.pipeline=2"], id="LoRA, pp2"),
     pytest.param(
         DROPS,

@@ -92,7 +92,10 @@ def test_the_curve_and_the_samples_are_those_of_one_rank(
     assert_same_history(run(launch, ranks, "uneven", overrides), undisturbed(1, [*RECORDED, *same]))
 
 
-@pytest.mark.parametrize("overrides", [[ONE], [ONE, SHARDED]], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param([ONE], id="replicated"), pytest.param([ONE, SHARDED], id="sharded", marks=pytest.mark.long)],
+)
 def test_two_runs_of_an_uneven_size_agree_bit_for_bit(
     launch: Launcher, undisturbed: Undisturbed, overrides: list[str]
 ) -> None:
@@ -134,6 +137,7 @@ def resized(launch: Launcher, name: str) -> Job:
     return job
 
 
+@pytest.mark.long
 def test_with_a_tolerance_the_same_history_of_sizes_gives_the_same_curve_and_every_sample_once(
     launch: Launcher,
 ) -> None:
