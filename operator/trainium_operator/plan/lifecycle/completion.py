@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.job import CleanPodPolicy, ConditionType, Interruption, Phase, Rung
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH
+from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
@@ -60,6 +61,15 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
     )
     status = _closed(facts, status, verdict.reason)
     return Answer(status=status, actions=clean_up(facts, status))
+
+
+def note_change(facts: Facts) -> Answer:
+    """An ended job whose spec was changed: nothing starts, and whoever changed it hears what does."""
+    status = facts.job.status.replaced(observed_generation=facts.job.generation)
+    if status == facts.job.status or status.phase is not Phase.FAILED:
+        return Answer(status=status)
+    text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
+    return Answer(status=status, notes=(event(Reason.SPEC_CHANGED, text),))
 
 
 def clean_up(facts: Facts, status: TrainingJobStatus) -> tuple[DeletePod, ...]:

@@ -31,8 +31,11 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
     )
     phase = Phase.COMPLETED if kind is ConditionType.COMPLETE else Phase.FAILED
     seen = running(3, spares=1, job_spec=spec(workers={"replicas": 3, "spares": 1}, **job_spec))
-    status = seen.job.status.model_copy(
-        update={"conditions": (condition,), "phase": phase, "completion_time": rfc3339(NOW - ago)}
+    status = seen.job.status.replaced(
+        conditions=(condition,),
+        phase=phase,
+        completion_time=rfc3339(NOW - ago),
+        observed_generation=seen.job.generation,
     )
     pods = (
         pod(0, phase=PodPhase.SUCCEEDED, exit_code=0),
@@ -114,6 +117,25 @@ def test_nothing_that_a_user_writes_brings_an_ended_job_back(kind: ConditionType
     result = planned(changed)
     assert result.actions == ()
     assert is_terminal(result.status)
+
+
+def test_whoever_changes_a_failed_job_hears_once_what_starts_it_and_tools_see_that_the_change_was_seen() -> None:
+    seen = ended(ConditionType.FAILED, cleanPodPolicy="None")
+    changed = replace(seen, job=replace(seen.job, generation=seen.job.generation + 1))
+    first = planned(changed)
+    assert [event.reason for event in first.events] == ["SpecChanged"]
+    assert "kubectl trn retry demo" in first.events[0].note
+    assert first.status.observed_generation == changed.job.generation
+    assert is_terminal(first.status)
+    second = planned(replace(changed, job=replace(changed.job, status=first.status)))
+    assert (second.events, second.status) == ((), first.status)
+
+
+def test_a_change_of_a_completed_job_is_seen_and_nothing_starts_it() -> None:
+    seen = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
+    changed = planned(replace(seen, job=replace(seen.job, generation=seen.job.generation + 1)))
+    assert changed.events == ()
+    assert changed.status.observed_generation == seen.job.generation + 1
 
 
 def test_a_child_of_an_ended_job_that_vanished_does_not_bring_it_back() -> None:
