@@ -68,8 +68,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     settings = with_image_of_run(observed, settings)
     facts = sort_facts(observed, settings, decide_size(job.spec))
     if is_terminal(job.status):
-        ended = (*clean_up(facts, job.status), *end_quota(facts, job.status))
-        return _sealed(facts, Answer(status=job.status, actions=ended).then(note_change(facts)))
+        ended = clean_up(facts, job.status).then(Answer(status=job.status, actions=end_quota(facts, job.status)))
+        return _sealed(facts, ended.then(note_change(facts)))
     diagnosis = diagnose(facts)
     losses = diagnosis.losses
     answer = _begun(facts, diagnosis)

@@ -104,6 +104,11 @@ def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., 
     assert "/nowhere.parquet" in story["entry"]["message"]
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 
+    _until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
+    log = job.site.kubectl("logs", job.pods()[0]["metadata"]["name"], "-n", job.namespace)
+    assert "/nowhere.parquet: there is no such file or folder" in log, "it is kept"
+    assert any("/nowhere.parquet" in line for line in trn(job, "logs", "--rank", "0", as_json=False).splitlines())
+
     job.change = change.replace("nowhere", "elsewhere")
     file = tmp_path / "fixed.yaml"
     file.write_text(json.dumps(job.manifest))

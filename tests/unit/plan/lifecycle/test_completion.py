@@ -17,10 +17,10 @@ from trainium_contract.job import (
     Phase,
     TrainingJobStatus,
 )
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 from trainium_operator.plan.model.times import rfc3339
 
 
@@ -64,6 +64,65 @@ def test_the_policy_says_which_pods_go_and_the_members_of_a_completed_job_end_by
 ) -> None:
     result = planned(ended(kind, cleanPodPolicy=policy))
     assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in gone}
+
+
+def gave_up(at: int, code: int = 64) -> Any:
+    verdict = ProcessFailure(
+        sequence=0, generation=1, attempt=0, rank=at, exit_code=code, step=-1, message="no such file", at=NOW - 1
+    )
+    return agent(at, WorkerPhase.FAILED, generation=1, failures=(verdict,), verdict=verdict)
+
+
+def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
+    """Six workers; those in `codes` gave up with a verdict of their own, the others because of them."""
+    members = {
+        at: gave_up(at, codes[at]) if at in codes else agent(at, WorkerPhase.FAILED, generation=1) for at in range(6)
+    }
+    return running(6, job_spec=spec(workers={"replicas": 6}, **job_spec), agents=members)
+
+
+def later(seen: Any, status: TrainingJobStatus, seconds: float, **changes: Any) -> Any:
+    return replace(seen, job=replace(seen.job, status=status), now=NOW + seconds, **changes)
+
+
+def test_a_few_that_end_with_the_verdict_are_not_deleted_so_that_their_logs_stay() -> None:
+    seen = failing(codes={1: 64, 2: 64, 3: 64, 4: 64})
+    first = planned(seen)
+    assert first.status.phase is Phase.FAILED
+    named = first.status.history[-1].pod
+    left = {f"demo-w-{at}" for at in range(6)} - set(deleted(first))
+    assert len(left) == 3
+    assert named in left <= {f"demo-w-{at}" for at in (1, 2, 3, 4)}
+    there = tuple(replace(each, phase=PodPhase.FAILED, exit_code=64) for each in seen.pods if each.name in left)
+    second = planned(later(seen, first.status, 5, pods=there))
+    assert not deleted(second)
+    assert second.requeue_after is None, "ended pods stay until the job goes or runs again"
+
+
+def test_who_does_not_end_in_time_is_deleted_as_is_whoever_stands_for_nothing() -> None:
+    seen = failing(codes={1: 64})
+    first = planned(seen)
+    assert first.requeue_after is not None
+    assert set(deleted(first)) == {f"demo-w-{at}" for at in (0, 2, 3, 4, 5)}
+    rest = tuple(each for each in seen.pods if each.name == "demo-w-1")
+    again = planned(later(seen, first.status, 14, pods=rest))
+    assert (set(deleted(again)), again.requeue_after is not None) == (set(), True)
+    over = planned(later(seen, first.status, 16, pods=rest))
+    assert (set(deleted(over)), over.requeue_after) == ({"demo-w-1"}, None)
+
+
+@pytest.mark.parametrize("why", ["all go", "its code does not end a job", "its node is bad", "the clock was set back"])
+def test_nothing_else_that_runs_outlives_a_failed_job(why: str) -> None:
+    code = 64 if why != "its code does not end a job" else 1
+    seen = failing(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
+    if why == "its node is bad":
+        nodes = dict(seen.nodes)
+        nodes["node-1"] = replace(nodes["node-1"], ready=NodeReadiness.UNKNOWN, unready_since=NOW - 300)
+        seen = replace(seen, nodes=nodes)
+    status = planned(failing(codes={1: 64})).status
+    if why == "the clock was set back":
+        status = status.replaced(completion_time=rfc3339(NOW + 10**6))
+    assert set(deleted(planned(later(seen, status, 1)))) == {f"demo-w-{at}" for at in range(6)}
 
 
 def test_a_job_without_a_ttl_stays() -> None:
