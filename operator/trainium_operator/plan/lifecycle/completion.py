@@ -2,8 +2,8 @@
 
 Invariants: a job is complete only when every member finished; a terminal condition never changes back; nothing that may
 still write is killed when a job completes. Pods that tell what happened are kept for their logs unless the job says
-otherwise: those that have ended, and of a failed job a few whose agents end by themselves with the verdict. Who does not
-end in time is deleted, so nothing runs on.
+otherwise: those that have ended, and of a failed job a few whose agents end by themselves with the verdict. Who does
+not end in time is deleted, so nothing runs on.
 """
 
 from __future__ import annotations
