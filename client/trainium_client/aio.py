@@ -77,6 +77,7 @@ class TrainingJob:
     scale = _in_thread(sync.TrainingJob.scale)
     suspend = _in_thread(sync.TrainingJob.suspend)
     resume = _in_thread(sync.TrainingJob.resume)
+    retry = _in_thread(sync.TrainingJob.retry)
     delete = _in_thread(sync.TrainingJob.delete)
 
     async def apply(self) -> TrainingJob:

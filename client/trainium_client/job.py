@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
+from trainium_client.again import corrected, run_again
 from trainium_client.api import Api, Missing
 from trainium_client.connection import Connection
 from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.inside import curve_inside
 from trainium_client.kubeconfig import find_access
+from trainium_client.manifest import read_job
 from trainium_client.reading import read_members, read_screen, read_story
 from trainium_contract.views.checkpoints import metrics_path
 from trainium_contract.views.events import EventView, event_views
@@ -88,13 +87,8 @@ class TrainingJob:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
         """A job from a manifest. Raises ClientError when the file holds none."""
-        try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ClientError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        found = read_job(path)
         metadata = mapping(found, "metadata")
-        if mapping({"it": found}, "it").get("kind") != KIND or not text(metadata, "name"):
-            raise ClientError(f"{path} holds no {KIND} with a name")
         kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
         place = {"namespace": text(metadata, "namespace"), **where}
         return cls(text(metadata, "name"), mapping(found, "spec"), metadata=kept, **place)
@@ -103,15 +97,12 @@ class TrainingJob:
         """Create the job, or change it to this spec (server-side apply)."""
         if self.spec is None:
             raise ClientError(f"there is no spec of {self.name} to apply: give one, or use from_file")
-        manifest = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND}
-        spec = dict(self.spec)
-
-        def send(api: Api) -> None:
-            metadata = {**self.metadata, "name": self.name, "namespace": api.namespace}
-            api.apply_job({**manifest, "metadata": metadata, "spec": spec}, _MANAGER)
-
-        self._with(send)
+        self._with(lambda api: api.apply_job(self._manifest(api), _MANAGER))
         return self
+
+    def _manifest(self, api: Api) -> dict[str, Any]:
+        metadata = {**self.metadata, "name": self.name, "namespace": api.namespace}
+        return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": dict(self.spec or {})}
 
     def status(self) -> JobView:
         """The job as `kubectl trn status` shows it."""
@@ -211,6 +202,15 @@ class TrainingJob:
     def resume(self) -> None:
         """Go on from the newest checkpoint."""
         self._with(lambda api: api.patch_job(self.name, {"spec": {"suspend": False}}))
+
+    def retry(self) -> None:
+        """Run it again after it failed, from its newest checkpoint: as this spec says, without one as it is."""
+
+        def start(api: Api) -> None:
+            job = api.job(self.name)
+            run_again(api, job, None if self.spec is None else corrected(job, self._manifest(api), "the spec"))
+
+        self._with(start)
 
     def delete(self) -> None:
         """Delete the job and its pods; checkpoints stay. A job that is not there is no error."""

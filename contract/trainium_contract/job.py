@@ -26,6 +26,7 @@ from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.spec.workers import WorkersSpec
 from trainium_contract.status.activity import ActivityStatus, DeadlineSeconds
 from trainium_contract.status.ledger import GoodputStatus, StageSeconds
+from trainium_contract.status.refusals import RefusalsStatus
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
@@ -398,6 +399,8 @@ class TrainingJobStatus(StatusModel):
     """Since when the job has been active, for its deadlines."""
     gang: GangStatus = GangStatus()
     """How the workers are brought onto nodes together."""
+    refusals: RefusalsStatus = RefusalsStatus()
+    """Worker pods that ended before anybody was in them."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
     """The last interruptions, oldest first."""
     next_pod_ordinal: int = 0

@@ -258,15 +258,16 @@ STORAGE_RULES: tuple[Rule, ...] = (
 )
 
 # The operator writes status before it acts and reports Suspended only when no worker is left; so a change is safe
-# while the stored job is suspended, and before the operator has taken it up.
+# while the stored job is suspended, and before the operator has taken it up. Nothing is ever started for a job that has
+# failed: what is changed of it counts when it is made anew.
 _AT_REST = """
-(!has(oldSelf.status) || !has(oldSelf.status.phase)
+(!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase == 'Failed'
 || (oldSelf.spec.suspend && oldSelf.status.phase == 'Suspended'))"""
 
 
 _NOT_WHILE_RUNNING = (
-    "cannot change while the job runs: suspend it first (spec.suspend: true), wait for phase Suspended, then change "
-    "it; one that has ended: delete it and apply it anew"
+    "cannot change while the job runs: suspend it first (spec.suspend: true), wait for phase Suspended; a failed job "
+    "takes changes (then kubectl trn retry), a completed one none"
 )
 
 
@@ -295,7 +296,7 @@ ROOT_RULES: tuple[Rule, ...] = (
     Rule(
         _STAYS_ENDED,
         "a job that has ended stays ended: its condition Complete or Failed cannot be taken back; create the job again "
-        "under its name, and it resumes from its newest checkpoint",
+        "under its name (kubectl trn retry), and it resumes from its newest checkpoint",
         ".status.conditions",
         reason=Reason.FORBIDDEN,
     ),

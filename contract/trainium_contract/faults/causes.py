@@ -84,8 +84,8 @@ CAUSES: tuple[CauseRow, ...] = (
         Blame.USER,
         None,
         "the program, its configuration or its data is wrong",
-        "Correct the configuration, the data or the image and create the job again; it resumes from its newest "
-        "checkpoint.",
+        "Correct the configuration, the data or the image and run the job again (kubectl trn retry); it resumes from "
+        "its newest checkpoint.",
     ),
     CauseRow(
         Cause.NUMERICAL,
@@ -156,8 +156,8 @@ CAUSES: tuple[CauseRow, ...] = (
         Blame.NOBODY,
         _P,
         "a process was killed or crashed",
-        "See the last lines and the pod's log; correct the program and create the job again; it resumes from its "
-        "newest checkpoint.",
+        "See the last lines and the pod's log; correct the program and run the job again (kubectl trn retry); it "
+        "resumes from its newest checkpoint.",
         suspects_node=True,
     ),
     CauseRow(

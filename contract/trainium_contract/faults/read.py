@@ -132,6 +132,11 @@ def verdict_of(code: int) -> Verdict:
     return _BY_CODE.get(code, _CRASH)
 
 
+def says_stop(code: int) -> bool:
+    """Whether this exit code by itself ends the job: of a rank or of its pod, whoever hears of it first."""
+    return verdict_of(code).response is Response.STOP
+
+
 def status_sign(status: int | None) -> Sign | None:
     """The row of a runtime status; None for 0 and for what is not in the table."""
     return None if status is None else _STATUSES.get(status)

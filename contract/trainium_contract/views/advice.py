@@ -34,12 +34,12 @@ def advise(view: JobView) -> tuple[str, ...]:
 
 
 def run_again(view: JobView) -> str:
-    """How a failed job gets another run: as it is, or corrected, which a job that has ended cannot be in place."""
+    """How a failed job gets another run: as it is, or corrected."""
     saved = view.checkpoints.durable_step
     start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
     return (
         f"Run it again as it is, {start}: kubectl trn retry {view.name}. To change the job itself: correct its file, "
-        f"kubectl delete trn {view.name}, kubectl apply -f FILE"
+        f"kubectl trn retry {view.name} -f FILE"
     )
 
 

@@ -16,7 +16,7 @@ from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.history.in_place_restarts import take_restarts
 from trainium_operator.plan.history.lost_members import note_losses
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
-from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, stop
+from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, note_change, stop
 from trainium_operator.plan.lifecycle.deadlines import end, is_ending, watch_deadlines
 from trainium_operator.plan.lifecycle.suspension import release, stay_active, suspend
 from trainium_operator.plan.lifecycle.ttl_after_finished import expire
@@ -68,8 +68,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     settings = with_image_of_run(observed, settings)
     facts = sort_facts(observed, settings, decide_size(job.spec))
     if is_terminal(job.status):
-        ended = (*clean_up(facts, job.status), *end_quota(facts, job.status))
-        return _sealed(facts, Answer(status=job.status, actions=ended))
+        ended = clean_up(facts, job.status).then(Answer(status=job.status, actions=end_quota(facts, job.status)))
+        return _sealed(facts, ended.then(note_change(facts)))
     diagnosis = diagnose(facts)
     losses = diagnosis.losses
     answer = _begun(facts, diagnosis)

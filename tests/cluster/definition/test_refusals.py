@@ -368,7 +368,7 @@ def test_what_training_depends_on_is_fixed_while_the_job_runs(running: Api, chan
     minimum = merged({"workers": {"minReplicas": 2}}, yaml.safe_load(change))
     said = running.refusal(job(json.dumps(minimum)))
     assert f"{IMMUTABLE[change]} cannot change while the job runs: suspend it first (spec.suspend: true), wait" in said
-    assert "one that has ended: delete it and apply it anew" in said
+    assert "a failed job takes changes (then kubectl trn retry)" in said
 
 
 @pytest.mark.parametrize(
@@ -406,6 +406,24 @@ def test_a_suspended_job_may_be_changed_once_no_worker_is_left(running: Api) -> 
     assert running.refusal(job(longer)) == ""
     assert running.refusal(job("{suspend: false, trainer: {steps: 300}}")) == ""
     assert "trainer.steps cannot change" in running.refusal(job("{suspend: false, trainer: {steps: 400}}"))
+
+
+def test_a_failed_job_may_be_changed_and_one_that_has_completed_may_not(running: Api) -> None:
+    # As its operator leaves it, and as a person corrects it: one mistake after the other.
+    ended = {"type": "Failed", "status": "True", "reason": "UserError", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    report_status(running, "good", {"phase": "Failed", "conditions": [ended]})
+    for change in IMMUTABLE:
+        minimum = merged({"workers": {"minReplicas": 2}}, yaml.safe_load(change))
+        refused = running.refusal(job(json.dumps(minimum)))
+        assert "cannot change" not in refused, change
+    assert running.refusal(job("{trainer: {steps: 300}, checkpoint: {storage: {hostPath: {path: /data}}}}")) == ""
+    said = running.refusal(job("{workers: {minReplicas: 2}, trainer: {batch: {microSize: 24}}}"))
+    assert "trainer.batch.microSize 24 is above trainer.batch.globalSize 12" in said
+    assert "managedBy cannot change" in running.refusal(job("managedBy: acme.io/scheduler"))
+    report_status(running, "good", {"phase": "Completed", "conditions": [{**ended, "type": "Complete"}]})
+    said = running.refusal(job("trainer: {steps: 400}"))
+    assert "trainer.steps cannot change while the job runs" in said
+    assert "a completed one none" in said
 
 
 def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(running: Api) -> None:

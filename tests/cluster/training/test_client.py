@@ -93,8 +93,8 @@ def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_p
     job.until_phase("Running")
 
 
-def test_a_failed_job_tells_why_and_runs_again_when_asked(new_job: Callable[..., Job], trn: Trn) -> None:
-    change = "workers: {replicas: 1}\ntrainer: {data: {source: /nowhere.parquet}}"
+def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
+    change = "workers: {replicas: 1}\ntrainer: {steps: 6, data: {source: /nowhere.parquet}}"
     job = new_job("broken", change)
     job.until_phase("Failed")
     uid = job.object()["metadata"]["uid"]
@@ -104,9 +104,24 @@ def test_a_failed_job_tells_why_and_runs_again_when_asked(new_job: Callable[...,
     assert "/nowhere.parquet" in story["entry"]["message"]
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 
-    trn(job, "retry", as_json=False)
+    _until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
+    log = job.site.kubectl("logs", job.pods()[0]["metadata"]["name"], "-n", job.namespace)
+    assert "/nowhere.parquet: there is no such file or folder" in log, "it is kept"
+    assert any("/nowhere.parquet" in line for line in trn(job, "logs", "--rank", "0", as_json=False).splitlines())
+
+    job.change = change.replace("nowhere", "elsewhere")
+    file = tmp_path / "fixed.yaml"
+    file.write_text(json.dumps(job.manifest))
+    trn(job, "retry", "-f", str(file), as_json=False)
     assert job.object()["metadata"]["uid"] != uid
-    job.until_phase("Failed")
+    assert "/elsewhere.parquet" in job.until_phase("Failed")["verdict"]
+
+    job.change = "workers: {replicas: 1}\ntrainer: {steps: 6}"
+    generation = job.apply().object()["metadata"]["generation"]
+    job.until("the change is seen", lambda status: status["observedGeneration"] == generation)
+    assert job.status()["phase"] == "Failed", "nothing starts before it is asked for"
+    trn(job, "retry", as_json=False)
+    assert job.until_phase("Completed")["progress"]["step"] == 6
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,8 @@ class VirtualPod:
         self.pod = pod.Pod(check_seconds=5.0)
         self.now = 0.0
         self.running = 0
+        self.gave_up = False
+        """No rank is alive, and the coordinator may know why."""
         self.told_to_leave = False
         self.checking, self.compiling = True, False
         self.waits_since: float | None = None
@@ -75,7 +78,7 @@ class VirtualPod:
                 waited = self.now - (self.now if self.waits_since is None else self.waits_since)
                 assert not self.checking or waited >= 5.0, "ranks beside the node's checks"
                 assert generation == self.pod.newest.generation > max(self.begun, default=0)
-                self.running, self.told_to_leave = generation, False
+                self.running, self.told_to_leave, self.gave_up = generation, False, False
                 self.begun.append(generation)
             case pod.Idle(generation):
                 assert not self.running
@@ -85,7 +88,7 @@ class VirtualPod:
                 assert self.running, "nobody is there to leave"
                 self.told_to_leave = True
             case pod.LeavePod(code):
-                assert not self.running, "the pod is left while ranks are alive"
+                assert not self.running or self.gave_up, "the pod is left while ranks are alive"
                 self.exits.append(code)
 
     def anything(self) -> None:
@@ -94,16 +97,20 @@ class VirtualPod:
             if self.waits_since is None:
                 self.waits_since = self.now
             number = newest + self.random.choice((0, 1, 1, 2))
+            self.gave_up = self.gave_up and number == newest
             self.take(pod.Came(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
         elif pick < 0.4 and self.checking:
             self.checking = False
             self.take(pod.Unfit() if pick < 0.27 else pod.Checked())
         elif pick < 0.6 and self.running:
-            over, self.running = self.random.choice(tuple(Outcome)), 0
+            over, self.running, self.gave_up = self.random.choice(tuple(Outcome)), 0, False
             self.take(pod.GenerationOver(over, yielded=self.random.random() < 0.3))
         elif pick < 0.75 and self.compiling:
             self.compiling = False
             self.take(pod.CompilerEnded())
+        elif pick < 0.8 and self.running == newest and not self.told_to_leave:
+            self.gave_up = True
+            self.take(pod.VerdictTaken(self.random.choice((newest, newest - 1))))
         elif pick < 0.85:
             self.take(pod.Acknowledged(newest))
         elif pick < 0.88:
@@ -134,6 +141,21 @@ def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() ->
             raise
         exits.update(history.exits)
     assert set(exits) == {None, ExitCode.FINISHED, ExitCode.YIELDING}
+
+
+def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on() -> None:
+    came = pod.Came(1, member=True)
+    begun, _ = pod.step(replace(pod.Pod(check_seconds=5.0), checked=True), came, 0.0)
+    assert begun.running == 1
+    waiting, actions = pod.step(begun, pod.VerdictTaken(1), 10.0)
+    assert actions == (), "the others read in its store why it stopped"
+    assert waiting.wake_at == pytest.approx(13.0)
+    assert pod.step(waiting, pod.Later(), 12.9)[1] == ()
+    ended, actions = pod.step(pod.step(waiting, pod.VerdictTaken(1), 12.0)[0], pod.Later(), 13.0)
+    assert (ended.left, actions) == (True, (pod.LeavePod(None),))
+    going_on, _ = pod.step(waiting, pod.Came(2, member=True), 11.0)
+    assert going_on.wake_at is None
+    assert pod.step(going_on, pod.VerdictTaken(1), 11.5)[0] == going_on, "it was about the generation before"
 
 
 def test_what_was_told_of_a_standstill_is_taken_back_though_the_next_attempt_is_not_joined_yet() -> None:

@@ -215,6 +215,88 @@ def test_a_job_that_cannot_be_made_anew_is_not_deleted(trn: Callable[..., Run], 
     assert not any(method == "DELETE" for method, _, _ in server.requests)
 
 
+def _gone_when_deleted(server: ApiServer, name: str) -> None:
+    """The job is there until its deletion was asked for; what is created is answered as it was asked for."""
+    path, there = f"{JOBS}/{name}", server.answers[f"{JOBS}/{name}"]
+    asked = server.requests
+
+    class Answers(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            if key == path:
+                return 404 if any(method == "DELETE" for method, _, _ in asked) else there
+            return {} if key in (f"POST {JOBS}", f"DELETE {path}") else super().get(key, default)
+
+    server.answers = Answers(server.answers)
+
+
+def _created(server: ApiServer) -> list[tuple[bool, Any]]:
+    return [("dryRun=All" in path, body) for method, path, body in server.requests if method == "POST"]
+
+
+def test_a_failed_job_is_made_anew_as_the_corrected_file_says(
+    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+) -> None:
+    _gone_when_deleted(server, "broken")
+    owner = [{"apiVersion": "v1", "kind": "ConfigMap", "name": "flow", "uid": "u"}]
+    server.answers[f"{JOBS}/broken"]["metadata"]["ownerReferences"] = owner
+    file = tmp_path / "fixed.yaml"
+    job = {
+        "kind": "TrainingJob",
+        "metadata": {"name": "broken", "labels": {"a": "b"}},
+        "spec": {"trainer": {"seed": 7}},
+    }
+    file.write_text(yaml.safe_dump_all([{"kind": "ConfigMap", "metadata": {"name": "broken"}}, job]))
+
+    code, _, err = trn("retry", "broken", "-f", str(file))
+
+    assert (code, "broken runs again" in err) == (0, True)
+    probe, made = _created(server)
+    assert (probe[0], probe[1]["metadata"]["name"]) == (True, "broken-probe")
+    assert made[0] is False
+    assert made[1] == {
+        "apiVersion": "trainium.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "broken", "namespace": "team", "labels": {"a": "b"}, "ownerReferences": owner},
+        "spec": {"trainer": {"seed": 7}},
+    }
+    order = [method for method, _, _ in server.requests if method in ("POST", "DELETE")]
+    assert order == ["POST", "DELETE", "POST"]
+
+
+def test_what_was_applied_last_stays_known_so_that_the_next_apply_takes_out_what_a_file_no_longer_says(
+    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+) -> None:
+    last = "kubectl.kubernetes.io/last-applied-configuration"
+    server.answers[f"{JOBS}/broken"]["metadata"]["annotations"] = {last: "what was applied", "mine": "yes"}
+    _gone_when_deleted(server, "broken")
+    file = tmp_path / "fixed.yaml"
+    file.write_text("{kind: TrainingJob, metadata: {name: broken, annotations: {mine: 'no'}}, spec: {suspend: false}}")
+
+    assert trn("retry", "broken")[0] == 0
+    assert _created(server)[-1][1]["metadata"]["annotations"] == {last: "what was applied", "mine": "yes"}
+    server.requests.clear()
+    assert trn("retry", "broken", "-f", str(file))[0] == 0
+    made = _created(server)[-1][1]
+    applied = json.loads(made["metadata"]["annotations"].pop(last))
+    assert applied == made
+
+
+def test_a_file_that_is_of_another_job_changes_nothing(
+    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    for text, said in (
+        ("kind: Pod", "holds no TrainingJob with a name"),
+        ("{kind: TrainingJob, metadata: {name: llama}}", "holds no TrainingJob 'broken'; there are llama"),
+        ("{kind: TrainingJob, metadata: {name: broken, namespace: other}}", "is of namespace other"),
+        ("kind: [", "cannot be read"),
+    ):
+        file.write_text(text)
+        code, _, err = trn("retry", "broken", "-f", str(file))
+        assert (code, err.count("\n"), said in err) == (1, 1, True), err
+    assert all(method == "GET" for method, _, _ in server.requests)
+
+
 def test_releasing_a_machine_takes_its_entry_out(trn: Callable[..., Run], server: ApiServer) -> None:
     path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"

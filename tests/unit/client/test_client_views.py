@@ -66,7 +66,7 @@ def test_a_failed_job_tells_its_verdict_and_how_to_go_on() -> None:
     assert "there is no such file or folder" in view.advice[0]
     assert view.advice[1] == "What led to it: kubectl trn why broken"
     assert "as it is, from the beginning, no checkpoint is on storage: kubectl trn retry broken" in view.advice[2]
-    assert "kubectl delete trn broken, kubectl apply -f FILE" in view.advice[2]
+    assert "kubectl trn retry broken -f FILE" in view.advice[2]
     assert view.eta_seconds is None
     assert view.checkpoints.durable_step is None
     assert "none on storage" in page(view)

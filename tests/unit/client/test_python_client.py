@@ -98,3 +98,16 @@ def test_acting_is_a_patch(server: ApiServer) -> None:
         {"spec": {"suspend": True}},
         {"spec": {"suspend": False}},
     ]
+
+
+def test_only_a_failed_job_is_run_again_and_with_its_spec_where_one_is_given(server: ApiServer) -> None:
+    with pytest.raises(ClientError, match="only a failed job can be retried, and llama is Running"):
+        job(server).retry()
+    server.answers |= {f"POST {JOBS}": 422}
+    corrected = TrainingJob("broken", {"trainer": {"seed": 7}}, kubeconfig=str(server.kubeconfig))
+    for each in (corrected, job(server, "broken")):
+        with pytest.raises(ClientError, match="create trainingjobs"):
+            each.retry()
+    specs = [body["spec"] for method, _, body in server.requests if method == "POST"]
+    assert specs == [{"trainer": {"seed": 7}}, recorded("failed")["spec"]]
+    assert not any(method == "DELETE" for method, _, _ in server.requests)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plan_builders import NOW
 
+from trainium_contract.faults.read import says_stop
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.wire.messages import (
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 START_SECONDS = 1.0
 STOP_SECONDS = 2.0
 NODE_GRACE_SECONDS = 40.0
+VERDICT_SECONDS = 3.0
+"""After which an agent whose verdict ends the job ends its pod."""
 STEPS_PER_SECOND = 2
 
 
@@ -191,6 +194,16 @@ class FakeWorld:
             elif each.agent is not None and each.agent.phase is WorkerPhase.FINISHED:
                 each.view = replace(each.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
                 each.agent = None
+            elif each.agent is not None and (code := self._leaves_with(each.agent)) and not node.muted:
+                each.view = replace(each.view, phase=PodPhase.FAILED, exit_code=code, reason="Error", ready=False)
+                each.agent = None
+
+    def _leaves_with(self, agent: Agent) -> int:
+        """The code that an agent ends its pod with, since the coordinator knows it; 0 while it stays."""
+        verdict = agent.verdict
+        if verdict is None or agent.phase is not WorkerPhase.FAILED or not says_stop(verdict.exit_code):
+            return 0
+        return verdict.exit_code if self.operator_up and self.now >= verdict.at + VERDICT_SECONDS else 0
 
     def _registration(self, view: PodView) -> RegisterRequest:
         return RegisterRequest(

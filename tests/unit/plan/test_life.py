@@ -9,6 +9,7 @@ from plan_cluster import FakeCluster
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, Phase, Rung
 from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.observed import PodPhase
 
 
 def started(*, nodes: Any = 6, spares: Any = 1, steps: Any = 100_000, **workers: Any) -> Any:
@@ -182,7 +183,8 @@ def test_a_stopping_exit_code_ends_the_job_with_a_verdict_and_frees_the_nodes(co
     assert next(c for c in cluster.status.conditions if c.type is ConditionType.FAILED).reason == reason
     assert "boom" in cluster.status.verdict
     assert cluster.status.avoided_nodes == ()
-    assert cluster.pods == {}
+    left = [(each.view.phase, each.view.exit_code) for each in cluster.pods.values()]
+    assert left == [(PodPhase.FAILED, code)], "what it said stays, and no node is held"
 
 
 def test_a_process_that_keeps_crashing_moves_to_another_node() -> None:
@@ -206,8 +208,6 @@ def test_a_worker_that_never_starts_ends_the_job_within_two_tries(reason: str, a
         for each in list(cluster.pods.values()):
             if each.view.node and each.agent is None and each.view.exit_code is None:
                 from dataclasses import replace
-
-                from trainium_operator.plan.model.observed import PodPhase
 
                 each.view = replace(
                     each.view, phase=PodPhase.FAILED, reason=reason, exit_code=1, message="No module named 'trainer'"

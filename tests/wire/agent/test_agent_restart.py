@@ -94,6 +94,17 @@ async def test_a_user_error_stops_the_generation_with_a_verdict(world: World) ->
     assert all(agent.code is None for agent in world.agents.values())
 
 
+async def test_a_pod_whose_verdict_the_coordinator_knows_ends_with_it_and_the_others_wait(world: World) -> None:
+    await job(world, "a", "b")
+    world.command("exit-1", "64")
+    await world.ended("b")
+    assert world.agents["b"].code == 64
+    assert "rank 1 leaves with 64" in world.agents["b"].log, "what kubectl logs shows from now on"
+    assert world.jobs.last("b").verdict.exit_code == 64
+    assert world.jobs.last("a").phase == "Failed"
+    assert world.agents["a"].code is None
+
+
 async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(world: World) -> None:
     world.command("always-exit", "1")
     world.start("a", "b")

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.read import says_stop
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 from trainium_trainer.agent.background_compile import BackgroundCompiler
@@ -164,6 +165,8 @@ class Supervisor:
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
             self._take(pod.Acknowledged(message.generation))
+        elif message.phase is WorkerPhase.FAILED and message.verdict and says_stop(message.verdict.exit_code):
+            self._take(pod.VerdictTaken(message.generation))
 
     def _on_welcome(self, theirs: float, asked: float, answered: float) -> None:
         result = clock_result(theirs, asked, answered) if PreflightCheck.CLOCK in self._settings.checks else None
@@ -234,7 +237,7 @@ class Supervisor:
             self._carry_out(action)
         if self._alarm is not None:
             self._alarm.cancel()
-        due = self._pod.due
+        due = self._pod.wake_at
         self._alarm = None if due is None else self._call_at(due, lambda: self._take(pod.Later()))
 
     def _carry_out(self, action: pod.Action) -> None:

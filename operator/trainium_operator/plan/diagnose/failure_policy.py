@@ -46,15 +46,15 @@ _REASONS: dict[Cause, Reason] = {
 _ADVICE: dict[Reason, str] = {
     Reason.WORKERS_DO_NOT_START: "Look at the pod's log (kubectl logs); correct the image, the command or the "
     "template.",
-    Reason.BUDGET_EXHAUSTED: "See status.history for what failed; correct it or raise the budget, and create the job "
-    "again; it resumes from its newest checkpoint.",
+    Reason.BUDGET_EXHAUSTED: "See status.history for what failed; correct it or raise the budget, and run the job "
+    "again (kubectl trn retry); it resumes from its newest checkpoint.",
 }
 
 _NEVER_RAN = frozenset({"StartError", "ContainerCannotRun"})
 """Reasons of a container whose program was never started: its log is empty."""
 _NO_LOG = (
     "The program never ran, so there is no log: correct the image, or command, user and mounts of the template, and "
-    "create the job again."
+    "run the job again (kubectl trn retry)."
 )
 
 

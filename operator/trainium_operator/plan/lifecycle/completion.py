@@ -1,28 +1,38 @@
 """Policy: the two ends of a job, complete and failed. Both are sticky and release what the job no longer needs.
 
 Invariants: a job is complete only when every member finished; a terminal condition never changes back; nothing that may
-still write is killed when a job completes, and the pods that tell what happened are kept for their logs unless the job
-says otherwise.
+still write is killed when a job completes. Pods that tell what happened are kept for their logs unless the job says
+otherwise: those that have ended, and of a failed job a few whose agents end by themselves with the verdict. Who does
+not end in time is deleted, so nothing runs on.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.read import says_stop
 from trainium_contract.job import CleanPodPolicy, ConditionType, Interruption, Phase, Rung
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH
+from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.actions import DeletePod
     from trainium_operator.plan.view.facts import Facts
+
+_WITNESSES = 3
+"""Pods of a failed job that may end by themselves."""
+_WITNESS_SECONDS = 15.0
+"""For an agent to end with its verdict, and for its kubelet to say so; one of an older version does not end."""
 
 
 def all_finished(facts: Facts) -> bool:
@@ -38,7 +48,7 @@ def complete(facts: Facts, status: TrainingJobStatus) -> Answer:
         kind = ConditionType.FAILURE_TARGET
         status = with_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
     status = _closed(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
-    return Answer(status=status, actions=clean_up(facts, status))
+    return Answer(status=status).then(clean_up(facts, status))
 
 
 def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answer:
@@ -59,23 +69,57 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
         phase=Phase.FAILED, verdict=verdict.message, history=(*status.history, entry)[-HISTORY_LENGTH:]
     )
     status = _closed(facts, status, verdict.reason)
-    return Answer(status=status, actions=clean_up(facts, status))
+    return Answer(status=status).then(clean_up(facts, status))
 
 
-def clean_up(facts: Facts, status: TrainingJobStatus) -> tuple[DeletePod, ...]:
+def note_change(facts: Facts) -> Answer:
+    """An ended job whose spec was changed: nothing starts, and whoever changed it hears what does."""
+    status = facts.job.status.replaced(observed_generation=facts.job.generation)
+    if status == facts.job.status or status.phase is not Phase.FAILED:
+        return Answer(status=status)
+    text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
+    return Answer(status=status, notes=(event(Reason.SPEC_CHANGED, text),))
+
+
+def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Release what an ended job does not need, as `cleanPodPolicy` says; the members of a completed job end first."""
     policy = facts.job.spec.clean_pod_policy
     if policy is CleanPodPolicy.NONE and is_true(status, ConditionType.FAILURE_TARGET):
         policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
     if policy is CleanPodPolicy.NONE:
-        return ()
+        return Answer(status=status)
     completed = is_true(status, ConditionType.COMPLETE)
+    patience = 0.0 if completed or policy is CleanPodPolicy.ALL else _end_of_patience(facts, status)
+    witnesses = _witnesses(facts, status) if facts.now < patience else frozenset[str]()
     deletions: list[DeletePod] = []
     for uid, worker in facts.workers.items():
-        ending = completed and uid in facts.member_uids and not worker.node_bad
+        ending = uid in witnesses or (completed and uid in facts.member_uids and not worker.node_bad)
         if policy is CleanPodPolicy.ALL if worker.ended else not ending:
             deletions += deletion(worker, force=worker.node_bad)
-    return tuple(deletions)
+    return Answer(status=status, actions=tuple(deletions), looks=(patience,) if witnesses else ())
+
+
+def _witnesses(facts: Facts, status: TrainingJobStatus) -> frozenset[str]:
+    """Pods that end by themselves with a verdict of their own, by uid: the one that the job's verdict names first."""
+    named = status.history[-1].pod if status.history else ""
+    ending = [
+        worker.pod
+        for worker in facts.workers.values()
+        if not (worker.ended or worker.pod.deleting or worker.node_bad) and _ends_by_itself(worker.heartbeat)
+    ]
+    return frozenset(pod.uid for pod in sorted(ending, key=lambda pod: (pod.name != named, pod.ordinal))[:_WITNESSES])
+
+
+def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
+    if beat is None or beat.phase is not WorkerPhase.FAILED or beat.verdict is None:
+        return False
+    return says_stop(beat.verdict.exit_code)
+
+
+def _end_of_patience(facts: Facts, status: TrainingJobStatus) -> float:
+    """Until when such pods may run (Unix seconds); 0 when the end lies in the future, by a clock that was set back."""
+    ended = parse_rfc3339(status.completion_time)
+    return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS
 
 
 def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:

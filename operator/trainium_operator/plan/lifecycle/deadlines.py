@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 _ADVICE = {
-    Reason.DEADLINE_EXCEEDED: "Raise spec.activeDeadlineSeconds and create the job again; it resumes from its newest "
-    "checkpoint.",
+    Reason.DEADLINE_EXCEEDED: "Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry); it resumes "
+    "from its newest checkpoint.",
     Reason.STARTUP_DEADLINE_EXCEEDED: "Remove what holds the workers up, or raise spec.startupDeadlineSeconds, and "
-    "create the job again.",
+    "run the job again (kubectl trn retry).",
 }
 
 

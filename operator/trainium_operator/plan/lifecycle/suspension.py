@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import ConditionType
+from trainium_contract.status.refusals import RefusalsStatus
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 def release(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Delete all pods; on SIGTERM the ranks save and leave."""
-    status = status.replaced(membership=status.membership.replaced(size=0), waiting_since=None)
+    membership = status.membership.replaced(size=0)
+    status = status.replaced(membership=membership, waiting_since=None, refusals=RefusalsStatus())
     deletions = tuple(action for worker in facts.workers.values() for action in deletion(worker, force=worker.node_bad))
     return Answer(status=status, actions=deletions)
 

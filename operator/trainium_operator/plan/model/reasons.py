@@ -64,6 +64,7 @@ class Reason(StrEnum):
     BUDGET_EXHAUSTED = "BudgetExhausted"
     ACCELERATOR_RUNTIME = "AcceleratorRuntimeError"
     STOPPED_BY_RULE = "StoppedByRule"
+    SPEC_CHANGED = "SpecChanged"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     # Interruptions that were announced, and those that may be refused

@@ -29,6 +29,7 @@ from trainium_operator.plan.pods.deletion import deletion, ended_last
 from trainium_operator.plan.pods.device_claims import cannot_claim
 from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
+from trainium_operator.plan.pods.refused_pods import made_from, note_refused
 from trainium_operator.plan.view.facts import is_unfit
 from trainium_operator.plan.view.progress import is_settled
 
@@ -55,7 +56,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
             deletions += deletion(loss.worker, force=loss.force)
     outsiders, answer = _sort_outsiders(facts, status)
     answer = Answer(status=status, actions=tuple(deletions)).then(answer)
-    status = answer.status
+    status = note_refused(facts, answer.status)
     # Failures that this very plan has counted: their nodes must not get the replacements.
     avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
     status = status.replaced(avoided_nodes=avoid)
@@ -195,7 +196,8 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     """So many workers that were asked for, and so many beyond them."""
     if cannot_claim(facts) is not None:
         return Answer(status=status)
-    allowed = max(backoff_until(status.failures, facts.now), facts.observed.creations_from)
+    paused = max(backoff_until(status.failures, facts.now), made_from(status, facts.now))
+    allowed = max(paused, facts.observed.creations_from)
     if facts.now < allowed:
         return Answer(status=status, looks=(allowed,))
     highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)

@@ -25,6 +25,7 @@ from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.device_claims import cannot_claim, free_devices
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import note_admission
+from trainium_operator.plan.pods.refused_pods import made_from
 from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import doing, note_results, total_steps
@@ -140,12 +141,12 @@ def _pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     if there >= desired:
         message = f"{desired} workers are registered"
         return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
-    reason, why = _missing(facts)
+    reason, why = _missing(facts, status)
     message = f"{there} of {desired} workers are registered. {why}"
     return with_condition(status, kind, False, reason, message, now=facts.now)
 
 
-def _missing(facts: Facts) -> tuple[Reason, str]:
+def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     taken = [text for place, text in sorted(facts.observed.in_the_way.items()) if not place.startswith(f"{BUDGET}/")]
     if taken:
         return Reason.NAME_TAKEN, taken[0]
@@ -167,6 +168,11 @@ def _missing(facts: Facts) -> tuple[Reason, str]:
     if troubled:
         pod = troubled[-1]
         return Reason.WORKER_NOT_STARTING, f"{pod.name} on node {pod.node}: {pod.reason} {pod.message}"
+    if (begins := made_from(status, facts.now)) > facts.now:
+        return Reason.WORKER_NOT_STARTING, (
+            f"Pods ended before their agent was heard, {status.refusals.rounds} times in a row (the events "
+            f"WorkerFailed say why); the next are made at {rfc3339(begins)}"
+        )
     return Reason.WAITING_FOR_WORKERS, ""
 
 

@@ -68,7 +68,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
     try:
         shape = spec.batch_shape()
     except ValueError as error:
-        message = sentence(f"The configuration contradicts itself: {error}; correct spec.trainer and create it again.")
+        message = sentence(f"The configuration contradicts itself: {error}; correct spec.trainer and run it again.")
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=None)
     requested = workers.replicas if workers.max_replicas is None else min(workers.replicas, workers.max_replicas)
     smallest = workers.min_replicas or 1

@@ -50,7 +50,7 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
     assert result.status.failures == ()
     assert (reason, "Warning") in {(event.reason, event.type) for event in result.events}
     assert len(result.status.history) == 1
-    assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
+    assert set(deleted(result)) == {f"demo-w-{at}" for at in (0, 2, 3)}, "the one that it names ends by itself"
 
 
 @pytest.mark.parametrize("heard", [(0, 1, 2, 3), (0, 1), (1,)])

@@ -99,6 +99,7 @@ class _Relative:
             self.age(status.leaving_since),
             self.age(status.activity.since) if self.has_deadline() else None,
             status.activity.stepped,
+            (status.refusals.rounds, self.age(status.refusals.at)),
             bool(status.start_time),
             bool(status.progress.step),
         )

@@ -17,10 +17,10 @@ from trainium_contract.job import (
     Phase,
     TrainingJobStatus,
 )
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 from trainium_operator.plan.model.times import rfc3339
 
 
@@ -31,8 +31,11 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
     )
     phase = Phase.COMPLETED if kind is ConditionType.COMPLETE else Phase.FAILED
     seen = running(3, spares=1, job_spec=spec(workers={"replicas": 3, "spares": 1}, **job_spec))
-    status = seen.job.status.model_copy(
-        update={"conditions": (condition,), "phase": phase, "completion_time": rfc3339(NOW - ago)}
+    status = seen.job.status.replaced(
+        conditions=(condition,),
+        phase=phase,
+        completion_time=rfc3339(NOW - ago),
+        observed_generation=seen.job.generation,
     )
     pods = (
         pod(0, phase=PodPhase.SUCCEEDED, exit_code=0),
@@ -61,6 +64,65 @@ def test_the_policy_says_which_pods_go_and_the_members_of_a_completed_job_end_by
 ) -> None:
     result = planned(ended(kind, cleanPodPolicy=policy))
     assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in gone}
+
+
+def gave_up(at: int, code: int = 64) -> Any:
+    verdict = ProcessFailure(
+        sequence=0, generation=1, attempt=0, rank=at, exit_code=code, step=-1, message="no such file", at=NOW - 1
+    )
+    return agent(at, WorkerPhase.FAILED, generation=1, failures=(verdict,), verdict=verdict)
+
+
+def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
+    """Six workers; those in `codes` gave up with a verdict of their own, the others because of them."""
+    members = {
+        at: gave_up(at, codes[at]) if at in codes else agent(at, WorkerPhase.FAILED, generation=1) for at in range(6)
+    }
+    return running(6, job_spec=spec(workers={"replicas": 6}, **job_spec), agents=members)
+
+
+def later(seen: Any, status: TrainingJobStatus, seconds: float, **changes: Any) -> Any:
+    return replace(seen, job=replace(seen.job, status=status), now=NOW + seconds, **changes)
+
+
+def test_a_few_that_end_with_the_verdict_are_not_deleted_so_that_their_logs_stay() -> None:
+    seen = failing(codes={1: 64, 2: 64, 3: 64, 4: 64})
+    first = planned(seen)
+    assert first.status.phase is Phase.FAILED
+    named = first.status.history[-1].pod
+    left = {f"demo-w-{at}" for at in range(6)} - set(deleted(first))
+    assert len(left) == 3
+    assert named in left <= {f"demo-w-{at}" for at in (1, 2, 3, 4)}
+    there = tuple(replace(each, phase=PodPhase.FAILED, exit_code=64) for each in seen.pods if each.name in left)
+    second = planned(later(seen, first.status, 5, pods=there))
+    assert not deleted(second)
+    assert second.requeue_after is None, "ended pods stay until the job goes or runs again"
+
+
+def test_who_does_not_end_in_time_is_deleted_as_is_whoever_stands_for_nothing() -> None:
+    seen = failing(codes={1: 64})
+    first = planned(seen)
+    assert first.requeue_after is not None
+    assert set(deleted(first)) == {f"demo-w-{at}" for at in (0, 2, 3, 4, 5)}
+    rest = tuple(each for each in seen.pods if each.name == "demo-w-1")
+    again = planned(later(seen, first.status, 14, pods=rest))
+    assert (set(deleted(again)), again.requeue_after is not None) == (set(), True)
+    over = planned(later(seen, first.status, 16, pods=rest))
+    assert (set(deleted(over)), over.requeue_after) == ({"demo-w-1"}, None)
+
+
+@pytest.mark.parametrize("why", ["all go", "its code does not end a job", "its node is bad", "the clock was set back"])
+def test_nothing_else_that_runs_outlives_a_failed_job(why: str) -> None:
+    code = 64 if why != "its code does not end a job" else 1
+    seen = failing(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
+    if why == "its node is bad":
+        nodes = dict(seen.nodes)
+        nodes["node-1"] = replace(nodes["node-1"], ready=NodeReadiness.UNKNOWN, unready_since=NOW - 300)
+        seen = replace(seen, nodes=nodes)
+    status = planned(failing(codes={1: 64})).status
+    if why == "the clock was set back":
+        status = status.replaced(completion_time=rfc3339(NOW + 10**6))
+    assert set(deleted(planned(later(seen, status, 1)))) == {f"demo-w-{at}" for at in range(6)}
 
 
 def test_a_job_without_a_ttl_stays() -> None:
@@ -114,6 +176,25 @@ def test_nothing_that_a_user_writes_brings_an_ended_job_back(kind: ConditionType
     result = planned(changed)
     assert result.actions == ()
     assert is_terminal(result.status)
+
+
+def test_whoever_changes_a_failed_job_hears_once_what_starts_it_and_tools_see_that_the_change_was_seen() -> None:
+    seen = ended(ConditionType.FAILED, cleanPodPolicy="None")
+    changed = replace(seen, job=replace(seen.job, generation=seen.job.generation + 1))
+    first = planned(changed)
+    assert [event.reason for event in first.events] == ["SpecChanged"]
+    assert "kubectl trn retry demo" in first.events[0].note
+    assert first.status.observed_generation == changed.job.generation
+    assert is_terminal(first.status)
+    second = planned(replace(changed, job=replace(changed.job, status=first.status)))
+    assert (second.events, second.status) == ((), first.status)
+
+
+def test_a_change_of_a_completed_job_is_seen_and_nothing_starts_it() -> None:
+    seen = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
+    changed = planned(replace(seen, job=replace(seen.job, generation=seen.job.generation + 1)))
+    assert changed.events == ()
+    assert changed.status.observed_generation == seen.job.generation + 1
 
 
 def test_a_child_of_an_ended_job_that_vanished_does_not_bring_it_back() -> None:

@@ -67,8 +67,8 @@ def test_a_job_that_was_active_long_enough_saves_first_and_fails_when_its_last_w
     assert status.checkpoint.durable_step == best == cluster.committed, "the last save is told"
     assert status.verdict == (
         f"The job has been active for 40 s, as long as activeDeadlineSeconds allows. Its newest durable checkpoint is "
-        f"step {best}. Raise spec.activeDeadlineSeconds and create the job again; it resumes from its newest "
-        "checkpoint."
+        f"step {best}. Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry); it resumes from its "
+        "newest checkpoint."
     )
     assert (status.history[-1].rung, status.history[-1].cause) == (Rung.STOP, Cause.YIELDED)
     assert (status.restarts.total, status.failures) == (0, ()), "a deadline is no fault"

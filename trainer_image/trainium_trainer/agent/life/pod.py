@@ -1,7 +1,8 @@
 """The life of a pod, one generation after another, as a pure function like that of a generation (`generation.py`).
 
 Invariants: at most one generation is under way; a newer membership always wins; no generation is begun before the
-node's checks and the compiler for other sizes have ended, since they hold the devices; the pod is left once.
+node's checks and the compiler for other sizes have ended, since they hold the devices; the pod is left once, and with a
+verdict that ends the job only when the coordinator knows it and no newer generation has come.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.agent.life.shutdown import Order, Outcome
 
 _ACKNOWLEDGE_SECONDS = 10.0
+_PEERS_SECONDS = 3.0
+"""For the other agents to read in this one's store that the generation has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,13 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class VerdictTaken:
+    """The coordinator knows why this pod gave up in that generation, and it is what ends the job; no rank is alive."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Terminate:
     """The pod is to end."""
 
@@ -64,7 +74,7 @@ class Later:
     """It is later."""
 
 
-Event = Came | Unfit | Checked | CompilerEnded | GenerationOver | Acknowledged | Terminate | Later
+Event = Came | Unfit | Checked | CompilerEnded | GenerationOver | Acknowledged | VerdictTaken | Terminate | Later
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,14 @@ class Pod:
     yielded: bool = False
     due: float | None = None
     """When what is waited for is no longer; monotonic seconds."""
+    ends_at: float | None = None
+    """When the pod ends with its verdict, so that its log stays; monotonic seconds."""
     left: bool = False
+
+    @property
+    def wake_at(self) -> float | None:
+        """When it is to be told that it is later; None while only events lead on."""
+        return min((at for at in (self.due, self.ends_at) if at is not None), default=None)
 
 
 _Answer = tuple[Pod, tuple[Action, ...]]
@@ -170,6 +187,9 @@ def _take(pod: Pod, event: Event, now: float) -> _Answer:
             return over, ()
         case Acknowledged():
             return replace(pod, known_finished=max(pod.known_finished, event.generation)), ()
+        case VerdictTaken(generation):
+            late = pod.ends_at is not None or generation < pod.newest.generation
+            return (pod if late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
         case Terminate():
             ending = replace(pod, terminating=True)
             if not pod.running:
@@ -183,7 +203,7 @@ def _came(pod: Pod, came: Came) -> _Answer:
     if came.generation <= pod.newest.generation:
         return pod, ()
     known = (Know(came.generation),) if pod.unfit else ()
-    pod = replace(pod, newest=came)
+    pod = replace(pod, newest=came, ends_at=None)
     if not pod.running:
         return pod, known
     order = Order.IMMEDIATE if came.immediate else Order.GRACEFUL
@@ -192,6 +212,8 @@ def _came(pod: Pod, came: Came) -> _Answer:
 
 def _follows(pod: Pod, now: float) -> _Answer | None:
     newest = pod.newest.generation
+    if pod.ends_at is not None and now >= pod.ends_at:
+        return replace(pod, left=True), (LeavePod(None),)
     if pod.running:
         return None
     if pod.finished and newest <= pod.finished:

@@ -39,6 +39,6 @@ def refuse_foreign(found: Survey, where: str, settings: Mapping[str, Any], confi
     differing = differences(manifest.settings, ours)
     if differing or not converted:
         raise UnusableCheckpointError(
-            f"{where}/step-{newest} was written with other settings ({differing or 'model, data or seed'}): choose "
-            "another checkpoint.path, or go back to those settings"
+            f"{where}/step-{newest} was written with other settings ({differing or 'model, data or seed'}): go back to "
+            "those settings, or choose another checkpoint.path (of a job checkpoint.storage.subPath) to begin anew"
         )

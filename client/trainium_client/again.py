@@ -1,0 +1,80 @@
+"""A failed job runs again: it is deleted and made anew under its name, so it resumes from its newest checkpoint.
+
+Invariant: what cannot be made anew is not deleted.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainium_client.errors import ClientError, NotFoundError
+from trainium_contract.views.raw import mapping, text
+
+if TYPE_CHECKING:
+    from trainium_client.api import Api, Json
+
+_GONE_SECONDS = 120.0
+_POLL_SECONDS = 0.5
+_KEPT_METADATA = ("name", "namespace", "labels", "annotations", "ownerReferences")
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+"""What `kubectl apply` compares a file with, to take out what is no longer in it; so it is kept, and kept true."""
+
+
+def run_again(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _GONE_SECONDS) -> Json:
+    """Delete a failed job and make it anew as `manifest` says, or as it is; ClientError when that cannot be."""
+    name, phase = text(mapping(job, "metadata"), "name"), text(mapping(job, "status"), "phase")
+    if phase != "Failed":
+        raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
+    manifest = written_again(job) if manifest is None else manifest
+    probe = copy.deepcopy(manifest)
+    probe["metadata"] |= {"name": f"{name[:40]}-probe"}
+    api.create_job(probe, dry_run=True)  # an older definition, a quota or a policy says no before anything is lost
+    uid = str(job["metadata"]["uid"])
+    api.delete_job(name, uid, foreground=True)
+    deadline = time.monotonic() + seconds
+    while _is_there(api, name, uid):
+        if time.monotonic() > deadline:
+            raise ClientError(
+                f"{name} is deleted, but its pods are not gone after {seconds:.0f} s (is a node down?); when they are, "
+                f"make it anew with kubectl apply"
+            )
+        time.sleep(_POLL_SECONDS)
+    return api.create_job(manifest)
+
+
+def written_again(job: Json) -> dict[str, Any]:
+    """The job as a person wrote it: without what the server and the operator added."""
+    metadata = mapping(job, "metadata")
+    kept: dict[str, Any] = {key: copy.deepcopy(metadata[key]) for key in _KEPT_METADATA if metadata.get(key)}
+    spec = copy.deepcopy(dict(mapping(job, "spec")))
+    return {"apiVersion": job["apiVersion"], "kind": job["kind"], "metadata": kept, "spec": spec}
+
+
+def corrected(job: Json, written: Json, where: str) -> dict[str, Any]:
+    """The job as a person has written it now, under its name; what owns it stays. `where` is said in a ClientError."""
+    metadata, found = mapping(job, "metadata"), mapping(written, "metadata")
+    namespace = text(metadata, "namespace")
+    other = text(found, "namespace")
+    if other not in ("", namespace):
+        raise ClientError(f"{where} is of namespace {other}, and the failed job of {namespace}: correct one of them")
+    kept: dict[str, Any] = {key: copy.deepcopy(found[key]) for key in ("labels", "annotations") if found.get(key)}
+    if metadata.get("ownerReferences"):
+        kept["ownerReferences"] = copy.deepcopy(metadata["ownerReferences"])
+    kept |= {"name": metadata["name"], "namespace": namespace}
+    version = text(written, "apiVersion") or str(job["apiVersion"])
+    spec = copy.deepcopy(dict(mapping(written, "spec")))
+    manifest = {"apiVersion": version, "kind": job["kind"], "metadata": kept, "spec": spec}
+    if _LAST_APPLIED in mapping(metadata, "annotations"):
+        applied = {_LAST_APPLIED: json.dumps(manifest)}
+        manifest["metadata"] = {**kept, "annotations": {**kept.get("annotations", {}), **applied}}
+    return manifest
+
+
+def _is_there(api: Api, name: str, uid: str) -> bool:
+    try:
+        return str(api.job(name)["metadata"].get("uid")) == uid
+    except NotFoundError:
+        return False

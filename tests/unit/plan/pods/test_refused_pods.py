@@ -1,0 +1,144 @@
+"""Pods that are refused at once: by their kubelet, by an admission, or for what no container can be made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_builders import spec
+from plan_cluster import FakeCluster
+
+from trainium_contract.job import ConditionType, Phase
+from trainium_contract.status.refusals import RefusalsStatus
+from trainium_operator.plan.model.conditions import find_condition
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.pods.refused_pods import made_from
+
+TICK = 0.5
+
+
+class Refusing(FakeCluster):
+    """Kubelets that end each pod as soon as it comes to them, for as long as `reason` says why."""
+
+    reason = ""
+    exit_code: int | None = None
+    made: tuple[float, ...] = ()
+    """When each pod was made, from the beginning."""
+
+    def _kubelets(self) -> None:
+        for each in self.pods.values():
+            if self.reason and each.view.node and each.view.phase is PodPhase.PENDING:
+                each.view = replace(
+                    each.view, phase=PodPhase.FAILED, reason=self.reason, exit_code=self.exit_code, finished=self.now
+                )
+        super()._kubelets()
+
+    def _create(self, manifest: object) -> None:
+        super()._create(manifest)  # type: ignore[arg-type]
+        self.made = (*self.made, self.now)
+
+
+def job(*, replicas: int = 2, nodes: int = 4) -> Refusing:
+    return Refusing(spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
+
+
+def trained() -> Refusing:
+    cluster = job()
+    cluster.run(40, TICK)
+    assert cluster.status.phase is Phase.RUNNING
+    cluster.made = ()
+    return cluster
+
+
+@pytest.mark.parametrize("reason", ["UnexpectedAdmissionError", "OutOfcpu", "Evicted", "CreateContainerConfigError"])
+def test_of_a_job_whose_pods_are_refused_at_once_few_are_made_and_ever_fewer(reason: str) -> None:
+    cluster = job()
+    cluster.reason = reason
+    cluster.run(60, TICK)
+    assert len(cluster.made) <= 12, "it was 74"
+    ready = find_condition(cluster.status, ConditionType.PODS_READY)
+    assert ready is not None
+    assert "6 times in a row" in ready.message
+    cluster.run(1800, TICK)
+    assert len(cluster.made) <= 12 + 2 * 9
+    assert cluster.status.phase is Phase.PENDING, "it is nobody's fault that stops a job"
+
+
+def test_a_program_that_cannot_be_started_after_the_first_step_is_tried_ever_less_often_too() -> None:
+    cluster = trained()
+    cluster.reason, cluster.exit_code = "StartError", 128
+    assert cluster.kill_pod(cluster.members()[0].view.name)
+    cluster.run(60, TICK)
+    assert 2 < len(cluster.made) <= 6
+
+
+def test_a_single_lost_worker_is_replaced_at_once_also_where_the_first_pods_for_it_are_refused() -> None:
+    cluster = trained()
+    cluster.reason = "UnexpectedAdmissionError"
+    assert cluster.kill_pod(cluster.members()[0].view.name)
+    lost = cluster.now
+    cluster.run(2 * TICK, TICK)
+    cluster.reason = ""
+    cluster.run(30, TICK)
+    assert cluster.status.phase is Phase.RUNNING
+    assert cluster.made[-1] <= lost + 3 * TICK
+
+
+def test_the_wait_ends_with_a_pod_that_is_heard_and_begins_anew_after_it() -> None:
+    cluster = job()
+    cluster.reason = "OutOfcpu"
+    cluster.run(20, TICK)
+    assert cluster.status.refusals.rounds > 2
+    cluster.reason = ""
+    cluster.run(60, TICK)
+    assert cluster.status.phase is Phase.RUNNING
+    assert cluster.status.refusals.rounds == 0
+    cluster.reason = "OutOfcpu"
+    assert cluster.kill_pod(cluster.members()[0].view.name)
+    cluster.run(4, TICK)
+    assert cluster.status.refusals.rounds in (1, 2), "the rounds before are forgotten"
+
+
+@pytest.mark.parametrize("answer", ["the job is corrected", "it is suspended and resumed"])
+def test_the_wait_ends_when_a_person_does_something_about_it(answer: str) -> None:
+    cluster = job()
+    cluster.reason = "CreateContainerConfigError"
+    cluster.run(60, TICK)
+    rounds = cluster.status.refusals.rounds
+    assert rounds > 4
+    cluster.reason = ""
+    if answer == "the job is corrected":
+        cluster.generation += 1
+        cluster.dirty = True
+    else:
+        cluster.spec = cluster.spec.replaced(suspend=True)
+        cluster.run(2, TICK)
+        cluster.spec = cluster.spec.replaced(suspend=False)
+    made = len(cluster.made)
+    cluster.run(2, TICK)
+    assert len(cluster.made) == made + 2
+
+
+def test_an_operator_that_is_restarted_goes_on_with_the_wait() -> None:
+    cluster = job()
+    cluster.reason = "OutOfcpu"
+    cluster.run(30, TICK)
+    for _ in range(10):
+        cluster.crash_operator()
+        cluster.run(3, TICK)
+    assert len(cluster.made) <= 12
+
+
+def test_a_batch_of_which_many_are_refused_one_after_the_other_is_one_round() -> None:
+    cluster = job(replicas=8, nodes=24)
+    cluster.reason = "OutOfcpu"
+    cluster.run(60, TICK)
+    assert cluster.status.refusals.rounds == 6
+    assert len(cluster.made) == 6 * 8
+
+
+def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for_long() -> None:
+    status = trained().status
+    for rounds, at in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
+        edited = status.replaced(refusals=RefusalsStatus(rounds=rounds, at=at))
+        assert made_from(edited, 100.0) <= 400.0
