@@ -29,6 +29,7 @@ NAMES = (
     "loader",
     "scale",
     "client",
+    "pages",
 )
 SCALABLE = ("fleet", "coordinator", "growth", "flood", "training_speed", "finetuning")
 """Those that know `--quick`."""
