@@ -54,11 +54,17 @@ def report_of(workers: int) -> Report:
     events = event_views(recorded("events")["items"])
     entries = interruptions(job["status"])
     week = tuple(
-        replace(entries[at % len(entries)], at=NOW - 600_000 + 60_000 * at, step_before=STEPS * at // 10)
+        replace(
+            entries[at % len(entries)],
+            at=NOW - 600_000 + 60_000 * at,
+            step_before=STEPS * at // 10,
+            generation=1 + at,
+            pod=f"llama-w-{at * workers // 10}",
+        )
         for at in range(10)
     )
-    members = Members(7, 32, tuple(MemberRow(at, f"llama-w-{at}", f"ip-10-0-0-{at}") for at in range(workers)))
-    pods = tuple(PodRow(row.pod, "Running", row.node) for row in members.rows)
+    members = Members(11, 32, tuple(MemberRow(at, f"llama-w-{at}", f"ip-10-0-0-{at}") for at in range(workers)))
+    pods = tuple(PodRow(row.pod, "Running", row.node, NOW - 605_000) for row in members.rows)
     steps = [STEPS * at // MOST_POINTS for at in range(1, MOST_POINTS + 1)]
     losses = [2 + 8 * math.exp(-step / 300_000) for step in steps]
     both = zip(steps, losses, strict=True)

@@ -362,6 +362,30 @@ def _client(report: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _pages(report: Json) -> str:
+    goal = report["goalSeconds"]
+    about = (
+        "In chromium, beside an empty page with the same headers, served on loopback: 2,000,000 steps, ten "
+        "interruptions, a hundred events in a week (`pages`)."
+    )
+    lines = [
+        "## The page of a job",
+        "",
+        f"{about} Goal: 1,000 workers loaded within {goal:g} s. {report['machine']}.",
+        "",
+        "| workers | KiB | sent | made, processor s | painted s | loaded s, lowest to highest |",
+        "|---" * 6 + "|",
+    ]
+    for row in report["rows"]:
+        low, high = row["loadRange"]
+        missed = ", **missed**" if row["loadSeconds"] > goal else ""
+        loaded = f"{row['loadSeconds']:.2f} ({low:.2f} to {high:.2f}){missed}"
+        sizes = f"{row['bytes'] / 1024:.0f} | {row['packedBytes'] / 1024:.1f} KiB"
+        made, name = f"{row['makeCpuSeconds']:.3f}", row["page"].removeprefix("/")
+        lines.append(f"| {name} | {sizes} | {made} | {row['paintSeconds']:.2f} | {loaded} |")
+    return "\n".join(lines) + "\n"
+
+
 PARTS: dict[str, tuple[str, Callable[[Json], str]]] = {
     "Real training processes": ("recovery", _recovery),
     "The start of a job": ("first_step", _first_step),
@@ -373,6 +397,7 @@ PARTS: dict[str, tuple[str, Callable[[Json], str]]] = {
     "Fine-tuning": ("finetuning", _finetuning),
     "Data": ("loader", _loader),
     "kubectl trn": ("client", _client),
+    "The page of a job": ("pages", _pages),
 }
 """Heading of a part -> the benchmark and what writes it, in the order of the page."""
 

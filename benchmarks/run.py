@@ -30,6 +30,7 @@ NAMES = (
     "loader",
     "scale",
     "client",
+    "pages",
 )
 SCALABLE = ("fleet", "jobset", "coordinator", "growth", "flood", "training_speed", "finetuning")
 """Those that know `--quick`."""

@@ -26,7 +26,7 @@ from trainium_contract.views.job_from_status import job_view  # noqa: E402
 from trainium_contract.views.workers import pod_rows, workers_view  # noqa: E402
 
 PICTURE = ROOT / "docs/images/page.png"
-HEIGHT = 1250
+HEIGHT = 1980
 _STEP = re.compile(r"rank 0 INFO step (\d+)/\d+: loss ([0-9.]+)")
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     job, curve = recorded("job"), LiveCurve()
     for step, loss in _STEP.findall(recorded_log()):
         curve.add(int(step), float(loss))
-    members, pods = decode_members(recorded("membership")), pod_rows(recorded("pods"))
+    members, pods = decode_members(recorded("membership")), pod_rows(recorded("pods"), NOW)
     view = job_view(job, now=NOW, workers=workers_view(pods, members), events=event_views(recorded("events")["items"]))
     report = Report(view, interruptions(job["status"]), members, None, curve.points, (), pods)
     with tempfile.TemporaryDirectory() as folder, browser() as tab:

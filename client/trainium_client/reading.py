@@ -46,7 +46,7 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
     record, rows, told = found
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
-    pods = () if isinstance(rows, Missing) else pod_rows(rows)
+    pods = () if isinstance(rows, Missing) else pod_rows(rows, now)
     workers = None if isinstance(rows, Missing) else workers_view(pods, members)
     # A job that never began has no membership: that is no gap in what is shown.
     gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", told))

@@ -25,7 +25,7 @@ body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page)
 body{{padding:0 1rem}}a{{color:#3f77c4}}
 h1{{font-size:1.5rem;margin:0}}h2{{font-size:1.1rem;margin:2.2rem 0 .6rem}}p.soft,td.soft,.legend{{color:var(--soft)}}
 dl{{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1.2rem}}dl{{background:var(--card);padding:1rem}}
-dt{{font-weight:600}}dd{{margin:0;overflow-wrap:anywhere}}.scroll{{overflow-x:auto}}
+dt{{font-weight:600}}dd{{margin:0;overflow-wrap:anywhere}}.scroll{{overflow-x:auto}}.scroll svg{{min-width:52rem}}
 table{{border-collapse:collapse;width:100%;font-size:.88rem}}th,td{{text-align:left;padding:.3rem .6rem}}
 th,td{{border-bottom:1px solid var(--line);vertical-align:top}}
 td{{overflow-wrap:anywhere}}th,td.short{{white-space:nowrap}}

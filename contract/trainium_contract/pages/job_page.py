@@ -6,14 +6,16 @@ what it shows are moments and not ages, and a section changes only when somethin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
-from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
-from trainium_contract.pages.words import clock, count, duration, figure, plural, share, size
+from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
+from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
+from trainium_contract.pages.worker_times import worker_times_html
 
 if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 MOST_ROWS = 2_000
 """Workers and squares on a page; beyond it a count."""
 MOST_EVENTS = 100
+_LONGEST_MESSAGE = 240
+"""Of an interruption: what a worker printed at length is for `kubectl trn why`."""
+_MOMENTS = 200
+"""Into so many the time of a job is divided where its pictures end now."""
 _KEY = "green: runs (members, where that is known); grey: runs, no member; yellow: pending; red: anything else"
 
 
@@ -70,6 +76,7 @@ def _sections(report: Report, now: float) -> str:
         section("curve", _curve(report)),
         section("time", _time(report)),
         section("history", _history(report, now)),
+        section("times", _times(report, now)),
         section("workers", _workers(report)),
         section("checkpoints", _checkpoints(report)),
         section("results", _results(view)),
@@ -111,7 +118,7 @@ def _curve(report: Report) -> str:
     if any(each.highest > each.lowest for each in report.curve):
         keys.append("the band: lowest and highest of the steps that a point stands for")
     keys += [report.curve_note] if report.curve_note else []
-    return f"<h2>Loss</h2>{drawn}<p class=soft>{escape('; '.join(keys))}</p>" if drawn else ""
+    return f"<h2>Loss</h2><div class=scroll>{drawn}</div><p class=soft>{escape('; '.join(keys))}</p>" if drawn else ""
 
 
 def _time(report: Report) -> str:
@@ -127,28 +134,57 @@ def _time(report: Report) -> str:
 def _history(report: Report, now: float) -> str:
     if not report.entries:
         return "<h2>Interruptions</h2><p class=soft>Nothing has interrupted this job.</p>"
-    spans = [
-        (f"{each.cause}", each.at, each.at + (each.recovered_seconds or (0.0 if each.stopped else now - each.at)),
-         f"{clock(each.at)}: {each.cause} -> {each.rung} {each.pod}")
-        for each in report.entries if each.at is not None
-    ]  # fmt: skip
-    begin = min((since for _, since, _, _ in spans), default=now)
-    end = max((until for _, _, until, _ in spans), default=now)
-    margin = max(30.0, (end - begin) * 0.05)
+    spans: dict[str, list[tuple[float, float, int, str]]] = {}
+    for each in report.entries:
+        if each.at is not None:
+            until = each.at + (each.recovered_seconds or (0.0 if each.stopped else now - each.at))
+            told = f"{clock(each.at)}: {each.cause} -> {each.rung} {each.pod}"
+            colour = 1 + list({**spans, each.cause: ()}).index(each.cause) % (len(COLOURS) - 1)
+            spans.setdefault(each.cause, []).append((each.at, until, colour, told))
     rows = [
         (clock(each.at), each.cause, each.rung, each.pod, each.node,
          "-" if each.stopped else "open" if each.open else duration(each.recovered_seconds),
-         "-" if each.steps_lost is None else str(each.steps_lost), each.message)
+         "-" if each.steps_lost is None else str(each.steps_lost), shortened(each.message, _LONGEST_MESSAGE))
         for each in report.entries
     ]  # fmt: skip
     head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")
-    drawn = timeline(begin - margin, end + margin, spans)
+    moments = [at for each in spans.values() for since, until, _, _ in each for at in (since, until)] or [now]
+    margin = max(30.0, (max(moments) - min(moments)) * 0.05)
+    drawn = timeline(min(moments) - margin, max(moments) + margin, tuple(spans.items()), "Interruptions by time")
     return f"<h2>Interruptions</h2>{drawn}{table(head, rows)}"
 
 
-def _workers(report: Report) -> str:
+def _life(report: Report, now: float) -> tuple[float, float]:
+    """When the job was created, and its end or about now: a live page is not to change at each look."""
+    view = report.view
+    times = [each.at for each in report.entries if each.at is not None]
+    created = now if view.age_seconds is None else now - view.age_seconds
+    begin, end = min([float(round(created)), *times]), max([now if view.ended_at is None else view.ended_at, *times])
+    grain = max(10.0, (end - begin) / _MOMENTS)
+    return begin, end if view.ended_at is not None else begin + math.ceil((end - begin) / grain) * grain
+
+
+def _times(report: Report, now: float) -> str:
+    begin, end = _life(report, now)
+    return worker_times_html(
+        report.entries,
+        report.pods,
+        report.members,
+        _ranks_of(report),
+        begin=begin,
+        end=end,
+        first_step=report.view.started_at,
+        over=report.view.ended,
+    )
+
+
+def _ranks_of(report: Report) -> dict[str, str]:
     members = report.members
-    ranks = {row.pod: _ranks(row.rank, members.processes_per_node) for row in members.rows} if members else {}
+    return {row.pod: _ranks(row.rank, members.processes_per_node) for row in members.rows} if members else {}
+
+
+def _workers(report: Report) -> str:
+    members, ranks = report.members, _ranks_of(report)
     known = members is not None
     cells = [_square(each, ranks.get(each.name, "") if known else None) for each in report.pods[:MOST_ROWS]]
     drawn = squares(cells, "Workers by state")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,16 @@ COLOURS = ("#2f9e63", "#c2453d", "#d08a1d", "#3f77c4", "#8a5bc0", "#5f6b76", "#b
 """The first stands for what is good, the second for what is not; in a page they are the classes c0, c1, …"""
 GOOD, BAD, WAITS, OTHER = 0, 1, 2, 5
 _SQUARE, _GAP = 14, 2
+_ROW, _NAMES = 24, 150
+"""Of a timeline: height of a row, and where the names end."""
+_DAY = 86_400
+_STEPS = (
+    1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 10_800, 21_600, 43_200, _DAY, 2 * _DAY, 7 * _DAY,
+    14 * _DAY, 28 * _DAY,
+)  # fmt: skip
+"""Seconds between two marks of time."""
+_MOST_MARKS = 7
+_HALF_WORDS = 40
 
 
 class Axis:
@@ -95,26 +106,50 @@ def share_bar(parts: Sequence[tuple[str, float]], *, first: int = 0) -> str:
     return f'{_svg(28, drawn, "Where the time went")}<p class="legend">{"".join(legend)}</p>'
 
 
-def timeline(begin: float, end: float, spans: Sequence[tuple[str, float, float, str]]) -> str:
-    """Rows of spans (row, from, to, what) between two moments."""
-    rows = list(dict.fromkeys(row for row, _, _, _ in spans))
+def timeline(
+    begin: float, end: float, rows: Sequence[tuple[str, Sequence[tuple[float, float, int, str]]]], label: str
+) -> str:
+    """Rows of spans (from, to, colour, what) between two moments, above an axis of times in UTC."""
     if not rows or end <= begin:
         return ""
-    across, height = Axis(begin, end, 150, WIDTH - _RIGHT), 24 * len(rows) + 8
+    across, bottom = Axis(begin, end, _NAMES, WIDTH - _RIGHT), _ROW * len(rows) + 8
     parts = []
-    for at, row in enumerate(rows):
-        y = 24 * at + 4
+    for at, words in time_marks(begin, end):
+        x = across.at(at)
+        parts += [_line(x, 0, x, bottom, "grid"), _text(x, bottom + 16, words, _anchor(x))]
+    parts.append(_text(_NAMES - 6, bottom + 16, "UTC", "end"))
+    for at, (row, spans) in enumerate(rows):
+        y = _ROW * at + 4
         parts += [
-            _text(144, y + 14, shortened(row, _LONGEST_NAME), "end"),
-            _line(150, y + 10, WIDTH - _RIGHT, y + 10, "grid"),
+            _text(_NAMES - 6, y + 14, shortened(row, _LONGEST_NAME), "end"),
+            _line(_NAMES, y + 10, WIDTH - _RIGHT, y + 10, "grid"),
         ]
-        for _, since, until, title in (span for span in spans if span[0] == row):
+        for since, until, colour, title in sorted(spans, key=lambda span: span[2] == BAD):  # on top, they are short
             x = across.at(since)
             width = max(3.0, across.at(until) - x)
-            colour = f"c{1 + at % (len(COLOURS) - 1)}"
-            place = f'x="{x}" y="{y + 2}" width="{width:.1f}" height="16" rx="2" class="{colour}"'
+            place = f'x="{x}" y="{y + 2}" width="{width:.1f}" height="16" rx="2" class="c{colour}"'
             parts.append(f"<rect {place}>{_title(title)}</rect>")
-    return _svg(height, parts, "Interruptions by time")
+    return f"<div class=scroll>{_svg(bottom + 24, parts, label)}</div>"
+
+
+def time_marks(begin: float, end: float) -> list[tuple[float, str]]:
+    """Round moments between two of Unix time, at most nine, with their words in UTC; a day is named where it begins."""
+    step = next((each for each in _STEPS if (end - begin) / each <= _MOST_MARKS), None)
+    if step is None:  # longer than any job
+        step = math.ceil((end - begin) / _MOST_MARKS / _DAY) * _DAY
+    found, day = [], ""
+    for number in range(math.ceil(begin / step), math.floor(end / step) + 1):
+        moment = datetime.fromtimestamp(number * step, UTC)
+        date, hour = moment.strftime("%b %d").replace(" 0", " "), moment.strftime("%H:%M:%S" if step < 60 else "%H:%M")
+        words = date if step >= _DAY else hour if date == day else f"{date} {hour}"
+        day = date
+        found.append((float(number * step), words))
+    return found
+
+
+def _anchor(x: float) -> str:
+    """Of words below a mark: what is near the right edge stays inside."""
+    return "end" if x > WIDTH - _RIGHT - _HALF_WORDS else "middle"
 
 
 def squares(cells: Sequence[tuple[int, str]], label: str) -> str:

@@ -85,6 +85,10 @@ class JobView:
     stage: str
     stage_share: float | None
     age_seconds: float | None
+    started_at: float | None
+    """Unix seconds of the first step."""
+    ended_at: float | None
+    """Unix seconds when it completed or failed."""
     step: int
     total_steps: int
     share: float | None

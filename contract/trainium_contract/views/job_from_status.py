@@ -43,6 +43,8 @@ def job_view(
         stage=text(status, "stage"),
         stage_share=number(status, "stageProgress"),
         age_seconds=_since(text(metadata, "creationTimestamp"), now),
+        started_at=seconds_of(text(status, "startTime")),
+        ended_at=seconds_of(text(status, "completionTime")),
         step=step,
         total_steps=total,
         share=min(1.0, step / total) if total > 0 else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
+_AGE, _PART_OF_AGE = re.compile(r"(?:\d{1,6}[ydhms]){1,3}"), re.compile(r"(\d+)([ydhms])")
+_UNITS = {"y": 31_536_000.0, "d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 _NOWHERE = "<none>"
 """In the server's table, of a pod without a node."""
 
@@ -24,6 +28,8 @@ class PodRow:
     """As kubectl shows it: Running, Pending, Error, CrashLoopBackOff, Terminating."""
     node: str
     """Empty where it has none yet."""
+    created: float | None = None
+    """Unix seconds, as well as it is known; a table of kubectl tells ages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +100,25 @@ def members_view(record: Mapping[str, Any]) -> Members:
     return Members(whole(record, "generation"), max(1, whole(record, "processesPerNode", 1)), tuple(rows))
 
 
-def pod_rows(table: Mapping[str, Any]) -> tuple[PodRow, ...]:
-    """Pods from the server's table."""
+def pod_rows(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow, ...]:
+    """Pods from the server's table; since when there are any only with `now`."""
     columns = [_CELLS.get(text(each, "name"), "") for each in objects(table, "columnDefinitions")]
     found = []
     for row in objects(table, "rows"):
         values = row.get("cells")
         cells = dict(zip(columns, values, strict=False)) if isinstance(values, list) else {}
-        name, state, node = (plain(str(cells.get(key) or "")) for key in ("name", "state", "node"))
-        found.append(PodRow(name, state, "" if node == _NOWHERE else node))
+        name, state, node, age = (plain(str(cells.get(key) or "")) for key in ("name", "state", "node", "age"))
+        seconds = _age_seconds(age) if now is not None else None
+        created = now - seconds if now is not None and seconds is not None else None
+        found.append(PodRow(name, state, "" if node == _NOWHERE else node, created))
     return tuple(found)
+
+
+def _age_seconds(age: str) -> float | None:
+    """Of `3m34s`, as the server writes ages; None for anything else."""
+    if not _AGE.fullmatch(age):
+        return None
+    return math.fsum(float(count) * _UNITS[unit] for count, unit in _PART_OF_AGE.findall(age))
 
 
 def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView:

@@ -137,9 +137,9 @@ class AlertKind(StrEnum):
     """What a trainer's monitors tell as an event; the values are reasons of events."""
 
     LOSS_SPIKE = "LossSpike"
-    """The gradient norm has been far above its mean for long."""
+    """The gradient norm has been above all that came before for long, and the loss does not fall."""
     LOSS_ALARM = "LossAlarm"
-    """The loss is far above its lowest."""
+    """The level of the loss is above its lowest by more than noise makes it."""
     STEP_SKIPPED = "StepSkipped"
     """Loss or gradient of a step was not finite, and the update was left out."""
 

@@ -196,7 +196,7 @@ def _as_stored(record: JobRecord) -> dict[str, Any]:
 def _pod_row(pod: PodView) -> PodRow:
     """With its state as kubectl shows it."""
     state = "Terminating" if pod.deleting else pod.reason or _STATES.get(pod.phase, pod.phase.value)
-    return PodRow(pod.name, state, pod.node)
+    return PodRow(pod.name, state, pod.node, pod.created or None)
 
 
 def _row(record: JobRecord) -> JobRow:

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,14 @@ class Api:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def established(self, definition: str) -> None:
+        """Wait until jobs can be written; kubectl's own wait fails while a new definition has no condition at all."""
+        deadline = time.monotonic() + 20
+        command = ("wait", "--for=condition=Established", f"crd/{definition}", "--timeout=20s")
+        while (done := self.run("kubectl", *command)).returncode:
+            assert time.monotonic() < deadline, done.stderr
+            time.sleep(0.1)
+
     def helm(self, *arguments: str) -> str:
         """Standard output of a helm that must succeed."""
         done = self.run("helm", *arguments)
@@ -83,7 +92,7 @@ def defined(api: Api) -> Iterator[Api]:
     api.kubectl(
         "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(custom_resource_definition())
     )
-    api.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev", "--timeout=20s")
+    api.established("trainingjobs.trainium.dev")
     api.run("kubectl", "create", "namespace", NAMESPACE)
     yield api
     api.run("kubectl", "delete", "namespace", NAMESPACE, "--wait=false")

@@ -41,7 +41,7 @@ def older(defined: Api, previous: Previous) -> Iterator[Api]:
     definition["spec"]["group"] = GROUP
     definition["spec"]["names"].update(shortNames=[], categories=[])
     defined.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(definition))
-    defined.kubectl("wait", "--for=condition=Established", f"crd/trainingjobs.{GROUP}", "--timeout=20s")
+    defined.established(f"trainingjobs.{GROUP}")
     yield defined
     defined.kubectl("delete", "crd", f"trainingjobs.{GROUP}")
 

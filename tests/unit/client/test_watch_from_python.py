@@ -111,8 +111,9 @@ def test_without_a_kernel_there_is_no_notebook(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("verb", ["job.watch", "await aio.TrainingJob('llama', kubeconfig=kubeconfig).watch"])
 def test_in_a_real_kernel_the_cell_shows_the_last_state_alone(server: ApiServer, verb: str) -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
+    import nbclient
+    import nbformat
+
     begin = f"""
 from trainium_client import TrainingJob, aio
 kubeconfig = {str(server.kubeconfig)!r}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_trainer.exits import StorageError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
-from trainium_trainer.monitor.watch import Device, Past, Watch, read_past
+from trainium_trainer.monitor.watch import Device, Past, Watch, read_past, rules_of
 from trainium_trainer.monitor.writers import Recorder
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class History:
             with self._tolerant():
                 Recorder.rewind(self._root, position.step)
             with self._tolerant():
-                past = read_past(self._root, config.monitor.spike_window, self.aside, last=position.step)
+                past = read_past(self._root, rules_of(config.monitor), self.aside, last=position.step)
         watch = _watch(settings, past, mesh)
         if mesh.rank == 0:
             with self._tolerant():

@@ -67,9 +67,13 @@ class StepFigures:
             "seconds": None if self.seconds is None else round(self.seconds, 6),
             "time": round(time.time(), 6),
             "productiveSeconds": round(self.productive_seconds, 3),
-            "lowestGradNorm": _finite(stability.lowest_norm),
             "spikes": stability.spikes,
             "spikeSteps": stability.spike_steps,
+            "spikeTold": stability.spike_told,
+            "lossDifferences": stability.differences,
+            "lossNoise": stability.noise,
+            "lowestLoss": _finite(stability.lowest),
+            "lowestLossNoise": stability.lowest_noise,
             "alarm": stability.alarm,
         }
         measured = {

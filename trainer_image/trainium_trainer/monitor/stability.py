@@ -1,9 +1,19 @@
-"""HLAT's rules of a stable run, as pure functions: spikes of the gradient norm, and the alarm about its growth.
+"""Is the run stable? Spikes of the gradient norm, and the alarm about a loss that has risen; pure functions.
 
-A spike (arXiv 2404.10630, section 4): the norm is above r + 0.1, where r is the mean of the 20 steps before, whatever
-they were; it lasts until the norm is at or below that bound again. It is told only when the loss does not fall in it:
-in the first steps of a run the norm rises with the learning rate, and all is well. Alarm: the norm is above three times
-its lowest, long before a loss that diverges is as far from its own; it lasts until no norm of the newest 20 steps is.
+A spike (HLAT, arXiv 2404.10630, section 4): the norm is above r + 0.1, where r is the mean of the 20 steps before,
+whatever they were; it lasts until the norm is at or below that bound again. At small batches ordinary noise makes many,
+so all are counted, and one is told only when, after 10 steps of it or later, each of the newest 10 norms is above each
+of the 20 before them, and the median of their losses is not below that of the 10 losses before. Of 30 norms that differ
+by chance alone the newest 10 are the highest once in C(30, 10) = 30,045,015 times: the bound of false words, per step.
+
+The alarm: the level of the loss, which is the median of the newest 100 steps, is above the lowest level so far by three
+times the noise, which is the mean difference of two successive losses as it was at that level; and by a twentieth of
+that level. What a single step shows decides nothing, and neither does the gradient norm: in ordinary training it grows
+tenfold while the loss falls. With losses of any distribution that scatter independently about a level that does not
+rise, two medians are so far apart with a probability below 4e-10 per step: for any share p, the distance of quantiles
+p and 1 - p is at most the mean difference over 2 p (1 - p), so one of the two medians is outside the quantiles 0.2113
+and 0.7887, and 50 of 100 values below the first of them are that rare (`chance`). A loss that jumps is alarmed about
+after 50 to 51 steps.
 
 Invariants: the state is a value that follows from the steps alone, so a resumed run judges as if it had not been
 interrupted; a step whose loss or norm is not finite is not judged and changes nothing.
@@ -13,19 +23,44 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import median
+
+LEVEL_STEPS = 100
+"""Whose median is a level; before there are as many, there is none and no alarm."""
+_NOISE_STEPS = 500
+"""About so many steps are in the mean difference of losses; from the first, until there are as many."""
+_LONGEST_COMPARED = 1000
+"""A spike of more steps is none of noise, whatever its norms are."""
+_LEAST_RISE = 0.05
+"""Of the lowest level: where the noise of a large batch is tiny, drifts of the data are not an alarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Bounds; the defaults are HLAT's."""
+    """Bounds; those of spikes are HLAT's by default."""
 
     window: int = 20
-    """Steps of the mean; before there are as many, nothing is a spike and no alarm is raised."""
+    """Steps of the mean; before there are as many, nothing is a spike."""
     margin: float = 0.1
     told_after: int = 10
     """Steps that a spike must last to be worth an event."""
     alarm_ratio: float = 3.0
-    """Of the lowest gradient norm so far."""
+    """Rise of the loss in units of its noise."""
+
+    @property
+    def compared(self) -> int:
+        """Newest steps that are held against a window before them when a spike may be told."""
+        return min(self.told_after, self.window)
+
+    @property
+    def reach(self) -> int:
+        """Steps between that window and now: the whole spike, if it is not too long to be remembered."""
+        return self.told_after if self.told_after <= _LONGEST_COMPARED else self.compared
+
+    @property
+    def kept(self) -> int:
+        """Steps whose losses and norms are the state's."""
+        return max(LEVEL_STEPS, self.window + self.reach)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +68,25 @@ class Stability:
     """What is known after a step."""
 
     losses: tuple[float, ...] = ()
-    """Of the newest steps, at most a window, newest last."""
+    """Of the newest steps, at most `Rules.kept`, newest last."""
     norms: tuple[float, ...] = ()
-    """Gradient norms of the newest steps, at most a window, newest last."""
+    """Gradient norms of the same steps."""
     spikes: int = 0
     """Spikes that have begun since the first step of the run."""
     spike_steps: int = 0
     """Steps that the present spike has lasted; 0 when there is none."""
-    lowest_norm: float = math.inf
-    """Of the gradient, so far; a step without any gradient does not count."""
+    spike_told: bool = False
+    """The present spike has been told."""
+    differences: int = 0
+    """Pairs of successive losses so far, at most as many as the noise is the mean of."""
+    noise: float = 0.0
+    """Mean difference of two successive losses."""
+    lowest: float = math.inf
+    """Lowest level of the loss so far."""
+    lowest_noise: float = 0.0
+    """The noise when it was reached."""
     alarm: bool = False
-    """The norm has left its lowest too far behind, in this step or not a window ago."""
+    """The loss has risen too far, and has not come half of the way back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +99,11 @@ class Judgement:
     spike_ended_after: int = 0
     """Steps that the spike lasted which this step ended; 0 when it ended none."""
     spike_told: bool = False
-    """The spike has lasted long enough to be told, and the loss does not fall in it; true at most once per spike."""
+    """The spike has lasted long enough to be told, and is none that noise makes; true at most once per spike."""
+    level: float = math.nan
+    """Median of the newest losses; NaN before there are enough."""
     alarm_raised: bool = False
-    """True once for each time that the norm leaves its lowest too far behind."""
+    """True once for each time that the loss rises too far."""
 
 
 def judge(before: Stability, rules: Rules, *, loss: float, gradient_norm: float) -> Judgement:
@@ -68,23 +113,81 @@ def judge(before: Stability, rules: Rules, *, loss: float, gradient_norm: float)
     full = len(before.norms) >= rules.window
     bound = math.fsum(before.norms[-rules.window :]) / rules.window + rules.margin if full else math.inf
     above = gradient_norm > bound
-    raised = full and not before.alarm and gradient_norm > rules.alarm_ratio * before.lowest_norm
-    norms = (*before.norms, gradient_norm)[-rules.window :]
-    learns = bool(before.losses) and loss < math.fsum(before.losses) / len(before.losses)
-    lowest = min(before.lowest_norm, gradient_norm) if gradient_norm > 0.0 else before.lowest_norm
     after = replace(
-        before,
-        losses=(*before.losses, loss)[-rules.window :],
-        norms=norms,
+        _with_noise(before, loss),
+        losses=(*before.losses, loss)[-rules.kept :],
+        norms=(*before.norms, gradient_norm)[-rules.kept :],
         spikes=before.spikes + (above and before.spike_steps == 0),
         spike_steps=before.spike_steps + 1 if above else 0,
-        lowest_norm=lowest,
-        alarm=raised or (before.alarm and max(norms) > rules.alarm_ratio * lowest),
     )
+    after, level = _with_level(after, rules.alarm_ratio)
+    known = before.spike_told and above
+    told = not known and after.spike_steps >= rules.told_after and _stands_out(after, rules)
+    after = replace(after, spike_told=known or told)
     return Judgement(
         after=after,
         bound=bound,
         spike_ended_after=0 if above else before.spike_steps,
-        spike_told=after.spike_steps == rules.told_after and not learns,
-        alarm_raised=raised,
+        spike_told=told,
+        level=level,
+        alarm_raised=after.alarm and not before.alarm,
     )
+
+
+def resumed(
+    losses: tuple[float, ...], norms: tuple[float, ...], rules: Rules, *, spikes: int = 0, spike_steps: int = 0
+) -> Stability:
+    """The state after these steps where no more is known of it: noise and lowest level begin with them.
+
+    A spike that has lasted long enough counts as told.
+    """
+    state = Stability(losses=losses[:1], norms=norms[:1])
+    for loss, norm in zip(losses[1:], norms[1:], strict=True):
+        state = judge(state, rules, loss=loss, gradient_norm=norm).after
+    told = spike_steps >= rules.told_after
+    return replace(state, spikes=spikes, spike_steps=spike_steps, spike_told=told, alarm=False)
+
+
+def chance(ratio: float) -> float:
+    """Bound of a false alarm at one step, for losses of any distribution about a level that does not rise.
+
+    Two medians are further apart than `ratio` mean differences; twice a tail of the binomial distribution.
+    """
+    if ratio <= 2.0:
+        return 1.0
+    outside = (1 - math.sqrt(1 - 2 / ratio)) / 2
+    half = LEVEL_STEPS // 2
+    tail = (
+        math.comb(LEVEL_STEPS, many) * outside**many * (1 - outside) ** (LEVEL_STEPS - many)
+        for many in range(half, LEVEL_STEPS + 1)
+    )
+    return 2 * math.fsum(tail)
+
+
+def _with_noise(before: Stability, loss: float) -> Stability:
+    if not before.losses:
+        return before
+    count = min(before.differences + 1, _NOISE_STEPS)
+    difference = abs(loss - before.losses[-1])
+    return replace(before, differences=count, noise=before.noise + (difference - before.noise) / count)
+
+
+def _with_level(state: Stability, ratio: float) -> tuple[Stability, float]:
+    """With the lowest level and the alarm; and the level."""
+    if len(state.losses) < LEVEL_STEPS:
+        return state, math.nan
+    level = median(state.losses[-LEVEL_STEPS:])
+    if level < state.lowest:
+        state = replace(state, lowest=level, lowest_noise=state.noise)
+    rise = max(ratio * state.lowest_noise, _LEAST_RISE * abs(state.lowest))
+    return replace(state, alarm=level - state.lowest > (rise / 2 if state.alarm else rise)), level
+
+
+def _stands_out(state: Stability, rules: Rules) -> bool:
+    """Whether each of the newest norms is above all before the spike, and the loss has not fallen with them."""
+    newest, ago = rules.compared, rules.reach
+    if len(state.norms) < rules.window + ago:
+        return False
+    norms, losses = state.norms[-rules.window - ago : -ago], state.losses[-newest - ago : -ago]
+    higher = rules.told_after > _LONGEST_COMPARED or min(state.norms[-newest:]) > max(norms)
+    return higher and median(state.losses[-newest:]) >= median(losses)

@@ -17,7 +17,7 @@ from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilisation
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, kept_aside, newest_lines
-from trainium_trainer.monitor.stability import Judgement, Rules, Stability, judge
+from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Rules, Stability, judge, resumed
 from trainium_trainer.monitor.throughput import Throughput
 from trainium_trainer.monitor.writers import METRICS_NAME
 
@@ -71,27 +71,40 @@ def rules_of(config: MonitorConfig) -> Rules:
     )
 
 
-def read_past(root: Path, window: int, aside: Path | None = None, *, last: int | None = None) -> Past:
+def read_past(root: Path, rules: Rules, aside: Path | None = None, *, last: int | None = None) -> Past:
     """The state after the last line of the history below `root`; lines of earlier versions tell less.
 
     `aside`: see `lines.LineWriter`, as of the step `last`. Raises StorageError.
     """
-    lines = newest_lines(root / METRICS_NAME, 2 * window)  # skipped steps have no norm
+    lines = newest_lines(root / METRICS_NAME, 2 * rules.kept)  # skipped steps have no norm
     lines += [json.loads(line) for line in kept_aside(root / METRICS_NAME, aside, last=last)]
     first = first_line(root / METRICS_NAME)
     if not lines or first is None:
         return Past()
     newest = lines[-1]
-    norms = tuple(line["gradNorm"] for line in lines if line["gradNorm"] is not None)
-    stability = Stability(
-        losses=tuple(line["loss"] for line in lines if line["gradNorm"] is not None)[-window:],
-        norms=norms[-window:],
-        spikes=newest.get("spikes", 0),
-        spike_steps=newest.get("spikeSteps", 0),
-        lowest_norm=_or(newest.get("lowestGradNorm"), min((norm for norm in norms if norm > 0.0), default=math.inf)),
-        alarm=newest.get("alarm", False),
+    began = first["time"] - _or(first["seconds"], 0.0)
+    return Past(_stability(lines, rules), newest.get("productiveSeconds", 0.0), began)
+
+
+def _stability(lines: list[dict[str, Any]], rules: Rules) -> Stability:
+    newest = lines[-1]
+    judged = [line for line in lines if line["gradNorm"] is not None and line["loss"] is not None][-rules.kept :]
+    losses, norms = (tuple(line[name] for line in judged) for name in ("loss", "gradNorm"))
+    spikes, spike_steps = newest.get("spikes", 0), newest.get("spikeSteps", 0)
+    if "lossNoise" not in newest:  # before there were levels of the loss
+        return resumed(losses, norms, rules, spikes=spikes, spike_steps=spike_steps)
+    return Stability(
+        losses=losses,
+        norms=norms,
+        spikes=spikes,
+        spike_steps=spike_steps,
+        spike_told=newest["spikeTold"],
+        differences=newest["lossDifferences"],
+        noise=newest["lossNoise"],
+        lowest=_or(newest["lowestLoss"], math.inf),
+        lowest_noise=newest["lowestLossNoise"],
+        alarm=newest["alarm"],
     )
-    return Past(stability, newest.get("productiveSeconds", 0.0), first["time"] - _or(first["seconds"], 0.0))
 
 
 class Watch:
@@ -158,7 +171,7 @@ class Watch:
         self._resumed = self._resumed and not here
         if judgement.spike_ended_after >= self._rules.told_after:
             _log.info("step %d: gradient norm is back after a spike of %d steps", step, judgement.spike_ended_after)
-        return figures, tuple(_alerts(self._rules, judgement, step=step, loss=loss, norm=grad_norm))
+        return figures, tuple(_alerts(self._rules, judgement, step=step, norm=grad_norm))
 
     def _utilisation(self, speed: float | None) -> float | None:
         if speed is None:
@@ -166,15 +179,16 @@ class Watch:
         return utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak)
 
 
-def _alerts(rules: Rules, judgement: Judgement, *, step: int, loss: float, norm: float) -> list[Alert]:
+def _alerts(rules: Rules, judgement: Judgement, *, step: int, norm: float) -> list[Alert]:
     found = []
     if judgement.spike_told:
         found.append(
             Alert(
                 AlertKind.LOSS_SPIKE,
                 f"Step {step}: the gradient norm, {norm:.4g}, has been above {judgement.bound:.4g} (the mean of "
-                f"{rules.window} steps + {rules.margin:g}) for {rules.told_after} steps; it is spike "
-                f"{judgement.after.spikes} of this run. If the loss follows, lower optimizer.learningRate or go back "
+                f"{rules.window} steps + {rules.margin:g}) for {rules.told_after} steps, "
+                "above all that came before it, and the loss does not fall; it is spike "
+                f"{judgement.after.spikes} of this run. If the loss rises, lower optimizer.learningRate or go back "
                 "to an earlier checkpoint.",
             )
         )
@@ -182,9 +196,10 @@ def _alerts(rules: Rules, judgement: Judgement, *, step: int, loss: float, norm:
         found.append(
             Alert(
                 AlertKind.LOSS_ALARM,
-                f"Step {step}: the gradient norm, {norm:.4g}, is above {rules.alarm_ratio:g} times its lowest, "
-                f"{judgement.after.lowest_norm:.4g} (the loss is {loss:.4g}): the run diverges unless this passes; "
-                "look at metrics.jsonl, then lower optimizer.learningRate or go back to an earlier checkpoint.",
+                f"Step {step}: the loss has risen: the median of {LEVEL_STEPS} steps is {judgement.level:.4g}, and was "
+                f"{judgement.after.lowest:.4g}, when one step differed from the next by "
+                f"{judgement.after.lowest_noise:.2g} (the gradient norm is {norm:.4g}). The run diverges unless this "
+                "passes: look at metrics.jsonl, then lower optimizer.learningRate or go back to an earlier checkpoint.",
             )
         )
     return found

@@ -258,15 +258,29 @@ def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tm
     assert record.durable_step == 5
 
 
-def test_an_alarm_about_the_gradient_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
+def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "r0"
-    overrides = ["optimizer.learningRate=1", "monitor.alarmRatio=1.5", "monitor.spikeWindow=5"]
-    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file))
+    assert launch(1, "run", ["steps=110", "schedule.kind=Constant"]).wait() == [0]
+    job = launch(1, "run", ["steps=220", "optimizer.learningRate=1"], TRAINIUM_PROGRESS_FILE=str(file))
     assert job.wait() == [0], job.log()
     (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]
     told = json.loads(alerts_path(file).read_text())["LossAlarm"]
     assert told["step"] == raised
     assert f"WARNING {told['message']}" in job.log()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ordinary_training_at_a_tiny_batch_tells_of_no_alarm_and_no_spike(
+    launch: Launcher, tmp_path: Path, seed: int
+) -> None:
+    file = tmp_path / "r0"
+    overrides = [f"seed={seed}", "batch.globalSize=1", "batch.microSize=1", "steps=400"]
+    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file))
+    assert job.wait() == [0], job.log()
+    norms = [line["gradNorm"] for line in job.metrics()]
+    assert max(norms) > 3 * min(norms), "it is no quiet run"
+    assert not any(line["alarm"] for line in job.metrics())
+    assert not alerts_path(file).exists()
 
 
 def test_a_failed_run_says_so_in_its_progress(launch: Launcher, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from trainium_contract.trainer.monitor import MonitorConfig
 from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.figures import StepFigures, perplexity
 from trainium_trainer.monitor.lines import LineWriter
-from trainium_trainer.monitor.watch import Alert, Device, Past, Watch, read_past
+from trainium_trainer.monitor.watch import Alert, Device, Past, Watch, read_past, rules_of
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG = MonitorConfig(spike_window=5, spike_event_steps=3)
+RULES = rules_of(CONFIG)
 CPU = Device(torch.device("cpu"), count=4, peak=None)
 
 
@@ -50,15 +51,19 @@ def write(root: Path, figures: list[StepFigures]) -> None:
 
 def test_judgements_over_a_restart_at_any_step_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
     choose = random.Random(1)
-    values = [(choose.uniform(1, 2) + step / 10, 5.0 if step % 11 > 6 else 1.0) for step in range(40)]
+    high = [60 < step % 100 < 70 for step in range(260)]
+    values = [
+        (choose.gauss(2, 0.1) + 0.5 * spike + 1.5 * (step > 150), choose.uniform(1, 2) + 9.0 * spike)
+        for step, spike in enumerate(high)
+    ]
     watch = new_watch()
     whole = [take(watch, step, *value) for step, value in enumerate(values, start=1)]
     write(tmp_path, [figures for figures, _ in whole])
     assert {alert.kind for _, alerts in whole for alert in alerts} == {AlertKind.LOSS_SPIKE, AlertKind.LOSS_ALARM}
-    for cut in range(39, -1, -1):
+    for cut in range(259, -1, -7):
         Recorder.rewind(tmp_path, cut)
-        resumed = new_watch(read_past(tmp_path, CONFIG.spike_window))
-        for step in range(cut + 1, 41):
+        resumed = new_watch(read_past(tmp_path, RULES))
+        for step in range(cut + 1, 261):
             figures, alerts = take(resumed, step, *values[step - 1])
             assert figures.stability == whole[step - 1][0].stability
             assert alerts == whole[step - 1][1]
@@ -70,7 +75,7 @@ def test_goodput_is_the_time_in_steps_of_the_history_over_all_time_since_the_fir
     line = take(new_watch(), 4)[0].to_json() | {"productiveSeconds": 60.0}
     first = line | {"step": 1, "time": line["time"] - 100.0, "seconds": 20.0}
     (tmp_path / METRICS_NAME).write_text(json.dumps(first) + "\n" + json.dumps(line) + "\n")
-    past = read_past(tmp_path, 5)
+    past = read_past(tmp_path, RULES)
     assert past.productive_seconds == 60.0
     assert past.began == pytest.approx(line["time"] - 120.0)
     figures, _ = take(new_watch(past), 5, seconds=30.0)
@@ -86,30 +91,49 @@ def test_utilisation_uses_all_devices_of_the_job_and_is_left_out_where_no_peak_i
 
 def test_alerts_name_the_step_the_figures_and_what_to_do() -> None:
     watch = new_watch()
-    for step in range(1, 6):
-        take(watch, step)
-    assert [take(watch, step, norm=2.5)[1] for step in (6, 7)] == [(), ()]
-    ((spike,), (alarm,)) = (take(watch, 8, norm=2.5)[1], take(watch, 9, norm=7.0)[1])
+    for step in range(1, 101):
+        take(watch, step, loss=2.0 + 0.1 * (step % 2))
+    assert [take(watch, step, norm=2.5)[1] for step in (101, 102)] == [(), ()]
+    (spike,) = take(watch, 103, norm=2.5)[1]
+    (alarm,) = [alert for step in range(104, 160) for alert in take(watch, step, loss=3.0)[1]]
     assert spike.kind is AlertKind.LOSS_SPIKE
-    assert "Step 8: the gradient norm, 2.5, has been above" in spike.sentence
-    assert "for 3 steps; it is spike 1" in spike.sentence
-    assert alarm.sentence.startswith("Step 9: the gradient norm, 7, is above 3 times its lowest, 1 (the loss is 2):")
+    assert "Step 103: the gradient norm, 2.5, has been above" in spike.sentence
+    assert "for 3 steps, above all that came before it, and the loss does not fall; it is spike 1" in spike.sentence
+    assert alarm.kind is AlertKind.LOSS_ALARM
+    assert alarm.sentence.startswith("Step 153: the loss has risen: the median of 100 steps is 2.55, and was 2, when")
     assert all("optimizer.learningRate" in alert.sentence for alert in (spike, alarm))
 
 
 def test_a_history_of_an_earlier_version_can_be_gone_on_with(tmp_path: Path) -> None:
     lines = [{"step": n, "loss": 2.0, "gradNorm": None if n == 2 else 1.0, "seconds": None, "time": n} for n in (1, 2)]
     (tmp_path / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    past = read_past(tmp_path, 5)
+    past = read_past(tmp_path, RULES)
     assert past.stability.norms == (1.0,)
     assert past.began == 1.0
-    assert take(new_watch(past), 3)[0].stability.lowest_norm == 1.0
+    assert take(new_watch(past), 3)[0].stability.losses == (2.0, 2.0)
+
+
+def test_levels_begin_with_the_newest_steps_of_an_earlier_version_and_its_alarm_is_forgotten(tmp_path: Path) -> None:
+    choose = random.Random(3)
+    known = {"spikes": 7, "spikeSteps": 2, "alarm": True, "lowestGradNorm": 0.1}
+    lines = [
+        {"step": n, "loss": 4 + choose.gauss(0, 0.1), "gradNorm": 1.0, "seconds": 1.0, "time": n} | known
+        for n in range(1, 301)
+    ]
+    (tmp_path / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    state = read_past(tmp_path, RULES).stability
+    assert (state.spikes, state.spike_steps, state.alarm) == (7, 2, False)
+    assert state.lowest == pytest.approx(4.0, abs=0.1)
+    assert state.noise == pytest.approx(0.113, rel=0.2)
+    watch = new_watch(Past(state))
+    alerts = [alert for step in range(301, 400) for alert in take(watch, step, loss=4 + choose.gauss(0, 0.1))[1]]
+    assert alerts == []
 
 
 def test_a_line_has_what_was_measured_and_no_number_that_json_lacks() -> None:
     figures, _ = take(new_watch(), 1, loss=float("nan"), norm=float("inf"), parameter_norm=float("nan"))
     line = json.loads(json.dumps(figures.to_json(), allow_nan=False))
-    assert (line["loss"], line["gradNorm"], line["lowestGradNorm"]) == (None, None, None)
+    assert (line["loss"], line["gradNorm"], line["lowestLoss"]) == (None, None, None)
     assert not {"perplexity", "validationLoss", "validationPerplexity", "mfu", "deviceBytes", "resumed"} & line.keys()
     assert line["hostBytes"] > 0
 

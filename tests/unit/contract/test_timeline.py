@@ -1,0 +1,173 @@
+"""Who was what when: what is known of each worker's past, what is not, and how it is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from html_page import Page
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_jobs import NOW, recorded
+
+from trainium_contract.pages.job_page import Report, live_job_html, report_html
+from trainium_contract.pages.svg import time_marks, timeline
+from trainium_contract.views.interruptions import InterruptionView, interruptions
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, Was, timeline_of
+from trainium_contract.views.workers import MemberRow, Members, PodRow, pod_rows, workers_view
+
+BEGIN, END = 1_000.0, 11_000.0
+ENTRY = interruptions(recorded("job")["status"])[0]
+
+
+def entry(
+    at: float, pod: str, rung: str = "Spare", generation: int = 1, seconds: float | None = 60.0
+) -> InterruptionView:
+    return replace(ENTRY, at=at, pod=pod, rung=rung, generation=generation, recovered_seconds=seconds)
+
+
+def members(*names: str, generation: int = 1) -> Members:
+    return Members(generation, 1, tuple(MemberRow(at, name, f"node-{at}") for at, name in enumerate(names)))
+
+
+def pod(name: str, state: str = "Running", created: float | None = BEGIN) -> PodRow:
+    return PodRow(name, state, "node", created)
+
+
+def shown(entries: Any, pods: Any, who: Members | None, **changes: Any) -> Timeline:
+    ranks = {} if who is None else {row.pod: str(row.rank) for row in who.rows}
+    return timeline_of(entries, pods, who, ranks, begin=BEGIN, end=END, **changes)
+
+
+def times(found: Timeline, name: str) -> list[tuple[Was, float, float]]:
+    (row,) = [row for row in found.rows if row.name == name]
+    return [(each.was, each.since, each.until) for each in row.segments]
+
+
+def test_who_trains_undisturbed_trained_since_the_first_step() -> None:
+    found = shown([], [pod("w-0")], members("w-0"), first_step=1_500.0)
+    assert times(found, "w-0") == [(Was.HERE, BEGIN, 1_500.0), (Was.TRAINED, 1_500.0, END)]
+
+
+def test_a_lost_worker_was_a_member_until_then_and_the_spare_that_took_over_is_known_since() -> None:
+    found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-2")], members("w-0", "w-2", generation=2))
+    assert times(found, "w-1") == [(Was.MEMBER, BEGIN, 5_000.0), (Was.LOST, 5_000.0, 5_060.0)]
+    assert times(found, "w-2") == [(Was.HERE, BEGIN, 5_060.0), (Was.TRAINED, 5_060.0, END)]
+    assert found.rows[0].name == "w-1", "whom the history names comes first"
+
+
+def test_a_restart_in_place_is_a_short_stop_of_one_that_trains() -> None:
+    found = shown([entry(5_000.0, "w-0", "InPlace")], [pod("w-0")], members("w-0"))
+    assert [each[0] for each in times(found, "w-0")] == [Was.TRAINED, Was.LOST, Was.TRAINED]
+
+
+def test_a_pod_that_is_no_member_is_a_spare_and_one_that_waits_waits() -> None:
+    found = shown([], [pod("w-0"), pod("w-1"), pod("w-2", "Pending", 9_000.0)], members("w-0"))
+    assert times(found, "w-1") == [(Was.SPARE, BEGIN, END)]
+    assert times(found, "w-2") == [(Was.WAITED, 9_000.0, END)]
+
+
+def test_a_pod_that_is_not_well_comes_first() -> None:
+    found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-3", "CrashLoopBackOff")], members("w-0", generation=2))
+    assert [row.name for row in found.rows] == ["w-3", "w-1", "w-0"]
+    assert times(found, "w-3")[-1][0] is Was.LOST
+
+
+def test_members_of_a_job_that_has_ended_trained_until_then_and_those_of_a_suspended_one_are_gone() -> None:
+    assert times(shown([], [], members("w-0"), over=True), "w-0") == [(Was.TRAINED, BEGIN, END)]
+    assert shown([], [], members("w-0")).rows == ()
+
+
+def test_a_member_that_is_not_well_trained_before() -> None:
+    found = shown([], [pod("w-0", "Error")], members("w-0"))
+    assert [each[0] for each in times(found, "w-0")] == [Was.TRAINED, Was.LOST]
+
+
+def test_without_a_membership_nobody_is_called_a_spare() -> None:
+    assert times(shown([], [pod("w-0")], None), "w-0") == [(Was.HERE, BEGIN, END)]
+
+
+def test_of_a_thousand_workers_those_are_shown_that_have_something_to_tell() -> None:
+    names = [f"w-{at}" for at in range(1_000)]
+    pods = [pod(name) for name in names]
+    found = shown([entry(2_000.0 + at, f"w-{at}", "InPlace") for at in range(30)], pods, members(*names))
+    assert (len(found.rows), found.quiet, found.left_out) == (30, 970, 0)
+    assert len(shown([], pods, members(*names)).rows) == FEW_ROWS
+    found = shown([], pods, members())
+    assert (len(found.rows), found.quiet, found.left_out) == (MOST_ROWS, 0, 960)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 12_000), st.sampled_from("abc"), st.sampled_from(["InPlace", "Spare", "Stop", "?"]),
+            st.integers(-1, 4), st.none() | st.floats(0, 20_000),
+        ),
+        max_size=12,
+    ),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["Running", "Pending", "Error"]),
+                       st.none() | st.floats(0, 20_000)), max_size=4, unique_by=lambda each: each[0]),
+    st.none() | st.integers(0, 5),
+    st.booleans(),
+)  # fmt: skip
+def test_times_of_a_worker_ascend_lie_within_the_picture_and_never_overlap(
+    told: list[Any], pods: list[Any], generation: int | None, over: bool
+) -> None:
+    who = None if generation is None else members("a", "d", generation=generation)
+    found = shown([entry(*each) for each in told], [pod(*each) for each in pods], who, over=over)
+    for row in found.rows:
+        at = BEGIN
+        for each in row.segments:
+            assert at <= each.since < each.until <= END
+            at = each.until
+
+
+def test_a_table_of_kubectl_tells_since_when_a_pod_is_there() -> None:
+    found = {row.name: row.created for row in pod_rows(recorded("pods"), NOW)}
+    assert found == {"llama-w-0": NOW - 214, "llama-w-2": NOW - 214, "llama-w-3": NOW - 97}
+    assert {row.created for row in pod_rows(recorded("pods"))} == {None}
+
+
+def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
+    job, pods = recorded("job"), pod_rows(recorded("pods"), NOW)
+    who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
+    view = job_view(job, now=NOW, workers=workers_view(pods, who))
+    report = Report(view, interruptions(job["status"]), who, None, (), (), pods)
+    page = Page(report_html(report, NOW))
+    assert page.open == []
+    for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
+                  "are not recorded", "Nov 23 02:07"):  # fmt: skip
+        assert words in page.said
+    later = live_job_html(report, NOW)
+    assert later == live_job_html(report, NOW), "and it does not change by itself"
+
+
+@pytest.mark.parametrize(
+    ("begin", "length", "words"),
+    [
+        (0.0, 7.0, ["Jan 1 00:00:00", "00:00:01"]),
+        (86_400 * 365.0, 1_800.0, ["Jan 1 00:00", "00:05"]),
+        (86_400 * 30.9, 86_400.0, ["Feb 1 00:00", "06:00"]),
+        (0.0, 7 * 86_400.0, ["Jan 1", "Jan 2"]),
+        (0.0, 4_000 * 86_400.0, ["Jan 1"]),
+    ],
+)
+def test_an_axis_has_round_times_and_names_a_day_where_it_begins(begin: float, length: float, words: list[str]) -> None:
+    marks = time_marks(begin, begin + length)
+    assert [told for _, told in marks][: len(words)] == words
+    assert 2 <= len(marks) <= 9
+
+
+@given(st.floats(0, 2e9), st.floats(0.5, 1e9))
+def test_marks_of_time_lie_within_and_ascend(begin: float, length: float) -> None:
+    places = [at for at, _ in time_marks(begin, begin + length)]
+    assert places == sorted(set(places))
+    assert all(begin <= at <= begin + length for at in places)
+    assert len(places) <= 9
+
+
+def test_a_picture_of_no_time_or_of_nobody_is_none() -> None:
+    assert timeline(5.0, 5.0, [("row", [(5.0, 5.0, 1, "x")])], "x") == ""
+    assert timeline(0.0, 5.0, [], "x") == ""

@@ -1,0 +1,157 @@
+"""The alarm about a loss that has risen: on curves of real runs at tiny batches, and on made ones.
+
+How the real ones came about: record_curves.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_trainer.monitor.stability import LEVEL_STEPS, Rules, Stability, chance, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+CURVES: dict[str, list[list[float]]] = json.loads(
+    gzip.decompress(Path(__file__).with_name("curves.json.gz").read_bytes())
+)
+ORDINARY = sorted(name for name in CURVES if name.startswith("ordinary"))
+BROKEN = sorted(name for name in CURVES if name.startswith("broken"))
+BROKEN_AFTER = 500
+RULES = Rules()
+
+
+def alarms(losses: Iterable[float], norms: Iterable[float] | None = None, rules: Rules = RULES) -> list[int]:
+    """Steps, from 1, at which it was raised."""
+    losses, state, found = list(losses), Stability(), []
+    for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), start=1):
+        verdict = judge(state, rules, loss=loss, gradient_norm=norm)
+        state = verdict.after
+        found += [step] * verdict.alarm_raised
+    return found
+
+
+def told(curve: list[list[float]]) -> list[int]:
+    """Steps, from 1, at which a spike was told."""
+    state, found = Stability(), []
+    for step, (loss, norm) in enumerate(curve, start=1):
+        verdict = judge(state, RULES, loss=loss, gradient_norm=norm)
+        state = verdict.after
+        found += [step] * verdict.spike_told
+    return found
+
+
+def noisy(level: Callable[[int], float], steps: int, *, seed: int = 1, scatter: float = 0.3) -> list[float]:
+    choose = random.Random(seed)
+    return [level(step) + choose.gauss(0, scatter) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_training_raises_none_and_tells_of_no_spike(name: str) -> None:
+    losses, norms = zip(*CURVES[name], strict=True)
+    assert alarms(losses, norms) == []
+    assert told(CURVES[name]) == []
+    assert max(norms) > 3 * min(norms), "one norm against the lowest would have been an alarm"
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_training_is_far_from_an_alarm(name: str) -> None:
+    losses, norms = zip(*CURVES[name], strict=True)
+    assert alarms(losses, norms, Rules(alarm_ratio=1.2)) == []
+
+
+def test_there_are_ten_ordinary_curves_and_two_broken_ones() -> None:
+    assert (len(ORDINARY), len(BROKEN)) == (10, 2)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_run_that_diverges_raises_it_within_a_hundred_steps(name: str) -> None:
+    losses, norms = zip(*CURVES[name], strict=True)
+    first, *_ = alarms(losses, norms)
+    assert BROKEN_AFTER < first <= BROKEN_AFTER + LEVEL_STEPS
+
+
+@pytest.mark.parametrize("name", ["ordinary, batch 4, seed 1", "ordinary, batch 1, seed 2"])
+def test_a_true_spike_in_a_real_curve_is_told_after_ten_steps_and_is_no_alarm(name: str) -> None:
+    curve = [list(pair) for pair in CURVES[name]]
+    for pair in curve[700:715]:
+        pair[0] += 1.0
+        pair[1] *= 8.0
+    assert told(curve) == [710]
+    assert alarms(*zip(*curve, strict=True)) == []
+
+
+def test_a_jump_of_the_loss_raises_it_within_51_steps_once() -> None:
+    (first,) = alarms(noisy(lambda step: 2.0 if step <= 400 else 6.0, 800))
+    assert 450 <= first <= 451
+
+
+def test_a_slow_rise_of_a_hundredth_of_the_scatter_a_step_raises_it_within_500_steps() -> None:
+    for seed in range(5):
+        (first,) = alarms(noisy(lambda step: 4.0 + max(0, step - 400) * 0.003, 1500, seed=seed))
+        assert 600 < first <= 900
+
+
+def test_one_or_forty_bad_steps_raise_none() -> None:
+    steady = noisy(lambda _: 4.0, 800)
+    assert alarms([50.0 if step == 500 else loss for step, loss in enumerate(steady)]) == []
+    assert alarms([50.0 if 500 <= step < 540 else loss for step, loss in enumerate(steady)]) == []
+
+
+def test_the_gradient_norm_has_no_part_in_it() -> None:
+    """It grows tenfold in runs whose loss falls."""
+    assert alarms(noisy(lambda _: 4.0, 600), [0.1] * 300 + [50.0] * 300) == []
+
+
+def test_a_drift_of_less_than_a_twentieth_raises_none_where_the_loss_hardly_scatters() -> None:
+    assert alarms(noisy(lambda step: 2.0 if step < 300 else 2.09, 800, scatter=0.001)) == []
+    assert len(alarms(noisy(lambda step: 2.0 if step < 300 else 2.11, 800, scatter=0.001))) == 1
+
+
+def test_it_is_raised_again_only_after_the_loss_came_half_of_the_way_back() -> None:
+    def level(step: int) -> float:
+        return 4.0 + (0.0 if step < 300 else 2.0 if step < 600 else back if step < 900 else 2.0)
+
+    back = 0.8
+    assert len(alarms(noisy(level, 1200))) == 1
+    back = 0.1
+    assert len(alarms(noisy(level, 1200))) == 2
+
+
+def test_none_is_raised_before_there_is_a_level_to_have_risen_from() -> None:
+    assert alarms(noisy(lambda step: 2.0 + step, LEVEL_STEPS)) == []
+
+
+def test_the_chance_of_a_false_one_is_bounded_for_any_distribution() -> None:
+    assert chance(RULES.alarm_ratio) < 4e-10
+    assert chance(2.0) == chance(1.5) == 1.0
+    assert chance(4.0) < chance(3.0) < chance(2.5)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda choose: choose.gauss(4, 0.5),
+        lambda choose: choose.lognormvariate(0, 1.5),
+        lambda choose: choose.paretovariate(1.1),
+        lambda choose: float(choose.random() < 0.5),
+        lambda choose: choose.choice((1.0, 1.0, 1.0, 8.0)),
+    ],
+    ids=["gauss", "lognormal", "pareto", "two values", "rare high ones"],
+)
+def test_losses_of_any_distribution_about_a_level_raise_none(draw: Callable[[random.Random], float]) -> None:
+    choose = random.Random(7)
+    assert alarms(draw(choose) for _ in range(30_000)) == []
+
+
+def test_steps_that_are_not_finite_change_nothing() -> None:
+    steady = noisy(lambda step: 2.0 if step <= 400 else 6.0, 800)
+    broken = [value for at, loss in enumerate(steady) for value in ([math.nan, loss] if at % 7 == 0 else [loss])]
+    assert len(alarms(broken)) == 1
