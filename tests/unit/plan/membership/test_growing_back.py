@@ -95,6 +95,11 @@ def test_growth_that_nobody_asked_for_rests(ago: float, until: float | None) -> 
     assert (size_of(decision), decision.looks) == ((4, ()) if until is None else (None, (until,)))
 
 
+def test_a_job_that_rests_does_not_look_again_while_nobody_is_there() -> None:
+    status = wants(history=(interruption(Rung.REPLACE, ago=1),))
+    assert look(job(2), status) == Decision(status=status)
+
+
 def test_what_a_person_asked_for_neither_rests_nor_has_to_pay() -> None:
     status = by_a_person(no_gain(history=(interruption(Rung.REPLACE, ago=1),)))
     decision = look(job(2, 2), status)
@@ -180,11 +185,11 @@ def test_a_size_that_has_its_graphs_is_taken_before_a_larger_one_without() -> No
 def test_an_extra_and_idle_nodes_are_named_in_the_entry() -> None:
     taken = wants(4, idle_nodes=IdleNodesStatus(taken=1))
     assert "from 2 to 4 nodes: 1 that were idle, beyond the 3 asked for" in _told(job(2, 2), taken)
-    back = _told(job(4, wanted_elsewhere="team/other"), wants(3))
-    assert back == "from 4 to 3 nodes: 1 that were idle are given back, other jobs wait for team/other"
+    back = _told(job(4, wanted_elsewhere=2), wants(3))
+    assert back == "from 4 to 3 nodes: 1 that were idle are given back, other jobs wait for 2"
     assert _told(job(4), wants(3)) == "from 4 to 3 nodes"
     assert _told(job(4), wants(3, idle_nodes=IdleNodesStatus(taken=1))) == "from 4 to 3 nodes"
-    assert _told(job(2, 2, wanted_elsewhere="team/other"), wants(4)) == "from 2 to 4 nodes"
+    assert _told(job(2, 2, wanted_elsewhere=2), wants(4)) == "from 2 to 4 nodes"
 
 
 def _told(seen: Observed, status: TrainingJobStatus) -> str:

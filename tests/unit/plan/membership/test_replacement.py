@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from plan_builders import (
     NOW,
     agent,
@@ -172,3 +173,12 @@ def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
     pods = [action.manifest for action in planned(seen).actions if isinstance(action, CreatePod)]
     assert len(pods) == 1
     assert "node-2" in str(pods[0]["spec"]["affinity"])
+
+
+@pytest.mark.parametrize(("made", "rung"), [(-31.0, Rung.SPARE), (-30.9, Rung.REPLACE), (-20.0, Rung.REPLACE)])
+def test_a_pod_that_was_there_before_the_fault_is_a_spare_and_creation_times_are_rounded(
+    made: float, rung: Rung
+) -> None:
+    seen = recovering(without(running(4, spares=1), 1))
+    seen = replace(seen, pods=(*seen.pods[:3], pod(4, created=NOW + made)))
+    assert newest(planned(seen)).rung is rung

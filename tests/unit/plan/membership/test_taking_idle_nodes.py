@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, facts_of, heartbeat, interruption, pod, running, spec, training
+from plan_builders import NOW, agent, facts_of, failure, heartbeat, interruption, pod, running, spec, training
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import ConditionType, ProgressStatus, Rung, TrainingJobStatus
@@ -80,9 +80,9 @@ def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_
 @pytest.mark.parametrize(
     ("seen", "status"),
     [
-        (job(most=2), asked()),
-        (job(), asked().replaced(desired=1)),  # a queue grants less than was asked for
-        (job(wanted_elsewhere="team/other"), asked()),
+        (job(most=2), asked(in_vain=3, retry_at=NOW + 5)),
+        (job(), asked(wanted=2).replaced(desired=1)),  # a queue grants less than was asked for
+        (job(wanted_elsewhere=2), asked(wanted=2, asked_at=NOW - 5)),
         (job(most=4, extras=2), asked(TrainingJobStatus(desired=0)).replaced(desired=0)),
         (replace(job(), membership=None, published=0), asked(wanted=2)),
     ],
@@ -294,8 +294,6 @@ def broken(**changes: Any) -> Observed:
 
 
 def gave_up(seen: Observed) -> Observed:
-    from plan_builders import failure
-
     beat = heartbeat(2, WorkerPhase.FAILED, verdict=failure(1))
     return replace(seen, agents={**seen.agents, "uid-2": replace(agent(2), heartbeat=beat)})
 
