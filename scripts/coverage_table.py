@@ -44,7 +44,9 @@ def table(rooms: dict[str, dict[str, Any]]) -> str:
     rows = ["| room | lines | branches | branches taken | % |", "|---|---|---|---|---|"]
     for room, report in rooms.items():
         counts = Counts.of(report["totals"])
-        rows.append(f"| `{room}` | {counts.lines} | {counts.branches} | {counts.branches_taken} | {counts.percent:.1f} |")
+        rows.append(
+            f"| `{room}` | {counts.lines} | {counts.branches} | {counts.branches_taken} | {counts.percent:.1f} |"
+        )
     return "\n".join(rows)
 
 

@@ -7,14 +7,14 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from trainium_trainer.agent import background_compile
 from trainium_trainer.agent.background_compile import BackgroundCompiler
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
 
 class Keeper:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from shared_store import Shared
@@ -15,7 +15,6 @@ from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import Member, Membership, TrainerPhase, Transition, WorkerPhase
 from trainium_trainer.agent import supervisor as supervisor_module
 from trainium_trainer.agent.checks import pair_test
-from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.generation import exit_barrier
 from trainium_trainer.agent.generation.exit_barrier import Roll
 from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError
@@ -26,12 +25,15 @@ from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
 from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
 from trainium_trainer.agent.life import pod
-from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.shutdown import Order
 from trainium_trainer.agent.life.state import Life, Stage, Terms
 from trainium_trainer.agent.ranks import output
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.rendezvous import RendezvousInterruptedError
 from trainium_trainer.agent.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from trainium_trainer.agent.exits.restart_policy import GenerationState
 
 MEMBERSHIP = Membership(
     generation=3,
@@ -39,9 +41,7 @@ MEMBERSHIP = Membership(
     cause=Cause.RESIZE,
     processes_per_node=1,
     members=tuple(
-        Member(
-            pod_uid=f"u{at}", pod_name=f"w-{at}", pod_ip="127.0.0.1", node_name="n", node_rank=at, rendezvous_port=9
-        )
+        Member(pod_uid=f"u{at}", pod_name=f"w-{at}", pod_ip="127.0.0.1", node_name="n", node_rank=at, rendezvous_port=9)
         for at in range(2)
     ),
 )
@@ -125,7 +125,7 @@ def test_a_round_of_pairs_ends_when_the_pod_is_told_to_leave() -> None:
         mine._stop_when_told()
 
 
-# ---- the owner of a generation --------------------------------------------------------------------------------------
+# ---- the owner of a generation --------------------------------------------------------------------------------
 
 
 def owner(life: Life = Life(stage=Stage.RUNNING), perform: Any = None) -> Any:  # noqa: B008 - frozen
@@ -174,7 +174,7 @@ def test_a_generation_ends_once_though_events_come_afterwards() -> None:
     assert [life.stage for life in made.over] == [Stage.OVER]
 
 
-# ---- the owner of a pod -----------------------------------------------------------------------------------------------
+# ---- the owner of a pod ---------------------------------------------------------------------------------------
 
 
 class Report:
@@ -207,8 +207,8 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
     made._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
     made._pod = pod.Pod(check_seconds=1.0)
     made._loop = loop
-    made._exit = SimpleNamespace(done=lambda: bool(made.codes), set_result=lambda code: made.codes.append(code))
     made.codes = []
+    made._exit = SimpleNamespace(done=lambda: bool(made.codes), set_result=made.codes.append)
     return made
 
 
@@ -264,7 +264,7 @@ async def test_a_verdict_that_no_coordinator_takes_is_left_with_after_a_long_whi
     monkeypatch.setattr(supervisor_module, "_TRAINING_SECONDS", 0.0)
     made = supervisor()
     watching = asyncio.create_task(made._observe())
-    while not made.codes:
+    while not made.codes:  # noqa: ASYNC110 - each turn of the loop is a look
         await asyncio.sleep(0)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -292,11 +292,10 @@ def test_a_pod_without_a_generation_is_told_of_the_next_one_and_ends_when_its_ti
     assert made._report.entered == [(4, WorkerPhase.JOINING)]
     assert calls == []
     made._order(Order.TERMINATE, 0)
-    assert calls[0][0] > 5.0
-    assert Outcome.LEFT is not Outcome.FINISHED
+    assert calls[0][0] > 5.0, "the ranks have their time to save"
 
 
-# ---- smaller parts ------------------------------------------------------------------------------------------------------
+# ---- smaller parts --------------------------------------------------------------------------------------------
 
 
 def test_a_store_that_was_never_reached_is_lost_and_not_an_error_of_ours() -> None:
@@ -369,9 +368,9 @@ exit {code}
 @pytest.mark.parametrize(
     ("say", "code", "sound"),
     [
-        ("echo '{\"results\": [{\"check\": \"passed\"}]}' >$last", 0, True),
-        ("echo '{\"results\": [{\"check\": \"failed\"}]}' >$last", 1, False),
-        ("echo '{\"results\": [{\"check\": \"failed\"}]}' >$last", 0, True),
+        ('echo \'{"results": [{"check": "passed"}]}\' >$last', 0, True),
+        ('echo \'{"results": [{"check": "failed"}]}\' >$last', 1, False),
+        ('echo \'{"results": [{"check": "failed"}]}\' >$last', 0, True),
         ("echo '{\"results\": [{}]}' >$last", 1, True),
         ("echo no JSON >$last", 1, True),
         ("true", 1, True),

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def test_a_start_carries_what_the_rank_is_to_be_and_where_its_output_goes(peer: 
     packet, descriptors = standby_process.receive(peer.channel)
     received = StartRequest.decode(packet)
     assert ([*received.argv], received.environment) == (["--step", "1"], {"RANK": "0"})
-    assert os.fstat(descriptors[0]).st_rdev == os.stat(os.devnull).st_rdev
+    assert os.fstat(descriptors[0]).st_rdev == Path(os.devnull).stat().st_rdev
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -98,9 +99,7 @@ def test_a_standby_that_is_gone_starts_nothing(peer: Peer, nowhere: int) -> None
             peer.standby.start(REQUEST, nowhere)
 
 
-def test_a_standby_that_does_not_answer_is_lost(
-    peer: Peer, nowhere: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_standby_that_does_not_answer_is_lost(peer: Peer, nowhere: int, monkeypatch: pytest.MonkeyPatch) -> None:
     peer.say(ready=True, threads=[])
     monkeypatch.setattr(standby_keeper, "_START_SECONDS", 0.01)
     with pytest.raises(StandbyLostError, match="no answer in 0 s"):

@@ -78,7 +78,7 @@ def test_memory_that_is_full_takes_no_finished_snapshot_away_and_leaves_no_unfin
     with pytest.raises(OSError, match="No space left"):
         open_all(again, tmp_path)
     assert not again.is_open
-    assert [path for path in tmp_path.glob("*.snapshot")] == [kept.path]
+    assert list(tmp_path.glob("*.snapshot")) == [kept.path]
     assert read_header(kept.path) is not None
 
 

@@ -47,7 +47,7 @@ def test_what_differs_is_named_by_its_path_and_shortened() -> None:
         "data.path is absent there and /data here, model.hiddenSize is 64 there and 128 here"
     )
     assert differences({"name": "y" * 41}, {}) == f"name is {'y' * 12}… there and absent here"
-    many = differences({}, {name: 1 for name in "abcde"})
+    many = differences({}, dict.fromkeys("abcde", 1))
     assert many.count("absent there") == 3
     assert many.endswith(", and 2 more")
     assert differences(theirs, theirs) == ""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from plan_builders import NOW, agent, facts_of, interruption, membership, newest, planned, running, without
 
 from trainium_contract.job import MembershipStatus, Rung
 from trainium_operator.plan.membership.generation import adopt_recorded, keep_published, next_generation
-from trainium_operator.plan.model.observed import Observed
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed
 
 
 def job(*, recorded: int = 3, published: int = 3, known: int = 3, seen: int = 3) -> Observed:

@@ -139,7 +139,8 @@ def test_a_part_of_what_is_missing_is_taken_only_after_a_wait_for_the_rest(
 
 def test_a_part_that_is_no_legal_size_is_not_taken() -> None:
     pairs = {"more": {"parallelism": {"tensor": 2}}}
-    assert look(job(2, 1, **pairs), wants(waiting_since=NOW - 100)).new is None
+    for since in (NOW - 100, NOW - 10):
+        assert look(job(2, 1, **pairs), wants(waiting_since=since)) == Decision(status=wants(waiting_since=since))
 
 
 def test_a_person_gets_a_part_only_after_the_wait_too() -> None:

@@ -7,6 +7,7 @@ from plan_builders import (
     agent,
     created,
     deleted,
+    facts_of,
     failure,
     membership,
     newest,
@@ -23,7 +24,10 @@ from plan_builders import (
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.wire.messages import CheckResult, Transition
+from trainium_contract.spec.precompile import CompiledStatus
+from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
+from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.membership.decide import decide_generation
 from trainium_operator.plan.model.actions import CreatePod
 
 OPEN = Interruption(
@@ -182,3 +186,27 @@ def test_a_pod_that_was_there_before_the_fault_is_a_spare_and_creation_times_are
     seen = recovering(without(running(4, spares=1), 1))
     seen = replace(seen, pods=(*seen.pods[:3], pod(4, created=NOW + made)))
     assert newest(planned(seen)).rung is rung
+
+
+def test_a_job_that_has_all_its_workers_again_takes_its_size_though_that_has_no_graphs() -> None:
+    seen = without(running(4, spares=1, status={"compiled": CompiledStatus(sizes=(2,), seconds=600.0)}), 1)
+    assert len(ranks(published(planned(seen)))) == 4
+
+
+def waits_since(seen: Any, since: float | None, losses: tuple[Loss, ...] = ()) -> float | None:
+    status = seen.job.status.replaced(waiting_since=since)
+    return decide_generation(facts_of(seen), status, losses).status.waiting_since
+
+
+def test_since_when_workers_are_missing_is_written_down_once_and_forgotten_when_none_is() -> None:
+    complete, short = running(4), running(3, status={"desired": 4})
+    assert waits_since(complete, NOW - 30) is None
+    assert waits_since(short, None) == NOW
+    assert waits_since(short, NOW - 30) == NOW - 30
+    finished = running(3, status={"desired": 4}, agents={2: agent(2, WorkerPhase.FINISHED, generation=1)})
+    assert waits_since(finished, None) is None, "at the end of a run nobody is waited for"
+    assert waits_since(finished, NOW - 30) == NOW - 30
+    member, worker = facts_of(complete).members[1]
+    lost = (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
+    assert waits_since(complete, NOW - 5, lost) == NOW - 5
+    assert waits_since(complete, None, lost) is None, "the loss itself has written it"

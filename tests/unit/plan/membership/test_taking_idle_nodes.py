@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from plan_builders import NOW, agent, facts_of, failure, heartbeat, interruption, pod, running, spec, training
@@ -16,11 +16,13 @@ from trainium_contract.status.ledger import GoodputStatus, SizeAccount
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
-from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.grant import Grant, Stand
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.answer import Answer
 
 REST = 30
 HEARD = NOW - 50

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from plan_builders import NOW, facts_of, interruption, running, spec
@@ -14,7 +14,9 @@ from trainium_contract.status.ledger import GoodputStatus, SizeAccount
 from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.resting import grows_again_at
-from trainium_operator.plan.view.facts import Facts
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.view.facts import Facts
 
 REST = 30
 

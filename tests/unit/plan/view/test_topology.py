@@ -85,7 +85,8 @@ def test_the_rank_above_draws_a_newcomer_as_the_one_below_does() -> None:
     nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "x", "y", "x"))}
     members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, both in rack x
     newcomers = [worker for worker in warm(starting(4, nodes)) if worker.pod.ordinal in (2, 3)]
-    assert [member.pod_name for member in assign_ranks(members, newcomers, 3, Surroundings(nodes))][0] == "demo-w-3"
+    first, *_ = assign_ranks(members, newcomers, 3, Surroundings(nodes))
+    assert first.pod_name == "demo-w-3"
 
 
 def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left() -> None:
