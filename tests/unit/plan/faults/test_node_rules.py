@@ -51,7 +51,9 @@ def test_a_rule_says_what_a_bad_condition_stands_for(view: NodeView, rules: tupl
 
 
 def test_a_rule_that_restarts_in_place_takes_a_problem_away() -> None:
-    assert with_rules(node(BAD_DISK), (FULL, OTHER), rule(RuleAction.RESTART_IN_PLACE, reason="ScratchFull")) == (OTHER,)
+    assert with_rules(node(BAD_DISK), (FULL, OTHER), rule(RuleAction.RESTART_IN_PLACE, reason="ScratchFull")) == (
+        OTHER,
+    )
 
 
 def test_a_condition_that_is_not_bad_and_one_that_no_rule_names_are_as_they_were() -> None:

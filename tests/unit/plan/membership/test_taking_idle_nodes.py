@@ -152,6 +152,7 @@ def test_nothing_is_asked_for_while_a_member_is_lost_or_the_job_is_smaller_than_
     [
         ({"retry_at": NOW + 7}, TrainingJobStatus(), 0.0, NOW + 7),
         ({"retry_at": NOW}, TrainingJobStatus(), 0.0, None),
+        ({"retry_at": NOW + 600}, TrainingJobStatus(), 0.0, NOW + 600),
         ({}, priced(1.0, ago=10), 0.0, NOW - 10 + REST),
         ({}, priced(1.0, ago=REST), 0.0, None),
         ({}, TrainingJobStatus(), NOW + 3, NOW + 3),
