@@ -82,8 +82,8 @@ def test_the_newcomer_nearest_to_the_lost_rank_s_neighbours_takes_it() -> None:
 
 
 def test_the_rank_above_draws_a_newcomer_as_the_one_below_does() -> None:
-    nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "x", "y", "x"))}
-    members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, both in rack x
+    nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "y", "y", "x"))}
+    members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
     newcomers = [worker for worker in warm(starting(4, nodes)) if worker.pod.ordinal in (2, 3)]
     first, *_ = assign_ranks(members, newcomers, 3, Surroundings(nodes))
     assert first.pod_name == "demo-w-3"
