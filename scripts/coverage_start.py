@@ -52,7 +52,6 @@ def start(configuration: str) -> None:
     def save_now_and_then() -> None:
         with contextlib.suppress(ValueError):  # no signals outside the main thread
             signal.signal(signal.SIGALRM, lambda *_: save())
-            signal.siginterrupt(signal.SIGALRM, False)
             signal.setitimer(signal.ITIMER_REAL, _SAVE_SECONDS, _SAVE_SECONDS)
 
     os._exit = leave
