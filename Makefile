@@ -4,6 +4,7 @@ VENV ?= .venv
 NXD_VENV ?= .venv-nxd
 DOCS_VENV ?= .venv-docs
 MUTANTS_VENV ?= .venv-mutants
+COVERAGE_VENV ?= .venv-coverage
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster and waits much, the others the rest by files, so
@@ -18,7 +19,7 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants parity learn proof soak bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage parity learn proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -83,6 +84,9 @@ explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 
 mutants: setup  ## A seeded sample of faults in the plan's code against its tests (ARGS="--seed 2 --sample 100")
 	@scripts/mutants.sh $(MUTANTS_VENV) $(abspath $(BIN))/python $(ARGS)
 
+coverage: setup  ## Branches of plan, checkpoint and agent that their tests take (ARGS="agent tests/unit/agent" adds a part)
+	@scripts/coverage.sh $(COVERAGE_VENV) $(abspath $(BIN))/python $(ARGS)
+
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 	@$(BIN)/python benchmarks/report.py
@@ -111,4 +115,4 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

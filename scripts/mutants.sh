@@ -1,8 +1,9 @@
 #!/bin/sh
 # Mutation testing of the plan for `make mutants`: draws a sample of mutants, plays the tests of the plan against each and
 # tells which survive. What draws has a virtual environment of its own; what plays uses the project's.
-# Usage: scripts/mutants.sh VENV PYTHON [--seed N] [--sample N] [--explorer] [--enough SECONDS] [--again]
-# --explorer also plays the dearest tests; --enough leaves the dear ones, --again plays those that survived the last time.
+# Usage: scripts/mutants.sh VENV PYTHON [--seed N] [--sample N] [--room ROOM] [--explorer] [--enough SECONDS] [--again]
+# --room draws from one room of the plan alone; --explorer also plays the dearest tests, --enough leaves the dear ones;
+# --again plays those that survived the last time.
 # An interrupted run goes on when it is started again: out/mutants is what it knows.
 set -eu
 cd "$(dirname "$0")/.."
@@ -12,11 +13,13 @@ shift 2
 seed=1
 sample=300
 ignore=--ignore=tests/unit/plan/test_explorer.py
+folder=operator/trainium_operator/plan
 rest=
 while [ $# -gt 0 ]; do
     case $1 in
     --seed) seed=$2; shift ;;
     --sample) sample=$2; shift ;;
+    --room) folder=operator/trainium_operator/plan/$2; shift ;;
     --explorer) ignore= ;;
     *) rest="$rest $1" ;;
     esac
@@ -30,5 +33,5 @@ if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ]; then
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r scripts/mutants_requirements.txt
     echo "$want" >"$venv/.complete"
 fi
-"$venv/bin/python" scripts/mutants_draw.py --seed "$seed" --sample "$sample" --out out/mutants/drawn.json operator/trainium_operator/plan
+"$venv/bin/python" scripts/mutants_draw.py --seed "$seed" --sample "$sample" --out out/mutants/drawn.json "$folder"
 "$python" scripts/mutants_play.py out/mutants/drawn.json --results out/mutants/results.jsonl tests/unit/plan $ignore $rest

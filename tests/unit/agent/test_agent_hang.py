@@ -287,6 +287,15 @@ def test_a_hang_counts_once_like_a_crash_and_only_one_without_a_culprit_stays_un
             still(3, waiting=False, phase=SAVE, stage=RunStage.EXPORT),
             "rank 3 of pod w-1 stood still for 16 s while writing artifacts after step 119 (not waiting for peers)",
         ),
+        (
+            still(3, phase=SAVE),
+            "rank 3 of pod w-1 stood still for 16 s while saving after step 119 (waiting for its peers)",
+        ),
+        (
+            still(3, phase=LOAD, waiting=None),
+            "rank 3 of pod w-1 stood still for 16 s while loading its state (in work that has collectives inside)",
+        ),
+        (still(3, phase=INIT), "rank 3 of pod w-1 stood still for 16 s while starting (waiting for its peers)"),
     ],
 )
 def test_a_standstill_is_one_sentence(seen: Standstill, sentence: str) -> None:

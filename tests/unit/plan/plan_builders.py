@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Interruption, MembershipStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Member,
@@ -33,6 +33,8 @@ from trainium_operator.plan.model.observed import (
 )
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods import disruption_budget
+from trainium_operator.plan.view.facts import Facts, sort_facts
+from trainium_operator.plan.view.size import decide_size
 
 NOW = 1_800_000_000.0
 SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443", extra_priority_class="idle-nodes")
@@ -216,6 +218,18 @@ def without(seen: Observed, *ordinals: int) -> Observed:
 def with_pod(seen: Observed, changed: PodView) -> Observed:
     """The same with one pod replaced."""
     return replace(seen, pods=tuple(changed if each.uid == changed.uid else each for each in seen.pods))
+
+
+def facts_of(seen: Observed) -> Facts:
+    """The observation as policies get it."""
+    return sort_facts(seen, SETTINGS, decide_size(seen.job.spec))
+
+
+def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:
+    """One that was over `ago` seconds ago, having taken `took` seconds; decided on as soon as it happened."""
+    failed_at = NOW - ago - (took or 0.0)
+    fields = {"cause": Cause.CRASH, "failed_at": failed_at, "decided_at": failed_at, "recovered_seconds": took}
+    return Interruption(generation=1, time="2027-01-15T08:00:00Z", rung=rung, **{**fields, **changes})
 
 
 def planned(seen: Observed) -> Plan:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed
 
 _TOLERANCE_SECONDS = 2.0
+_LONGEST_PAUSE_SECONDS = 900.0
+"""No policy puts off longer than this what it tries again: a later time was not written by this clock."""
 
 
 def in_the_present(observed: Observed) -> Observed:
@@ -43,7 +45,22 @@ def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
         present = present.replaced(goodput=status.goodput.replaced(accounted_until=now))
     if _late(parse_rfc3339(status.progress.updated), now):
         present = present.replaced(progress=status.progress.replaced(updated=rfc3339(now)))
-    return present
+    return _with_present_pauses(present, now)
+
+
+def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+    """What waits for nodes in turns: since when, and until when it is not asked for again."""
+    gang, idle = status.gang, status.idle_nodes
+    if _late(gang.holding_since, now):
+        gang = gang.replaced(holding_since=now)
+    if _late(gang.retry_at, now + _LONGEST_PAUSE_SECONDS):
+        gang = gang.replaced(retry_at=now)
+    if _late(idle.asked_at, now):
+        idle = idle.replaced(asked_at=now)
+    if _late(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
+        idle = idle.replaced(retry_at=now)
+    same = gang is status.gang and idle is status.idle_nodes
+    return status if same else status.replaced(gang=gang, idle_nodes=idle)
 
 
 def _present_entry(entry: Interruption, now: float) -> Interruption:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from queue import Queue
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,3 +58,59 @@ def test_a_snapshot_that_is_overwritten_before_the_copy_begins_goes_out_under_it
     assert header is not None
     assert header.claim == claim
     copying.close()
+
+
+class SlowNetwork(Network):
+    """Holds each snapshot until it is let through, with an answer or an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: Queue[bool | Exception] = Queue()
+        self.farewells = 0
+
+    def send(self, page: bytes, payload: torch.Tensor) -> bool:
+        super().send(page, payload)
+        answer = self.answers.get(timeout=10)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.farewells += 1
+
+
+def offered(copying: Copying, folder: Path, step: int) -> None:
+    slot = SnapshotFile.create(folder / f"{step}.snapshot", 4096)
+    slot.seal(Moment(Position(step=step, samples=0, tokens=0), 1, "session"), ShardKey(0, 1), "layout", "settings")
+    copying.offer(slot, step)
+
+
+def test_a_snapshot_that_comes_while_another_is_under_way_is_not_copied(tmp_path: Path) -> None:
+    network = SlowNetwork()
+    copying = Copying(network)
+    offered(copying, tmp_path, 1)
+    offered(copying, tmp_path, 2)
+    network.answers.put(True)
+    assert copying.wait(10)
+    assert (len(network.pages), copying.newest) == (1, 1)
+    offered(copying, tmp_path, 3)
+    network.answers.put(False)  # it did not arrive as it was sent
+    assert copying.wait(10)
+    assert copying.newest == 1
+    copying.close()
+    assert network.farewells == 1
+
+
+def test_a_buddy_that_is_gone_ends_the_copying_and_gets_no_farewell(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = SlowNetwork()
+    copying = Copying(network)
+    offered(copying, tmp_path, 1)
+    network.answers.put(RuntimeError("connection reset by peer"))
+    assert copying.wait(10)
+    offered(copying, tmp_path, 2)
+    assert copying.wait(0), "nothing is under way any more"
+    copying.close()
+    assert (len(network.pages), network.farewells, copying.newest) == (1, 0, None)
+    assert "no more copies of snapshots are made: connection reset by peer" in caplog.text

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -371,3 +372,20 @@ def test_a_compilers_folder_and_retries_of_the_jobs_own_are_not_contradicted_by_
     own = environment(made(workers=workers, parallelism={"tensor": 8}, trainer={"neuron": neuron}))
     assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & set(own)
     assert environment(made(workers=workers))["NEURON_COMPILE_CACHE_URL"] == "/var/cache/trainium/neuron"
+
+
+def test_a_pod_asks_for_the_instance_type_and_the_priority_that_the_job_names() -> None:
+    accelerator = {"device": "neuron", "instanceType": "trn1.32xlarge"}
+    body = made(workers={"accelerator": accelerator}, scheduling={"priorityClassName": "high"})["spec"]
+    assert body["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    assert body["priorityClassName"] == "high"
+    plain = made()["spec"]
+    assert "priorityClassName" not in plain
+    assert "nodeSelector" not in plain
+
+
+def test_a_private_image_is_pulled_with_the_secrets_of_the_installation() -> None:
+    settings = replace(SETTINGS, image_pull_secrets=("registry", "mirror"))
+    (manifest,) = worker_pods(job(spec()), settings, range(1), Avoided())
+    assert manifest["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+    assert "imagePullSecrets" not in made()["spec"]

@@ -1,11 +1,13 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from plan_builders import (
     NOW,
     agent,
     created,
     deleted,
+    facts_of,
     failure,
     membership,
     newest,
@@ -22,7 +24,10 @@ from plan_builders import (
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Phase, Rung
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.wire.messages import CheckResult, Transition
+from trainium_contract.spec.precompile import CompiledStatus
+from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
+from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.membership.decide import decide_generation
 from trainium_operator.plan.model.actions import CreatePod
 
 OPEN = Interruption(
@@ -172,3 +177,36 @@ def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
     pods = [action.manifest for action in planned(seen).actions if isinstance(action, CreatePod)]
     assert len(pods) == 1
     assert "node-2" in str(pods[0]["spec"]["affinity"])
+
+
+@pytest.mark.parametrize(("made", "rung"), [(-31.0, Rung.SPARE), (-30.9, Rung.REPLACE), (-20.0, Rung.REPLACE)])
+def test_a_pod_that_was_there_before_the_fault_is_a_spare_and_creation_times_are_rounded(
+    made: float, rung: Rung
+) -> None:
+    seen = recovering(without(running(4, spares=1), 1))
+    seen = replace(seen, pods=(*seen.pods[:3], pod(4, created=NOW + made)))
+    assert newest(planned(seen)).rung is rung
+
+
+def test_a_job_that_has_all_its_workers_again_takes_its_size_though_that_has_no_graphs() -> None:
+    seen = without(running(4, spares=1, status={"compiled": CompiledStatus(sizes=(2,), seconds=600.0)}), 1)
+    assert len(ranks(published(planned(seen)))) == 4
+
+
+def waits_since(seen: Any, since: float | None, losses: tuple[Loss, ...] = ()) -> float | None:
+    status = seen.job.status.replaced(waiting_since=since)
+    return decide_generation(facts_of(seen), status, losses).status.waiting_since
+
+
+def test_since_when_workers_are_missing_is_written_down_once_and_forgotten_when_none_is() -> None:
+    complete, short = running(4), running(3, status={"desired": 4})
+    assert waits_since(complete, NOW - 30) is None
+    assert waits_since(short, None) == NOW
+    assert waits_since(short, NOW - 30) == NOW - 30
+    finished = running(3, status={"desired": 4}, agents={2: agent(2, WorkerPhase.FINISHED, generation=1)})
+    assert waits_since(finished, None) is None, "at the end of a run nobody is waited for"
+    assert waits_since(finished, NOW - 30) == NOW - 30
+    member, worker = facts_of(complete).members[1]
+    lost = (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
+    assert waits_since(complete, NOW - 5, lost) == NOW - 5
+    assert waits_since(complete, None, lost) is None, "the loss itself has written it"

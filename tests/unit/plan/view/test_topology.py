@@ -81,6 +81,14 @@ def test_the_newcomer_nearest_to_the_lost_rank_s_neighbours_takes_it() -> None:
     assert ranks(published(plan(seen, SETTINGS))) == ["demo-w-0", "demo-w-1", "demo-w-2", "demo-w-5"]
 
 
+def test_the_rank_above_draws_a_newcomer_as_the_one_below_does() -> None:
+    nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "y", "y", "x"))}
+    members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
+    newcomers = [worker for worker in warm(starting(4, nodes)) if worker.pod.ordinal in (2, 3)]
+    first, *_ = assign_ranks(members, newcomers, 3, Surroundings(nodes))
+    assert first.pod_name == "demo-w-3"
+
+
 def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left() -> None:
     nodes = {
         **{f"node-{at}": labelled(f"node-{at}", "s", "a", "r0") for at in range(5)},

@@ -1,0 +1,386 @@
+"""What the owners of a pod and of a generation do when work fails, clocks differ, or nobody waits for them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from shared_store import Shared
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import Member, Membership, TrainerPhase, Transition, WorkerPhase
+from trainium_trainer.agent import supervisor as supervisor_module
+from trainium_trainer.agent.checks import pair_test
+from trainium_trainer.agent.generation import exit_barrier
+from trainium_trainer.agent.generation.exit_barrier import Roll
+from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError
+from trainium_trainer.agent.generation_owner import GenerationOwner
+from trainium_trainer.agent.generation_work import GenerationWork, Given
+from trainium_trainer.agent.hang import response
+from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
+from trainium_trainer.agent.life import actions as do
+from trainium_trainer.agent.life import events as on
+from trainium_trainer.agent.life import pod
+from trainium_trainer.agent.life.shutdown import Order
+from trainium_trainer.agent.life.state import Life, Stage, Terms
+from trainium_trainer.agent.ranks import output
+from trainium_trainer.agent.ranks.output import Tail
+from trainium_trainer.agent.rendezvous import RendezvousInterruptedError
+from trainium_trainer.agent.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from trainium_trainer.agent.exits.restart_policy import GenerationState
+
+MEMBERSHIP = Membership(
+    generation=3,
+    transition=Transition.IMMEDIATE,
+    cause=Cause.RESIZE,
+    processes_per_node=1,
+    members=tuple(
+        Member(pod_uid=f"u{at}", pod_name=f"w-{at}", pod_ip="127.0.0.1", node_name="n", node_rank=at, rendezvous_port=9)
+        for at in range(2)
+    ),
+)
+GIVEN = Given(7.0, ())
+
+
+def work(store: Any = None, *, signed: bool = True) -> GenerationWork:
+    """The errands of one generation, as far as they need no process."""
+    made = object.__new__(GenerationWork)
+    made._settings = SimpleNamespace(max_in_place_restarts=3)
+    made._membership = MEMBERSHIP
+    made._store = store or Shared()
+    made._roll = SimpleNamespace(all_signed=lambda _: signed)
+    made._told_to_leave = threading.Event()
+    made._hangs = SimpleNamespace(look=lambda: on.Looked(overdue=False), see=lambda _: None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("state", "signed", "goes_on"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"leaving": True}, True, False),
+        ({"stopped": 64}, True, False),
+        ({"superseded": 4}, True, False),
+        ({"superseded": 3}, True, True),
+    ],
+)
+def test_ranks_that_yielded_go_on_in_place_only_when_all_did_and_nobody_leaves(
+    state: dict[str, Any], signed: bool, goes_on: bool
+) -> None:
+    found = work(Shared(**state), signed=signed).perform(do.GoOn(0), GIVEN)
+    assert isinstance(found, on.YieldLooked)
+    assert (found.after is not None and found.after.attempt == 1) is goes_on
+
+
+class Lost(Shared):
+    """A store that nobody reaches."""
+
+    connected = False
+
+    def __init__(self, *, comes_back: bool = False) -> None:
+        super().__init__()
+        self.comes_back = comes_back
+
+    def connect(self) -> None:
+        if not self.comes_back:
+            raise StoreLostError("connection refused")
+        self.connected = True
+
+    def change(self, follow: Any) -> GenerationState:
+        if not self.connected:
+            raise StoreLostError("not connected")
+        return super().change(follow)
+
+
+def test_a_standstill_that_could_not_be_talked_about_is_counted_once_the_store_is_back() -> None:
+    silent = do.CountSilent(0, reconnect=True)
+    assert isinstance(work(Lost()).perform(silent, GIVEN), on.StoreLost)
+    counted = work(Lost(comes_back=True)).perform(silent, GIVEN)
+    assert isinstance(counted, on.Counted)
+    assert counted.after.attempt == 1
+
+
+def test_what_others_should_know_is_not_worth_an_error_when_nobody_hears_it() -> None:
+    shared = Shared()
+    assert work(shared).perform(do.TellBroken(), GIVEN) == on.Done()
+    assert shared.state().broken
+    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.Done()
+    assert (shared.state().leaving, shared.state().superseded) == (True, 5)
+    assert work(Lost()).perform(do.TellBroken(), GIVEN) == on.Done()
+    assert work(Lost()).perform(do.GoOn(0), GIVEN).after is None  # type: ignore[union-attr]
+
+
+def test_a_round_of_pairs_ends_when_the_pod_is_told_to_leave() -> None:
+    mine = work()
+    mine._stop_when_told()
+    mine._told_to_leave.set()
+    with pytest.raises(RendezvousInterruptedError):
+        mine._stop_when_told()
+
+
+# ---- the owner of a generation --------------------------------------------------------------------------------
+
+
+def owner(life: Life = Life(stage=Stage.RUNNING), perform: Any = None) -> Any:  # noqa: B008 - frozen
+    made = object.__new__(GenerationOwner)
+    made._life, made._alarm, made._ranks, made._generation = life, None, (), 3
+    made._terms = Terms(generation=3, grace_seconds=1.0, look_seconds=1.0)
+    made._report = SimpleNamespace(reached=0.0, stuck=lambda _: None)
+    made._watcher = SimpleNamespace(stop=lambda: None)
+    made._work = SimpleNamespace(perform=perform, close=lambda: None)
+    made._worker = SimpleNamespace(do=lambda what: what())
+    made._post = lambda what: what()
+    made.broken, made.over = [], []
+    made._on_broken, made._on_over = made.broken.append, made.over.append
+    return made
+
+
+def test_work_that_fails_in_a_way_that_nobody_foresaw_ends_the_pod() -> None:
+    def perform(*_: Any) -> None:
+        raise KeyError("unforeseen")
+
+    made = owner(perform=perform)
+    made._give(do.TellBroken())
+    assert len(made.broken) == 1
+    assert "KeyError: 'unforeseen'" in made.broken[0]
+
+
+def test_what_makes_the_pod_useless_and_what_is_to_be_said_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    made = owner()
+    made._carry_out(do.Break("a process did not end"))
+    made._carry_out(do.Say("a word"))
+    made._carry_out(do.Say("a hard word", severe=True))
+    assert made.broken == ["a process did not end"]
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "a word"),
+        ("ERROR", "a hard word"),
+    ]
+
+
+def test_a_generation_ends_once_though_events_come_afterwards() -> None:
+    made = owner(Life(stage=Stage.OVER))
+    made._take(on.Tick())
+    assert made.over == []
+    made = owner(Life(stage=Stage.ENDING, started=1, due=0.0))
+    made._take(on.Tick())
+    made._take(on.Tick())
+    assert [life.stage for life in made.over] == [Stage.OVER]
+
+
+# ---- the owner of a pod ---------------------------------------------------------------------------------------
+
+
+class Report:
+    """What the pod tells."""
+
+    def __init__(self) -> None:
+        self.checks: list[Any] = []
+        self.given_up: list[Any] = []
+        self.entered: list[Any] = []
+        self.phase = WorkerPhase.FAILED
+        self.recovering = False
+        self.verdict_code = 76
+
+    def checked(self, result: Any) -> None:
+        self.checks.append(result)
+
+    def give_up_with(self, code: int, sentence: str) -> None:
+        self.given_up.append((code, sentence))
+
+    def enter_generation(self, *entered: Any) -> None:
+        self.entered.append(entered)
+
+    def observe(self) -> None: ...
+
+
+def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> Any:
+    made = object.__new__(Supervisor)
+    made._settings = SimpleNamespace(checks=checks, grace_seconds=5.0)
+    made._report, made._clock_passed, made._running, made._alarm = Report(), None, None, None
+    made._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
+    made._pod = pod.Pod(check_seconds=1.0)
+    made._loop = loop
+    made.codes = []
+    made._exit = SimpleNamespace(done=lambda: bool(made.codes), set_result=made.codes.append)
+    return made
+
+
+def test_a_clock_that_is_wrong_is_told_once_and_again_when_it_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    made = supervisor()
+    for theirs in (1000.0, 2000.0, 2000.0, 1000.0, 1000.0):
+        made._on_welcome(theirs, 1000.0, 1000.1)
+    assert [check.passed for check in made._report.checks] == [True, False, False, True]
+    assert caplog.text.count("The node's clock is") == 1
+
+
+def test_a_clock_is_not_compared_where_nobody_asked_for_it_or_the_coordinator_does_not_tell() -> None:
+    made = supervisor(checks=())
+    made._on_welcome(5000.0, 1000.0, 1000.1)
+    untold = supervisor()
+    untold._on_welcome(0.0, 1000.0, 1000.1)
+    assert made._report.checks == untold._report.checks == []
+
+
+def test_a_node_that_fails_its_checks_is_given_up_with_what_was_found() -> None:
+    made = supervisor()
+    made._on_checked("core 3 computes wrong numbers")
+    assert [sentence for _, sentence in made._report.given_up] == ["core 3 computes wrong numbers"]
+    assert made._pod.unfit
+    sound = supervisor()
+    sound._on_checked("")
+    assert sound._pod.checked
+    assert not sound._pod.unfit
+
+
+async def test_a_task_that_fails_ends_the_pod_and_one_that_is_cancelled_does_not() -> None:
+    async def fails() -> None:
+        raise KeyError("unforeseen")
+
+    async def lasts() -> None:
+        await asyncio.sleep(600)
+
+    made = supervisor()
+    cancelled, failed = asyncio.create_task(lasts()), asyncio.create_task(fails())
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, failed, return_exceptions=True)
+    made._on_task_end(cancelled)
+    assert made.codes == []
+    made._on_task_end(failed)
+    made._on_broken("and once more")
+    assert made.codes == [supervisor_module._INTERNAL_ERROR], "the first word counts"
+
+
+async def test_a_verdict_that_no_coordinator_takes_is_left_with_after_a_long_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_TRAINING_SECONDS", 0.0)
+    made = supervisor()
+    watching = asyncio.create_task(made._observe())
+    while not made.codes:  # noqa: ASYNC110 - each turn of the loop is a look
+        await asyncio.sleep(0)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert made.codes[0] == 76
+
+
+def test_after_the_end_nothing_is_taken_any_more() -> None:
+    made = supervisor()
+    made.codes.append(0)
+    before = made._pod
+    made._take(pod.Checked())
+    assert made._pod is before
+
+
+def test_an_error_while_an_event_is_taken_ends_the_pod() -> None:
+    made = supervisor()
+    made._guarded(lambda: {}["unforeseen"])
+    assert made.codes == [supervisor_module._INTERNAL_ERROR]
+
+
+def test_a_pod_without_a_generation_is_told_of_the_next_one_and_ends_when_its_time_is_up() -> None:
+    calls: list[Any] = []
+    made = supervisor(SimpleNamespace(call_later=lambda *call: calls.append(call)))
+    made._order(Order.IMMEDIATE, 4)
+    assert made._report.entered == [(4, WorkerPhase.JOINING)]
+    assert calls == []
+    made._order(Order.TERMINATE, 0)
+    assert calls[0][0] > 5.0, "the ranks have their time to save"
+
+
+# ---- smaller parts --------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_was_never_reached_is_lost_and_not_an_error_of_ours() -> None:
+    with pytest.raises(StoreLostError, match="not connected"):
+        GenerationStore(MEMBERSHIP).has("key")
+
+
+def test_when_the_first_node_has_left_the_others_take_it_that_all_have_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(exit_barrier.time, "monotonic", lambda: now[0])
+    store = Lost(comes_back=True)
+    roll = Roll(store, 1, 2)
+    roll.sign(0, WorkerPhase.FINISHED)
+    assert not roll.all_finished(0), "one of two"
+    store.connected, store.comes_back = False, False
+    assert not roll.all_finished(0), "it may come back"
+    now[0] += 10_000.0
+    assert roll.all_finished(0)
+
+
+def test_a_line_of_output_that_never_ends_is_shown_in_pieces() -> None:
+    tail = Tail("[rank 0] ")
+    assert tail.feed(b"x" * output._LONGEST_LINE) == b""
+    assert tail.feed(b"y").count(b"x") > 0
+    assert tail.feed(b"z\n") == b"[rank 0] z\n"
+
+
+STILL = Standstill(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=None)
+
+
+@pytest.mark.parametrize(
+    ("finding", "summary"),
+    [
+        (Finding(Kind.STUCK, culprits=(1,)), "ranks 1 are to blame"),
+        (Finding(Kind.SILENT, silent=(0, 2)), "the agents of node ranks 0, 2 do not answer"),
+        (Finding(Kind.COLLECTIVE), "all ranks stand alike, nobody is to blame"),
+    ],
+)
+def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(
+    finding: Finding, summary: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = object.__new__(response.HangResponse)
+    made._settings = SimpleNamespace(pod_name="w-1")
+    known = SimpleNamespace(innermost="train.py:7", text="frame one\nframe two")
+    made._write_log(finding, (STILL, STILL), {})
+    made._write_log(finding, (STILL,), {1: known})
+    assert summary in caplog.text
+    assert "not asked" in caplog.text
+    assert "train.py:7" in caplog.text
+    assert capsys.readouterr().out == "[rank 1] frame one\n[rank 1] frame two\n"
+
+
+def test_a_stack_tells_whether_a_rank_waits_where_nothing_else_does() -> None:
+    assert response._told_by_stack(STILL, None) is STILL
+    assert response._told_by_stack(STILL, SimpleNamespace(in_collective=None)) is STILL
+    assert response._told_by_stack(STILL, SimpleNamespace(in_collective=True)).waiting is True
+    known = Standstill(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=False)
+    assert response._told_by_stack(known, SimpleNamespace(in_collective=True)) is known
+
+
+NCCOM = """#!/bin/sh
+for last; do :; done
+{say}
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("say", "code", "sound"),
+    [
+        ('echo \'{"results": [{"check": "passed"}]}\' >$last', 0, True),
+        ('echo \'{"results": [{"check": "failed"}]}\' >$last', 1, False),
+        ('echo \'{"results": [{"check": "failed"}]}\' >$last', 0, True),
+        ("echo '{\"results\": [{}]}' >$last", 1, True),
+        ("echo no JSON >$last", 1, True),
+        ("true", 1, True),
+    ],
+)
+def test_the_vendors_test_of_collectives_fails_a_node_only_by_a_word_that_is_understood(
+    say: str, code: int, sound: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nccom-test"
+    program.write_text(NCCOM.format(say=say, code=code))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert pair_test.collectives_check()[0] is sound

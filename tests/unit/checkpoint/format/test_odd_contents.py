@@ -1,0 +1,91 @@
+"""Values at the edges of the formats: nothing to copy, a single rank, a state that is no state, a mesh that is none."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_trainer.checkpoint.collectives import gather, uncollected
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, meeting
+from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.durable.staging import flatten
+from trainium_trainer.checkpoint.format.flat_buffer import copy_all
+from trainium_trainer.checkpoint.inspect import _age
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def test_a_rank_without_a_part_of_the_state_copies_nothing() -> None:
+    copy_all([], [])
+    target = torch.zeros(3)
+    copy_all([target], [torch.ones(3)])
+    assert torch.equal(target, torch.ones(3))
+
+
+def test_a_single_rank_hears_itself() -> None:
+    assert gather("value", None) == ["value"]
+
+
+@pytest.fixture
+def _uncollecting() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_the_search_for_circles_goes_on_afterwards() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("_uncollecting")
+def test_a_process_that_does_not_search_for_circles_does_not_begin_to() -> None:
+    with uncollected():
+        pass
+    assert not gc.isenabled()
+
+
+def test_a_state_has_dotted_names_and_nothing_but_tensors() -> None:
+    value = torch.zeros(1)
+    assert flatten({"model": {"weight": value}, "bias": value}) == {"model.weight": value, "bias": value}
+    with pytest.raises(TypeError, match=r"tensors only: model\.step is int"):
+        flatten({"model": {"step": 3}})
+
+
+SCHEME = Scheme(Grid(pipeline=2), [Divided("a", "F32", (4,), 1, ())])
+
+
+def altered(**changes: Any) -> dict[str, Any]:
+    raw = SCHEME.to_json()
+    return {**raw, "tensors": {"a": {**raw["tensors"]["a"], **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"dtype": "F13"}, "no type F13"), ({"stage": 2}, "no stage 2"), ({"stage": -1}, "no stage -1")],
+)
+def test_a_scheme_with_types_or_stages_that_do_not_exist_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    assert Scheme.from_json(altered()).to_json() == SCHEME.to_json()
+    with pytest.raises(ValueError, match=sentence):
+        Scheme.from_json(altered(**changes))
+
+
+def test_nothing_meets_a_box_without_values() -> None:
+    cut = Cut(0, Axis.DATA)
+    grid = Grid(data=2)
+    assert list(meeting((4,), (cut,), grid, Box((2,), (0,)))) == []
+    assert [held.box for held in meeting((4,), (cut,), grid, Box((1,), (2,)))] == [Box((0,), (2,)), Box((2,), (2,))]
+    assert list(cut.numbers(2, 2, 4, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(-5.0, "0 s"), (59.4, "59 s"), (60.0, "1.0 m"), (5400.0, "1.5 h"), (3 * 86400.0, "3.0 d")],
+)
+def test_an_age_is_told_in_its_largest_unit(seconds: float, said: str) -> None:
+    assert _age(seconds) == said

@@ -1,0 +1,198 @@
+"""Whose a root is, which of its checkpoints is meant, and what is said when two runs or settings meet in one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoint_world import HookedStorage, solo
+
+from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Manifest, Owner
+from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.root.acquisition import Entrance
+from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
+from trainium_trainer.checkpoint.root.metrics_copy import fetch_records, send_records
+from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRecords
+from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
+from trainium_trainer.checkpoint.root.run_settings import differences
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.root.survey import Committed, Survey, survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AT_ONCE = Retry(())
+ALPHA = JobIdentity("cluster-1", "team-a", "alpha", "uid-alpha")
+TOKEN = FenceToken(3, "run", "session")
+
+
+def committed(step: int, digest: str = "c", settings: dict[str, Any] | None = None) -> Committed:
+    manifest = Manifest(
+        step=step, samples=8 * step, tokens=100 * step, generation=1, world_size=1, data_parallel=1,
+        tensor_parallel=1, config_digest=digest, settings=settings or {}, created=0.0, files=(),
+    )  # fmt: skip
+    return Committed(step, f"step-{step}/g1-a", manifest)
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_is_named_by_its_path_and_shortened() -> None:
+    theirs = {"model": {"hiddenSize": 64, "name": "x" * 50}, "seed": 1}
+    ours = {"model": {"hiddenSize": 128, "name": "x" * 50}, "data": {"path": "/data"}, "seed": 1}
+    assert differences(theirs, ours) == (
+        "data.path is absent there and /data here, model.hiddenSize is 64 there and 128 here"
+    )
+    assert differences({"name": "y" * 41}, {}) == f"name is {'y' * 12}… there and absent here"
+    many = differences({}, dict.fromkeys("abcde", 1))
+    assert many.count("absent there") == 3
+    assert many.endswith(", and 2 more")
+    assert differences(theirs, theirs) == ""
+
+
+def test_a_converted_checkpoint_is_held_to_the_settings_that_it_knows() -> None:
+    found = Survey([committed(4, digest="", settings={"vocabulary": 64})])
+    refuse_foreign(found, "root", {"vocabulary": 64, "seed": 7}, "ours")
+    with pytest.raises(UnusableCheckpointError, match="vocabulary is 64 there and 128 here"):
+        refuse_foreign(found, "root", {"vocabulary": 128, "seed": 7}, "ours")
+
+
+@pytest.mark.parametrize(("newer", "refused"), [("step-2", False), ("step-4", False), ("step-6", True)])
+def test_a_checkpoint_of_a_newer_version_stops_the_run_only_when_it_is_the_newest(newer: str, refused: bool) -> None:
+    found = Survey([committed(4)], newer={newer: f"{newer} was written by a newer version"})
+    if refused:
+        with pytest.raises(UnusableCheckpointError, match="go on with that version"):
+            refuse_foreign(found, "root", {}, "c")
+    else:
+        refuse_foreign(found, "root", {}, "c")
+
+
+# ---- which checkpoint ---------------------------------------------------------------------------------------------
+
+
+def test_a_root_without_a_checkpoint_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"there is no committed checkpoint in {tmp_path}"):
+        choose(PosixStorage(tmp_path), str(tmp_path), None, milestones=False)
+
+
+def test_a_checkpoint_is_chosen_by_its_step_and_without_one_it_is_the_newest(tmp_path: Path) -> None:
+    run = solo(tmp_path)
+    for step in (2, 4):
+        run.to(step, save_at=(step,)).settle()
+    run.manager.close()
+    storage = PosixStorage(tmp_path)
+    assert choose(storage, "root", 2, milestones=False).step == 2
+    assert choose(storage, "root", None, milestones=False).step == 4
+    with pytest.raises(UserError, match="no committed checkpoint of step 3 in root: there are 2, 4"):
+        choose(storage, "root", 3, milestones=True)
+
+
+class Unreadable(PosixStorage):
+    def list(self, folder: str) -> Any:
+        raise PermissionError(13, "Permission denied", folder)
+
+
+def test_a_root_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Permission denied"):
+        choose(Unreadable(tmp_path), str(tmp_path), None, milestones=False)
+
+
+# ---- owner and fence ----------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_lost_the_race_for_a_folder_that_it_may_take_over_tries_again(tmp_path: Path) -> None:
+    beta = JobIdentity("cluster-1", "team-b", "beta", "uid-beta")
+    records = OwnerRecords(PosixStorage(tmp_path), beta)
+
+    def rival(what: str) -> None:
+        if what == f"before create {OWNER_PREFIX}2":
+            name = f"{OWNER_PREFIX}2"
+            other = Owner(cluster="cluster-1", namespace="team-a", name="alpha", uid="uid-alpha-2", since=0.0)
+            PosixStorage(tmp_path).create(name, other.model_dump_json(by_alias=True).encode())
+
+    OwnerRecords(PosixStorage(tmp_path), ALPHA).take()
+    records = OwnerRecords(HookedStorage(tmp_path, rival), beta, take_over="team-a/alpha")
+    with pytest.raises(OSError, match="the owner of the folder has just changed"):
+        records.take()
+    records.take()  # as whoever tries again does
+    assert records.held()
+
+
+class LosesAnswers(PosixStorage):
+    """Creates, and then fails as if nothing had been written."""
+
+    def create(self, name: str, data: bytes) -> None:
+        super().create(name, data)
+        raise FileExistsError(17, "File exists", name)
+
+
+def test_a_commit_whose_answer_was_lost_is_ours_all_the_same(tmp_path: Path) -> None:
+    receipt = Receipt("step-4", b"receipt")
+    publish(LosesAnswers(tmp_path), receipt, AT_ONCE)
+    assert PosixStorage(tmp_path).read(f"step-4/{COMMIT_NAME}") == b"receipt"
+    with pytest.raises(StaleGenerationError, match="committed by another start of the run"):
+        publish(PosixStorage(tmp_path), Receipt("step-4", b"another"), AT_ONCE)
+
+
+@pytest.mark.parametrize(
+    ("text", "token"),
+    [
+        (b"7", FenceToken(7, "", "")),
+        (b'{"generation": 7, "run": "r"}', FenceToken(7, "r", "")),
+        (b'{"generation": "seven"}', None),
+        (b"{}", None),
+        (b"\xff", None),
+        (b"[1]", None),
+    ],
+)
+def test_a_fence_is_read_also_as_a_bare_number_and_is_none_when_it_makes_no_sense(
+    tmp_path: Path, text: bytes, token: FenceToken | None
+) -> None:
+    (tmp_path / "GENERATION").write_bytes(text)
+    assert read_fence(PosixStorage(tmp_path)) == token
+
+
+def entrance(folder: Path) -> Entrance:
+    storage = PosixStorage(folder)
+    return Entrance(storage, OwnerRecords(storage, NOBODY), TOKEN, AT_ONCE)
+
+
+def test_a_fence_that_is_claimed_is_not_claimed_again_before_each_commit(tmp_path: Path) -> None:
+    ours = entrance(tmp_path)
+    ours.open(lambda _: None)
+    newer = FenceToken(4, "run", "newer session")
+    claim_fence(PosixStorage(tmp_path), newer)
+    ours.confirm()
+    assert read_fence(PosixStorage(tmp_path)) == newer, "it would be taken away from the start that came after"
+    with pytest.raises(StaleGenerationError):
+        ours.check()
+
+
+def test_a_start_that_could_not_claim_the_fence_claims_it_before_its_first_commit(tmp_path: Path) -> None:
+    ours = entrance(tmp_path)
+    ours.check()  # nobody newer is there
+    ours.confirm()
+    assert ours.claimed
+    assert read_fence(PosixStorage(tmp_path)) == TOKEN
+    ours.check()
+
+
+# ---- records ------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_has_its_records_keeps_them_and_another_gets_the_whole_lines(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path / "root")
+    storage.prepare()
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    (here / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    send_records(storage, here)
+    fetch_records(storage, there)
+    assert (there / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    (there / "metrics.jsonl").write_bytes(b'{"step": 3}\n')
+    fetch_records(storage, there)
+    assert (there / "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
+    assert survey(storage).committed == []

@@ -1,0 +1,297 @@
+"""What one look decides about the size of a job that trains: when it grows, how far, and what is written down of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import NOW, agent, facts_of, interruption, membership, pod, running, spec, training
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import ConditionType, MembershipStatus, ProgressStatus, Rung, TrainingJobStatus
+from trainium_contract.spec.elasticity import IdleNodesStatus
+from trainium_contract.spec.precompile import CompiledStatus
+from trainium_contract.status.ledger import GoodputStatus, SizeAccount
+from trainium_contract.wire.messages import Transition, WorkerPhase
+from trainium_operator.plan.membership.generation import Decision
+from trainium_operator.plan.membership.resize import note_request, resize
+from trainium_operator.plan.membership.unfinished_generation import finish_decided
+from trainium_operator.plan.model.conditions import find_condition, with_condition
+from trainium_operator.plan.model.observed import Observed, PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.grant import Grant, Stand
+
+REST = 30
+
+
+def job(members: int, newcomers: int = 0, **changes: Any) -> Observed:
+    """A job of four workers at least two of which must train; `newcomers` are warm and have no rank."""
+    made = spec(
+        workers={"replicas": 4, "minReplicas": 2, **changes.pop("workers", {})},
+        recovery={"rescaleAfterSeconds": REST},
+        **changes.pop("more", {}),
+    )
+    return running(members, spares=newcomers, job_spec=made, **changes)
+
+
+def wants(size: int = 4, **fields: Any) -> TrainingJobStatus:
+    known = {"membership": MembershipStatus(generation=1, size=2), **fields}
+    return TrainingJobStatus(desired=size, **known)
+
+
+def by_a_person(status: TrainingJobStatus) -> TrainingJobStatus:
+    return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 4", now=NOW)
+
+
+def look(seen: Observed, status: TrainingJobStatus | None = None) -> Decision:
+    return resize(facts_of(seen), status or wants())
+
+
+def size_of(decision: Decision) -> int | None:
+    return None if decision.new is None else len(decision.new.members)
+
+
+def test_a_job_grows_to_its_size_at_once_when_all_workers_are_there_and_every_rank_saves_first() -> None:
+    decision = look(job(2, 2))
+    assert decision.new is not None
+    assert size_of(decision) == 4
+    assert (decision.new.transition, decision.new.cause) == (Transition.GRACEFUL, Cause.RESIZE)
+    assert decision.looks == ()
+    entry = decision.status.history[-1]
+    assert (entry.rung, entry.cause, entry.message) == (Rung.GROW, Cause.CAPACITY, "from 2 to 4 nodes")
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        job(2),
+        job(4, 1),
+        job(2, 2, agents={1: agent(1, WorkerPhase.LOADING, generation=1)}),
+        job(2, 2, agents={1: training(1, generation=0)}),
+        job(2, 2, agents={1: agent(1, WorkerPhase.FINISHED, generation=1)}),
+        replace(job(2, 2), pods=(pod(0, phase=PodPhase.SUCCEEDED), pod(1), pod(2), pod(3))),
+    ],
+)
+def test_nothing_changes_while_it_fits_or_nobody_is_there_or_not_everybody_trains(seen: Observed) -> None:
+    assert look(seen) == Decision(status=wants())
+
+
+def test_a_job_shrinks_also_while_its_members_only_load_but_not_once_one_has_finished() -> None:
+    assert size_of(look(job(4, agents={0: agent(0, WorkerPhase.LOADING, generation=1)}), wants(3))) == 3
+    finished = job(4, agents={0: agent(0, WorkerPhase.FINISHED, generation=1)})
+    assert look(finished, wants(3)).new is None
+
+
+def test_a_member_whose_pod_is_gone_does_not_keep_the_job_from_shrinking() -> None:
+    seen = job(4)
+    assert size_of(look(replace(seen, pods=seen.pods[:3]), wants(3))) == 3
+
+
+@pytest.mark.parametrize(("ago", "until"), [(REST - 1, NOW + 1), (REST, None), (REST + 1, None)])
+def test_growth_that_nobody_asked_for_rests(ago: float, until: float | None) -> None:
+    status = wants(history=(interruption(Rung.REPLACE, ago=ago),))
+    decision = look(job(2, 2), status)
+    assert (size_of(decision), decision.looks) == ((4, ()) if until is None else (None, (until,)))
+
+
+def test_a_job_that_rests_does_not_look_again_while_nobody_is_there() -> None:
+    status = wants(history=(interruption(Rung.REPLACE, ago=1),))
+    assert look(job(2), status) == Decision(status=status)
+
+
+def test_what_a_person_asked_for_neither_rests_nor_has_to_pay() -> None:
+    status = by_a_person(no_gain(history=(interruption(Rung.REPLACE, ago=1),)))
+    decision = look(job(2, 2), status)
+    assert size_of(decision) == 4
+    entry = decision.status.history[-1]
+    assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.RESIZE)
+
+
+def no_gain(**fields: Any) -> TrainingJobStatus:
+    """One step is left, and a change takes 10 s."""
+    return wants(
+        **{"history": (interruption(Rung.REPLACE, ago=500),), **fields},
+        goodput=GoodputStatus(sizes=(SizeAccount(size=2, step_seconds=2.0),)),
+        progress=ProgressStatus(step=99, total_steps=100),
+    )
+
+
+def test_growth_that_would_not_pay_is_left() -> None:
+    assert look(job(2, 2), no_gain()) == Decision(status=no_gain())
+
+
+@pytest.mark.parametrize(
+    ("waiting_since", "size", "looks"),
+    [
+        (NOW - 10, None, (NOW + 20,)),
+        (NOW - REST, 3, ()),
+        (NOW - REST - 1, 3, ()),
+        (None, None, (NOW + REST,)),
+    ],
+)
+def test_a_part_of_what_is_missing_is_taken_only_after_a_wait_for_the_rest(
+    waiting_since: float | None, size: int | None, looks: tuple[float, ...]
+) -> None:
+    decision = look(job(2, 1), wants(waiting_since=waiting_since))
+    assert (size_of(decision), decision.looks) == (size, looks)
+
+
+def test_a_part_that_is_no_legal_size_is_not_taken() -> None:
+    pairs = {"more": {"parallelism": {"tensor": 2}}}
+    for since in (NOW - 100, NOW - 10):
+        assert look(job(2, 1, **pairs), wants(waiting_since=since)) == Decision(status=wants(waiting_since=since))
+
+
+def test_a_person_gets_a_part_only_after_the_wait_too() -> None:
+    assert look(job(2, 1), by_a_person(wants(waiting_since=NOW - 10))).looks == (NOW + 20,)
+
+
+def graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJobStatus:
+    return wants(**{"compiled": CompiledStatus(sizes=sizes, seconds=seconds), "waiting_since": NOW - 100, **fields})
+
+
+def test_growth_to_a_size_without_graphs_waits_until_it_pays_since_the_last_change_of_size() -> None:
+    shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)  # 60 s at half the speed: pays after 120
+    assert look(job(2, 2), graphs(2, history=(shrunk,))).looks == (NOW + 20,)
+    long_ago = interruption(Rung.SHRINK, ago=120, took=0.0)
+    assert size_of(look(job(2, 2), graphs(2, history=(long_ago,)))) == 4
+
+
+def test_only_a_change_of_size_counts_as_one() -> None:
+    shrunk = interruption(Rung.SHRINK, ago=130, took=0.0)
+    undecided = interruption(Rung.GROW, ago=60, took=None, decided_at=None)
+    replaced = interruption(Rung.REPLACE, ago=60, took=0.0)
+    assert size_of(look(job(2, 2), graphs(2, history=(shrunk, undecided, replaced)))) == 4
+    for rung in (Rung.SHRINK, Rung.GROW, Rung.RESIZE):
+        newer = interruption(rung, ago=60, took=0.0)
+        assert look(job(2, 2), graphs(2, history=(shrunk, newer))).looks == (NOW + 60,)
+
+
+def test_a_job_whose_size_never_changed_does_not_wait_for_graphs() -> None:
+    assert size_of(look(job(2, 2), graphs(2))) == 4
+
+
+def test_a_person_does_not_wait_for_graphs_either() -> None:
+    shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)
+    assert size_of(look(job(2, 2), by_a_person(graphs(2, history=(shrunk,))))) == 4
+
+
+def test_a_size_that_has_its_graphs_is_taken_before_a_larger_one_without() -> None:
+    assert size_of(look(job(2, 2), graphs(2, 3))) == 3
+    assert size_of(look(job(2, 2), graphs(2, 3, 4))) == 4
+    assert size_of(look(job(2, 2), by_a_person(graphs(2, 3)))) == 4
+
+
+def test_an_extra_and_idle_nodes_are_named_in_the_entry() -> None:
+    taken = wants(4, idle_nodes=IdleNodesStatus(taken=1))
+    assert "from 2 to 4 nodes: 1 that were idle, beyond the 3 asked for" in _told(job(2, 2), taken)
+    back = _told(job(4, wanted_elsewhere=2), wants(3))
+    assert back == "from 4 to 3 nodes: 1 that were idle are given back, other jobs wait for 2"
+    assert _told(job(4), wants(3)) == "from 4 to 3 nodes"
+    assert _told(job(4), wants(3, idle_nodes=IdleNodesStatus(taken=1))) == "from 4 to 3 nodes"
+    assert _told(job(2, 2, wanted_elsewhere=2), wants(4)) == "from 2 to 4 nodes"
+
+
+def _told(seen: Observed, status: TrainingJobStatus) -> str:
+    return look(seen, status).status.history[-1].message
+
+
+@pytest.mark.parametrize(
+    ("desired", "message"), [(3, "from 2 to 3 nodes: the queue grants 3 of 4"), (4, "from 2 to 4 nodes")]
+)
+def test_a_size_that_a_queue_decided_is_told_as_its(desired: int, message: str) -> None:
+    facts = replace(facts_of(job(2, 2)), grant=Grant(stand=Stand.ADMITTED, workers=desired))
+    assert resize(facts, wants(desired)).status.history[-1].message == message
+
+
+def test_shrinking_for_want_of_capacity_is_told_as_a_resize() -> None:
+    entry = look(job(4), wants(3)).status.history[-1]
+    assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.CAPACITY)
+
+
+def test_a_change_that_answers_a_fault_adds_no_entry_of_its_own() -> None:
+    fault = interruption(Rung.REPLACE, ago=5, took=None)
+    decision = look(job(4), wants(3, history=(fault,)))
+    assert size_of(decision) == 3
+    assert decision.status.history == (fault,)
+
+
+def test_a_size_that_was_decided_on_before_a_crash_is_not_told_twice() -> None:
+    decided = wants(3, membership=MembershipStatus(generation=2, size=3))
+    decision = look(job(4), decided)
+    assert size_of(decision) == 3
+    assert decision.status.history == ()
+
+
+def test_extras_leave_before_the_highest_ranks() -> None:
+    seen = job(4)
+    seen = replace(seen, pods=tuple(replace(each, extra=each.ordinal == 1) for each in seen.pods))
+    decision = look(seen, wants(3))
+    assert decision.new is not None
+    assert [member.pod_name for member in decision.new.members] == ["demo-w-0", "demo-w-3", "demo-w-2"]
+
+
+def test_beyond_what_was_asked_for_extras_join_and_the_spare_stays() -> None:
+    seen = job(2, 2)
+    seen = replace(seen, pods=tuple(replace(each, extra=each.ordinal == 3) for each in seen.pods))
+    decision = look(seen, wants(3, idle_nodes=IdleNodesStatus(taken=1)))
+    assert decision.new is not None
+    assert [member.pod_name for member in decision.new.members] == ["demo-w-0", "demo-w-1", "demo-w-3"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "desired", "told"),
+    [
+        (job(2), wants(4), 4, None),
+        (job(2), wants(0), 4, None),  # before the first size
+        (replace(job(2), membership=None), wants(4), 3, None),
+        (job(2), wants(4, idle_nodes=IdleNodesStatus(taken=1)), 3, None),  # as many as were asked for before
+        (job(2), wants(4, idle_nodes=IdleNodesStatus(taken=1)), 4, "from 2 to 4 nodes"),
+        (job(2), wants(1), 3, "from 2 to 3 nodes"),
+        (job(4), wants(4), 2, "from 4 to 2 nodes"),
+    ],
+)
+def test_a_size_that_a_person_changed_is_remembered_until_it_is_reached(
+    seen: Observed, status: TrainingJobStatus, desired: int, told: str | None
+) -> None:
+    noted = find_condition(note_request(facts_of(seen), status, desired), ConditionType.RESIZING)
+    if told is None:
+        assert noted is None
+    else:
+        assert noted is not None
+        assert (noted.status, noted.reason) == ("True", Reason.SIZE_REQUESTED)
+        assert told in noted.message
+
+
+def undone(seen: Observed, generation: int = 2, **fields: Any) -> Decision:
+    status = wants(membership=MembershipStatus(generation=generation, size=4), **fields)
+    return finish_decided(facts_of(seen), status)
+
+
+def test_a_generation_that_was_decided_on_and_never_recorded_is_begun_by_those_who_are_there() -> None:
+    decision = undone(job(4))
+    assert decision.new is not None
+    assert decision.new.members == membership(0, 1, 2, 3).members
+    assert (decision.new.transition, decision.new.cause) == (Transition.GRACEFUL, Cause.RESIZE)
+    fault = interruption(Rung.REPLACE, ago=5, took=None, cause=Cause.NODE_LOST)
+    again = undone(job(4), history=(fault,))
+    assert again.new is not None
+    assert again.new.cause is Cause.NODE_LOST
+
+
+def test_a_generation_that_is_recorded_is_not_begun_again() -> None:
+    assert undone(job(4), generation=1).new is None
+    assert finish_decided(facts_of(replace(job(4), membership=None)), wants()).new is None
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        replace(job(4), pods=tuple(pod(at) for at in range(3))),
+        job(4, agents={2: agent(2, WorkerPhase.FINISHED, generation=1)}),
+        job(4, agents={2: training(2, silent=60.0)}),
+    ],
+)
+def test_it_is_begun_only_when_everybody_was_heard_and_works(seen: Observed) -> None:
+    assert undone(seen).new is None

@@ -1,0 +1,349 @@
+"""What one look decides about idle nodes: how many extras are kept or asked for, and when the job grows onto them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from plan_builders import NOW, agent, facts_of, failure, heartbeat, interruption, pod, running, spec, training
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import ConditionType, ProgressStatus, Rung, TrainingJobStatus
+from trainium_contract.spec.elasticity import IdleNodesStatus
+from trainium_contract.spec.precompile import CompiledStatus
+from trainium_contract.status.ledger import GoodputStatus, SizeAccount
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
+from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.observed import Observed, PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.grant import Grant, Stand
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.answer import Answer
+
+REST = 30
+HEARD = NOW - 50
+"""Since when the extras of these tests are there."""
+
+
+def job(*, extras: int = 0, waiting: int = 0, most: int = 4, members: int = 2, **changes: Any) -> Observed:
+    """A job of two workers that may take more: some extras are warm, others wait for a node."""
+    made = spec(
+        workers={"replicas": 2, "maxReplicas": most},
+        recovery={"rescaleAfterSeconds": REST},
+        elasticity={"idleNodes": "Take"},
+        trainer={"steps": 10**6, **changes.pop("trainer", {})},
+        **changes.pop("more", {}),
+    )
+    here = members + extras
+    pods = (
+        *(pod(at, extra=at >= 2) for at in range(here)),
+        *(pod(at, extra=True, node="", phase=PodPhase.PENDING, scheduled=False) for at in range(here, here + waiting)),
+    )
+    agents = {at: agent(at) for at in range(members, here)} | changes.pop("agents", {})
+    return running(members, job_spec=made, pods=pods, agents=agents, **changes)
+
+
+def asked(status: TrainingJobStatus | None = None, **idle: Any) -> TrainingJobStatus:
+    """The status with what was asked for, two nodes, before idle ones are looked at."""
+    return (status or TrainingJobStatus()).replaced(desired=2, idle_nodes=IdleNodesStatus(**idle))
+
+
+def priced(price: float, ago: float = 5000.0, **fields: Any) -> TrainingJobStatus:
+    """The last change of the membership took so long."""
+    return TrainingJobStatus(history=(interruption(Rung.REPLACE, ago=ago, took=price),), **fields)
+
+
+def look(seen: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> Answer:
+    return use_idle_nodes(facts_of(seen), status or asked(), losses)
+
+
+def lost(seen: Observed, at: int) -> tuple[Loss, ...]:
+    member, worker = facts_of(seen).members[at]
+    return (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
+
+
+def decided(answer: Answer) -> tuple[int, int, int]:
+    """Size to work towards, of that taken, extras wanted."""
+    idle = answer.status.idle_nodes
+    return answer.status.desired, idle.taken, idle.wanted
+
+
+def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_them_so_long() -> None:
+    answer = look(job())
+    assert decided(answer) == (2, 0, 2)
+    assert answer.status.idle_nodes.asked_at == NOW
+    assert answer.looks == (NOW + REST,)
+
+
+@pytest.mark.parametrize(
+    ("seen", "status"),
+    [
+        (job(most=2), asked(in_vain=3, retry_at=NOW + 5)),
+        (job(), asked(wanted=2).replaced(desired=1)),  # a queue grants less than was asked for
+        (job(wanted_elsewhere=2), asked(wanted=2, asked_at=NOW - 5)),
+        (job(most=4, extras=2), asked(TrainingJobStatus(desired=0)).replaced(desired=0)),
+        (replace(job(), membership=None, published=0), asked(wanted=2)),
+    ],
+)
+def test_a_job_that_may_not_have_more_asks_for_none_and_forgets_what_it_asked_for(
+    seen: Observed, status: TrainingJobStatus
+) -> None:
+    answer = look(seen, status)
+    assert answer.status.desired == status.desired
+    assert answer.status.idle_nodes == IdleNodesStatus()
+    assert answer.looks == ()
+
+
+def test_a_job_that_may_have_one_more_asks_for_one() -> None:
+    assert decided(look(job(most=3))) == (2, 0, 1)
+
+
+def test_extras_need_a_class_of_lowest_priority() -> None:
+    seen = job()
+    plain = facts_of(seen)
+    without_class = replace(plain, settings=replace(plain.settings, extra_priority_class=""))
+    assert use_idle_nodes(without_class, asked(), ()).status.idle_nodes == IdleNodesStatus()
+
+
+def test_a_job_that_leaves_idle_nodes_alone_keeps_what_it_asked_for_although_it_might_have_more() -> None:
+    seen = job()
+    leaves = seen.job.spec.model_copy(update={"elasticity": spec().elasticity})
+    answer = look(replace(seen, job=replace(seen.job, spec=leaves)))
+    assert decided(answer) == (2, 0, 0)
+
+
+RESIZING = with_condition(
+    TrainingJobStatus(), ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 3 nodes", now=NOW
+)
+
+
+@pytest.mark.parametrize(
+    ("seen", "status"),
+    [
+        (job(agents={1: agent(1, WorkerPhase.LOADING, generation=1)}), asked()),
+        (job(), asked(RESIZING)),
+        (job(), asked(TrainingJobStatus(stage="Export"))),
+        (replace(job(), pods=(pod(0, phase=PodPhase.SUCCEEDED), pod(1))), asked()),
+        (replace(job(), pods=(pod(0),)), asked().replaced(desired=3)),
+    ],
+)
+def test_nothing_is_asked_for_nor_taken_while_not_everybody_trains_or_no_steps_are_left(
+    seen: Observed, status: TrainingJobStatus
+) -> None:
+    answer = look(seen, status)
+    assert answer.status.desired == status.desired
+    assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (0, None)
+    with_extras = replace(seen, pods=(*seen.pods, pod(7, extra=True)), agents={**seen.agents, "uid-7": agent(7)})
+    assert look(with_extras, status).status.desired == status.desired
+
+
+def test_nothing_is_asked_for_while_a_member_is_lost_or_the_job_is_smaller_than_it_asked_to_be() -> None:
+    seen = job()
+    assert decided(look(seen, losses=lost(seen, 1))) == (2, 0, 0)
+    assert decided(look(job(members=1))) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("idle", "status", "created_from", "until"),
+    [
+        ({"retry_at": NOW + 7}, TrainingJobStatus(), 0.0, NOW + 7),
+        ({"retry_at": NOW}, TrainingJobStatus(), 0.0, None),
+        ({"retry_at": NOW + 600}, TrainingJobStatus(), 0.0, NOW + 600),
+        ({}, priced(1.0, ago=10), 0.0, NOW - 10 + REST),
+        ({}, priced(1.0, ago=REST), 0.0, None),
+        ({}, TrainingJobStatus(), NOW + 3, NOW + 3),
+        ({}, TrainingJobStatus(), NOW, None),
+    ],
+)
+def test_extras_are_asked_for_after_the_pause_the_rest_and_the_operators_own_start(
+    idle: dict[str, float], status: TrainingJobStatus, created_from: float, until: float | None
+) -> None:
+    answer = look(job(creations_from=created_from), asked(status, **idle))
+    if until is None:
+        assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, NOW)
+        assert answer.status.idle_nodes.retry_at is None
+    else:
+        assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (0, None)
+        assert answer.looks == (until,)
+
+
+def left(steps: int, price: float | None, **fields: Any) -> TrainingJobStatus:
+    """So many steps of 2 s are left; twice the nodes are twice as fast."""
+    known = TrainingJobStatus() if price is None else priced(price)
+    return known.replaced(
+        goodput=GoodputStatus(sizes=(SizeAccount(size=2, step_seconds=2.0),)),
+        progress=ProgressStatus(step=1000 - steps, total_steps=1000),
+        **fields,
+    )
+
+
+def test_extras_are_asked_for_only_where_the_steps_that_are_left_repay_the_way_there_and_back() -> None:
+    assert look(job(), asked(left(21, 10.0))).status.idle_nodes.wanted == 2  # 21 s are saved, 20 spent
+    assert look(job(), asked(left(20, 10.0))).status.idle_nodes.wanted == 0
+    assert look(job(), asked(left(1, None))).status.idle_nodes.wanted == 2  # nobody knows the price
+
+
+def test_the_job_grows_only_where_the_steps_that_are_left_repay_the_way_there_and_back() -> None:
+    seen = job(extras=2)
+    assert look(seen, asked(left(21, 10.0))).status.desired == 4
+    assert look(seen, asked(left(20, 10.0))).status.desired == 2
+
+
+def test_a_size_without_graphs_has_its_compilation_to_repay_as_well() -> None:
+    seen = job(extras=2)
+    graphs = CompiledStatus(sizes=(2,), seconds=5.0)
+    assert look(seen, asked(left(25, 10.0, compiled=graphs))).status.desired == 2
+    assert look(seen, asked(left(26, 10.0, compiled=graphs))).status.desired == 4
+
+
+@pytest.mark.parametrize(("price", "due"), [(30.0, HEARD + 60.0), (24.9, None), (25.0, None), (25.1, HEARD + 50.2)])
+def test_the_job_grows_once_the_extras_have_been_there_for_as_long_as_growing_takes_to_repay(
+    price: float, due: float | None
+) -> None:
+    answer = look(job(extras=2), asked(priced(price)))
+    if due is None:
+        assert decided(answer) == (4, 2, 2)
+    else:
+        assert decided(answer) == (2, 0, 2)
+        assert answer.looks == (pytest.approx(due),)
+
+
+def test_the_youngest_extra_says_how_long_they_have_been_there() -> None:
+    seen = job(extras=2)
+    fresh = replace(agent(3), first_heard=NOW - 1)
+    answer = look(replace(seen, agents={**seen.agents, "uid-3": fresh}), asked(priced(10.0)))
+    assert answer.status.desired == 2
+    assert answer.looks == (NOW - 1 + 20.0,)
+
+
+def test_the_job_grows_after_its_rest() -> None:
+    answer = look(job(extras=2), asked(priced(1.0, ago=REST - 1)))
+    assert answer.status.desired == 2
+    assert answer.looks == (NOW + 1,)
+    assert look(job(extras=2), asked(priced(1.0, ago=REST))).status.desired == 4
+
+
+def test_where_nobody_knows_the_price_the_job_grows_at_once() -> None:
+    seen = job(extras=2)
+    fresh = {**seen.agents, **{f"uid-{at}": replace(agent(at), first_heard=NOW) for at in (2, 3)}}
+    assert look(replace(seen, agents=fresh)).status.desired == 4
+
+
+def test_extras_that_train_are_kept_and_the_job_stays_as_large() -> None:
+    answer = look(job(members=4), asked(wanted=2, taken=2))
+    assert decided(answer) == (4, 2, 2)
+    assert answer.looks == ()
+
+
+def test_a_job_gets_no_larger_than_its_extras_make_it_and_no_smaller_than_it_asked_to_be() -> None:
+    assert decided(look(job(extras=1)))[:2] == (3, 1)
+    assert decided(look(job(extras=1, most=8), asked()))[:2] == (3, 1)
+    seen = job(members=3)
+    assert look(seen, asked(wanted=1, taken=1), lost(seen, 2)).status.desired == 2
+
+
+def test_after_a_loss_the_job_goes_on_at_once_with_the_extras_that_are_there() -> None:
+    seen = job(members=4)
+    answer = look(seen, asked(wanted=2, taken=2), lost(seen, 3))
+    assert answer.status.desired == 3
+    assert answer.status.idle_nodes.taken == 1
+    seen = job(members=3, extras=1)  # the fourth was about to join
+    assert look(seen, asked(wanted=2, taken=1), lost(seen, 0)).status.desired == 3
+
+
+@pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
+def test_of_the_extras_only_as_many_count_as_a_queue_grants(granted: int, size: int) -> None:
+    facts = replace(facts_of(job(extras=2)), grant=Grant(stand=Stand.ADMITTED, workers=granted))
+    assert use_idle_nodes(facts, asked(), ()).status.desired == size
+
+
+def test_extras_that_got_their_nodes_are_no_longer_waited_for() -> None:
+    answer = look(job(extras=2), asked(priced(100.0), wanted=2, asked_at=NOW - 5, in_vain=3))
+    assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, None)
+
+
+@pytest.mark.parametrize(("since", "waits"), [(29.0, True), (30.0, False), (31.0, False)])
+def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(since: float, waits: bool) -> None:
+    answer = look(job(extras=1, waiting=1), asked(priced(1000.0), wanted=2, asked_at=NOW - since))
+    idle = answer.status.idle_nodes
+    if waits:
+        assert (idle.wanted, idle.asked_at, idle.in_vain) == (2, NOW - since, 0)
+        assert NOW - since + REST in answer.looks
+    else:
+        assert (idle.wanted, idle.asked_at, idle.in_vain) == (1, None, 1), "the one that has a node stays"
+        assert idle.retry_at == NOW + 60
+
+
+def test_extras_that_are_waited_for_are_no_more_than_the_job_may_have() -> None:
+    answer = look(job(waiting=2, most=3), asked(wanted=2, asked_at=NOW - 1))
+    assert answer.status.idle_nodes.wanted == 1
+
+
+@pytest.mark.parametrize(("times", "pause"), [(0, 60), (1, 120), (2, 240), (3, 480), (4, 600), (5, 600), (5000, 600)])
+def test_the_pause_after_extras_that_found_no_node_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
+    answer = look(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, in_vain=times))
+    assert answer.status.idle_nodes == IdleNodesStatus(wanted=0, in_vain=times + 1, retry_at=NOW + pause)
+    assert answer.looks == (NOW + pause,)
+
+
+def broken(**changes: Any) -> Observed:
+    """An extra whose agent gave up, or whose pod failed."""
+    seen = job()
+    return replace(seen, pods=(*seen.pods, pod(2, extra=True, **changes)))
+
+
+def gave_up(seen: Observed) -> Observed:
+    beat = heartbeat(2, WorkerPhase.FAILED, verdict=failure(1))
+    return replace(seen, agents={**seen.agents, "uid-2": replace(agent(2), heartbeat=beat)})
+
+
+@pytest.mark.parametrize(
+    ("seen", "in_vain"),
+    [
+        (broken(phase=PodPhase.FAILED), 1),
+        (gave_up(broken()), 1),
+        (broken(phase=PodPhase.FAILED, deleting=True), 0),
+        (gave_up(broken(deleting=True)), 0),
+        (broken(phase=PodPhase.PENDING, node=""), 0),
+        (replace(job(), pods=(*job().pods, pod(2, phase=PodPhase.FAILED))), 0),  # a spare
+    ],
+)
+def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, in_vain: int) -> None:
+    assert look(seen).status.idle_nodes.in_vain == in_vain
+
+
+@pytest.mark.parametrize(
+    ("seen", "before", "in_vain"),
+    [
+        (job(extras=2), 0, 0),
+        (job(extras=1), 0, 0),
+        (job(extras=2), 2, 3),  # no more than there were
+        (job(), 0, 3),
+        (job(extras=1, waiting=1), 0, 0),
+    ],
+)
+def test_the_pauses_begin_anew_when_extras_were_found_that_can_join(seen: Observed, before: int, in_vain: int) -> None:
+    kept = asked(priced(1000.0), in_vain=3, retry_at=NOW + 5)
+    status = seen.job.status.replaced(idle_nodes=IdleNodesStatus(taken=before))
+    seen = replace(seen, job=replace(seen.job, status=status))
+    assert look(seen, kept).status.idle_nodes.in_vain == in_vain
+
+
+def test_an_extra_that_cannot_join_yet_says_nothing_about_the_pauses() -> None:
+    starting = {2: agent(2, ready=False)}
+    assert look(job(extras=1, agents=starting), asked(in_vain=3, retry_at=NOW + 5)).status.idle_nodes.in_vain == 3
+
+
+def test_extras_that_would_save_no_pass_are_given_back() -> None:
+    eight = {"trainer": {"batch": {"globalSize": 8}}}  # 8 samples: 2 nodes 4 passes, 3 three, 4 to 7 two, 8 one
+    assert decided(look(job(extras=4, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 2
+    assert decided(look(job(extras=1, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 1
+
+
+def test_a_member_that_is_still_training_for_an_older_size_does_not_let_the_job_grow() -> None:
+    late = job(extras=2, agents={1: training(1, generation=0)})
+    assert look(late).status.desired == 2

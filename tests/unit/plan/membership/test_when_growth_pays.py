@@ -1,0 +1,184 @@
+"""Growth that nobody asked for: until when it rests, which steps repay it, and what a size without graphs costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from plan_builders import NOW, facts_of, interruption, running, spec
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import Interruption, ProgressStatus, Rung, TrainingJobStatus
+from trainium_contract.spec.precompile import CompiledStatus
+from trainium_contract.status.ledger import GoodputStatus, SizeAccount
+from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
+from trainium_operator.plan.membership.growth_gain import is_worth_growing
+from trainium_operator.plan.membership.resting import grows_again_at
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.view.facts import Facts
+
+REST = 30
+
+
+def facts(count: int = 2, **changes: Any) -> Facts:
+    recovery = {"rescaleAfterSeconds": REST}
+    workers = {"replicas": 8, "minReplicas": 2}
+    return facts_of(running(count, job_spec=spec(workers=workers, recovery=recovery, **changes)))
+
+
+def history(*entries: Interruption, **fields: Any) -> TrainingJobStatus:
+    return TrainingJobStatus(history=entries, **fields)
+
+
+def shrinks(*ago: float) -> TrainingJobStatus:
+    return history(*(interruption(Rung.SHRINK, ago=each) for each in ago))
+
+
+CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
+
+
+@pytest.mark.parametrize(
+    ("status", "until"),
+    [
+        (history(), REST),
+        (history(interruption(Rung.REPLACE, ago=60)), NOW - 60 + REST),
+        (history(interruption(Rung.REPLACE, ago=60, took=None)), NOW - 60 + REST),  # not over: from the failure
+        (history(interruption(Rung.REPLACE, ago=5, took=40, failed_at=None)), 40 + REST),
+        (history(interruption(Rung.REPLACE, ago=9), interruption(Rung.SPARE, ago=50)), NOW - 9 + REST),
+        (history(interruption(Rung.GROW, ago=5), interruption(Rung.STOP, ago=5)), REST),
+        (history(interruption(Rung.RESIZE, ago=5, **BY_A_PERSON)), REST),
+        (history(interruption(Rung.RESIZE, ago=5, **CAPACITY)), NOW - 5 + REST),
+        (history(*[interruption(Rung.REPLACE, ago=5)] * 4), NOW - 5 + REST),
+        (shrinks(70), NOW - 70 + REST),
+        (shrinks(90, 70), NOW - 70 + 2 * REST),
+        (shrinks(90, 80, 70), NOW - 70 + 4 * REST),
+        (shrinks(90, 80, 75, 70), NOW - 70 + 8 * REST),
+        (shrinks(90, 85, 80, 75, 70), NOW - 70 + 8 * REST),
+        (shrinks(3601, 3600, 3599, 70), NOW - 70 + 2 * REST),
+        (history(*[interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2), NOW - 70 + 2 * REST),
+    ],
+)
+def test_growth_rests_after_the_last_recovery_and_longer_after_each_shrink_of_the_hour(
+    status: TrainingJobStatus, until: float
+) -> None:
+    assert grows_again_at(facts(), status) == until
+
+
+def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
+    """What is known of a job whose step takes so long on two nodes, and whose last change cost so much."""
+    sizes = (SizeAccount(size=4, step_seconds=0.5), SizeAccount(size=2, step_seconds=seconds))
+    return history(
+        *([] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]),
+        goodput=GoodputStatus(sizes=sizes),
+        progress=ProgressStatus(step=step, total_steps=total),
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "beside", "worth"),
+    [
+        (known(), 9.0, True),  # 40 steps of two seconds at twice the speed save 40 s
+        (known(), 10.0, False),
+        (known(), 11.0, False),
+        (known(step=50), 10.0, True),
+        (known(step=100), 0.0, False),
+        (known(step=101, price=0.0), 0.0, False),
+        (known(step=99, price=0.0), 0.0, True),
+        (known(step=101), -30.5, True),  # beyond the last step nothing is saved, and nothing is lost either
+        (known(seconds=None), 10.0, True),
+        (known(price=None), 10.0, True),
+        (known(total=0), 10.0, True),
+    ],
+)
+def test_growth_is_worth_it_when_the_steps_that_are_left_save_more_than_it_costs_or_when_nobody_knows(
+    status: TrainingJobStatus, beside: float, worth: bool
+) -> None:
+    assert is_worth_growing(facts(), status, 2, 4, beside=beside) is worth
+
+
+def test_growth_from_a_size_that_is_not_legal_is_worth_it_at_any_price() -> None:
+    pairs = facts(3, parallelism={"tensor": 2})
+    status = known(price=1e6).replaced(goodput=GoodputStatus(sizes=(SizeAccount(size=3, step_seconds=1.0),)))
+    assert is_worth_growing(pairs, status, 3, 4, beside=0.0)
+
+
+def compiling(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:
+    """A job of eight samples a step with graphs for these sizes: two to a rank on 4 nodes, one on 8."""
+    entries = [] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]
+    return history(*entries, compiled=CompiledStatus(sizes=sizes, seconds=seconds))
+
+
+@pytest.mark.parametrize(
+    ("status", "size", "seconds"),
+    [
+        (compiling(), 4, 0.0),  # nobody knows which sizes have graphs
+        (compiling(4, 8), 4, 0.0),
+        (compiling(8), 4, 600.0),
+        (compiling(8, seconds=None), 4, 1200.0),
+    ],
+)
+def test_a_size_without_graphs_costs_what_the_slowest_compilation_took(
+    status: TrainingJobStatus, size: int, seconds: float
+) -> None:
+    assert compile_seconds(facts(), status, size) == seconds
+
+
+def test_a_size_that_every_worker_compiles_before_it_joins_costs_nothing() -> None:
+    first = facts(precompile={"enabled": True})
+    assert compile_seconds(first, compiling(), 8) == 0.0
+    assert compile_seconds(first, compiling(seconds=None), 4) == 1200.0
+
+
+@pytest.mark.parametrize(
+    ("status", "nodes", "size"),
+    [
+        (compiling(), 7, 6),  # no graphs are known of: the best size
+        (compiling(6, 4), 7, 6),
+        (compiling(4, 2), 7, 4),
+        (compiling(2, 4), 7, 4),
+        (compiling(8), 7, 6),  # of what is there nothing fits
+        (compiling(1), 7, 6),  # below the smallest size that the job may have
+        (compiling(5, 4), 7, 5),
+        (compiling(4, 2, price=599.0), 7, 4),
+        (compiling(4, 2, price=600.0), 7, 6),  # compiling costs no more than coming back later
+        (compiling(4), 1, 0),
+        (compiling(2), 2, 2),
+    ],
+)
+def test_the_size_at_hand_is_the_fastest_with_graphs_where_compiling_the_best_one_costs_more_than_a_change(
+    status: TrainingJobStatus, nodes: int, size: int
+) -> None:
+    assert size_at_hand(facts(), status, nodes) == size
+
+
+def test_of_sizes_that_are_equally_fast_the_smallest_one_is_at_hand() -> None:
+    eight_samples = facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
+    assert size_at_hand(eight_samples, compiling(7, 4, 5), 8) == 4
+
+
+def test_a_size_that_is_no_legal_one_is_not_at_hand() -> None:
+    pairs = facts(parallelism={"tensor": 2})
+    assert size_at_hand(pairs, compiling(5, 2), 6) == 2
+
+
+@pytest.mark.parametrize(
+    ("members", "status", "size", "after"),
+    [
+        (2, compiling(2, 4), 4, 0.0),
+        (2, compiling(2), 4, 1200.0),  # at half the speed 600 s are lost in 1200
+        (4, compiling(4), 8, 1200.0),
+        (2, compiling(2), 8, 800.0),
+        (4, compiling(4), 2, 0.0),  # no growth
+        (4, compiling(2), 4, 0.0),  # nor this: it is no faster
+    ],
+)
+def test_growing_to_a_size_without_graphs_pays_when_waiting_has_cost_as_much_as_compiling(
+    members: int, status: TrainingJobStatus, size: int, after: float
+) -> None:
+    assert pays_at(facts(members), status, size, 1000.0) == 1000.0 + after
+
+
+def test_from_a_size_that_is_not_legal_growing_pays_at_once() -> None:
+    pairs = facts(3, parallelism={"tensor": 2})
+    assert pays_at(pairs, compiling(2), 4, 1000.0) == 1000.0
