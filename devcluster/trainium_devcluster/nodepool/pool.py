@@ -16,6 +16,7 @@ from trainium_devcluster.controlplane import components
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.nodepool.node_process import NodeState, node_command, node_environment
 from trainium_devcluster.nodepool.silence import Silence, listening
+from trainium_devcluster.processes.cleanup import remove_folder
 from trainium_devcluster.processes.process_families import freeze_family, kill_family, thaw_family
 from trainium_devcluster.state import MARKER, NodeSpec
 
@@ -100,10 +101,11 @@ class NodePool:
         await node.child.ended.wait()
 
     async def forget(self, name: str) -> None:
-        """Kill a node and drop its name."""
+        """Kill a node and drop its name and its files: a machine that is gone for good takes its disk along."""
         await self.kill(name)
         self._break_silence(self._nodes[name])
         del self._nodes[name]
+        await asyncio.to_thread(remove_folder, self._paths.node(name))
 
     def freeze(self, name: str) -> None:
         """Stop every process of the node where it is."""

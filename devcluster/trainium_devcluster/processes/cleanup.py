@@ -31,18 +31,21 @@ def end_leftovers(paths: ClusterPaths) -> int:
 
 
 def remove_files(paths: ClusterPaths) -> bool:
-    """Remove the cluster's folder; not when something is mounted in it, whose content is not the cluster's."""
+    """Remove the cluster's folder; see `remove_folder`."""
+    return remove_folder(paths.root)
+
+
+def remove_folder(root: Path) -> bool:
+    """Remove a folder of the cluster's; not when something is mounted in it, whose content is not the cluster's."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    if any(Path(mount).is_relative_to(paths.root) for mount in mounts):
-        logger.error(
-            "something is still mounted below %s, so its files stay; unmount it and run down again", paths.root
-        )
+    if any(Path(mount).is_relative_to(root) for mount in mounts):
+        logger.error("something is still mounted below %s, so its files stay; unmount it and run down again", root)
         return False
-    shutil.rmtree(paths.root, ignore_errors=True)
-    if paths.root.exists():
+    shutil.rmtree(root, ignore_errors=True)
+    if root.exists():
         # A pod may have taken the write permission from its own folders; they go all the same.
-        for folder, _, _ in os.walk(paths.root):
+        for folder, _, _ in os.walk(root):
             with contextlib.suppress(OSError):
                 Path(folder).chmod(0o700)
-        shutil.rmtree(paths.root, ignore_errors=True)
-    return not paths.root.exists()
+        shutil.rmtree(root, ignore_errors=True)
+    return not root.exists()
