@@ -23,12 +23,19 @@ ROOT = FOLDER.parent
 PEERS = ("JobSet", "JobSet in-place", "PyTorchJob")
 TITLES = {
     "fleet": "A fleet",
+    "jobset": "Beside JobSet, in one run",
     "coordinator": "The coordinator",
     "growth": "The coordinator alone, as fleets grow",
     "flood": "A flood",
 }
 SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers"}
 NOTES = {
+    "jobset": (
+        "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
+        "(4 kB, of a worker) on one warm control plane, in an order mixed anew for each round; ratios are taken within "
+        "a round. No pod that a restart makes has an agent. The controller manager, which makes JobSet's pods, may make "
+        "200 requests a second, ten times the default."
+    ),
     "growth": (
         "Server, state, tokens and TLS of the coordinator in a process of their own, without a cluster; nothing is "
         "planned. 5,000 agents are 20 jobs, 10,000 are 40. The priority of what is measured is raised."
