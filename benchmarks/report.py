@@ -33,8 +33,8 @@ NOTES = {
     "jobset": (
         "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
         "(4 kB, of a worker) on one warm control plane, in an order mixed anew for each round; ratios are taken within "
-        "a round. No pod that a restart makes has an agent. The controller manager, which makes JobSet's pods, may make "
-        "200 requests a second, ten times the default."
+        "a round. No pod that a restart makes has an agent. The controller manager, which makes its pods, may make "
+        "200 requests a second, ten times its default."
     ),
     "growth": (
         "Server, state, tokens and TLS of the coordinator in a process of their own, without a cluster; nothing is "
