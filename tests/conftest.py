@@ -56,14 +56,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(TimesRecord(None if in_lane else Path(path).absolute()))
 
 
+_FIRST = ("tests/cluster/", "tests/fleet/", "tests/wire/", "tests/unit/trainer/")
+"""Files that take longest, so that lanes end together with small ones."""
 _LONG_SECONDS = 3600
 """Of a property test with many times as many examples."""
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what another ring runs; keep what shares a cluster, or a file's fixtures, in one lane."""
+    """Leave what another ring runs; keep what shares a cluster, or a file's fixtures, in one lane; the longest first."""
     _choose_ring(config, items)
+    items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
     for item in items:
         shares_cluster = "site" in getattr(item, "fixturenames", ())
         if item.get_closest_marker("xdist_group") is None:
