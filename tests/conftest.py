@@ -64,7 +64,7 @@ _LONG_SECONDS = 3600
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what another ring runs; keep what shares a cluster, or a file's fixtures, in one lane; the longest first."""
+    """Leave what another ring runs; what shares a cluster, or a file's fixtures, is one lane's; the longest first."""
     _choose_ring(config, items)
     items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
     for item in items:
