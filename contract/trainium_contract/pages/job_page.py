@@ -16,6 +16,7 @@ from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.worker_times import worker_times_html
+from trainium_contract.views.timeline import timeline_of
 
 if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
@@ -166,7 +167,7 @@ def _life(report: Report, now: float) -> tuple[float, float]:
 
 def _times(report: Report, now: float) -> str:
     begin, end = _life(report, now)
-    return worker_times_html(
+    found = timeline_of(
         report.entries,
         report.pods,
         report.members,
@@ -176,6 +177,7 @@ def _times(report: Report, now: float) -> str:
         first_step=report.view.started_at,
         over=report.view.ended,
     )
+    return worker_times_html(found, begin, end)
 
 
 def _ranks_of(report: Report) -> dict[str, str]:

@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, timeline
 from trainium_contract.pages.words import plural
-from trainium_contract.views.timeline import Was, timeline_of
+from trainium_contract.views.timeline import Was
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.timeline import Timeline
-    from trainium_contract.views.workers import Members, PodRow
 
 _SPARE, _MEMBER = 3, 7
 _COLOURS = {
@@ -31,19 +27,8 @@ _NOT_RECORDED = (
 )
 
 
-def worker_times_html(
-    entries: Sequence[InterruptionView],
-    pods: Sequence[PodRow],
-    members: Members | None,
-    ranks: Mapping[str, str],
-    *,
-    begin: float,
-    end: float,
-    first_step: float | None,
-    over: bool,
-) -> str:
-    """One row for each worker that has something to tell; nothing where there is none."""
-    found = timeline_of(entries, pods, members, ranks, begin=begin, end=end, first_step=first_step, over=over)
+def worker_times_html(found: Timeline, begin: float, end: float) -> str:
+    """One row for each worker that has something to tell, between two moments; nothing where there is none."""
     rows = [
         (row.name, [(each.since, each.until, _COLOURS[each.was], each.told) for each in row.segments])
         for row in found.rows
