@@ -3,29 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pod_environment import environment
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.agent.checks.preflight import preflight
 from trainium_trainer.agent.settings import Endpoint, SettingsError, settings_from
-
-
-def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
-    (tmp_path / "trainer.yaml").write_text("model: {}\n")
-    return {
-        "TRAINIUM_COORDINATOR": "127.0.0.1:8443",
-        "TRAINIUM_NAMESPACE": "team",
-        "TRAINIUM_JOB": "job",
-        "TRAINIUM_POD_NAME": "job-w-0",
-        "TRAINIUM_POD_UID": "uid",
-        "POD_IP": "127.0.0.1",
-        "TRAINIUM_NODE_NAME": "node",
-        "TRAINIUM_PROCESSES_PER_NODE": "2",
-        "TRAINIUM_MAX_IN_PLACE_RESTARTS": "3",
-        "TRAINIUM_GRACE_SECONDS": "30",
-        "TRAINIUM_CONFIG": str(tmp_path / "trainer.yaml"),
-        "TRAINIUM_MEMORY_DIR": str(tmp_path / "memory"),
-        **changes,
-    }
 
 
 def test_a_complete_environment_is_understood(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pod_environment import environment
 
 from trainium_contract.spec.health import PreflightCheck as Check
 from trainium_trainer.agent.checks import node_checks, preflight
@@ -29,24 +30,8 @@ if TYPE_CHECKING:
 
 
 def settings(tmp_path: Path, **changes: Any) -> AgentSettings:
-    (tmp_path / "trainer.yaml").write_text("model: {}\n")
-    made = settings_from(
-        {
-            "TRAINIUM_COORDINATOR": "127.0.0.1:8443",
-            "TRAINIUM_NAMESPACE": "team",
-            "TRAINIUM_JOB": "job",
-            "TRAINIUM_POD_NAME": "job-w-0",
-            "TRAINIUM_POD_UID": "uid",
-            "POD_IP": "127.0.0.1",
-            "TRAINIUM_NODE_NAME": "node-3",
-            "TRAINIUM_PROCESSES_PER_NODE": "2",
-            "TRAINIUM_MAX_IN_PLACE_RESTARTS": "3",
-            "TRAINIUM_GRACE_SECONDS": "30",
-            "TRAINIUM_CONFIG": str(tmp_path / "trainer.yaml"),
-            "TRAINIUM_MEMORY_DIR": str(tmp_path / "memory"),
-            **{key: value for key, value in changes.items() if key.isupper()},
-        }
-    )
+    given = {"TRAINIUM_NODE_NAME": "node-3", **{key: value for key, value in changes.items() if key.isupper()}}
+    made = settings_from(environment(tmp_path, **given))
     return replace(made, **{key: value for key, value in changes.items() if not key.isupper()})
 
 
