@@ -1,8 +1,8 @@
 """Policy: pods that end before their agent was heard make the next ones wait, longer each time until one is heard.
 
 Whoever ends them (a kubelet that does not admit them, a container that cannot be made, an eviction at once) does so
-within a second, so the pods that replace them would be made as fast. Nodes are no way out: many of these ends are put
-down to none.
+within a second, so the pods that replace them would be made as fast. Nodes are no way out: many of these ends are
+blamed on none.
 Invariants: what is counted is rounds, not pods: a batch counts once, however many of it end so and whenever; the first
 rounds cost no wait, so whoever is lost is replaced as fast as ever; a change of the job, a suspension or a pod that is
 heard ends the wait.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.refusals import RefusalsStatus
 from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
 
 
 def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
-    """What waits for nodes in turns: since when, and until when it is not asked for again."""
+    """What waits in turns: since when, and until when it is not asked for again."""
     gang, idle = status.gang, status.idle_nodes
     if _late(gang.holding_since, now):
         gang = gang.replaced(holding_since=now)
@@ -60,7 +61,11 @@ def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobSt
     if _late(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
         idle = idle.replaced(retry_at=now)
     same = gang is status.gang and idle is status.idle_nodes
-    return status if same else status.replaced(gang=gang, idle_nodes=idle)
+    status = status if same else status.replaced(gang=gang, idle_nodes=idle)
+    if _late(status.refusals.at, now):
+        # A pause that is counted from now in each plan would never end.
+        status = status.replaced(refusals=RefusalsStatus(next_ordinal=status.refusals.next_ordinal))
+    return status
 
 
 def _present_entry(entry: Interruption, now: float) -> Interruption:

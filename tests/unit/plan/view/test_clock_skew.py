@@ -12,6 +12,7 @@ from trainium_contract.job import FailureRecord, ProgressStatus, Rung, TrainingJ
 from trainium_contract.spec.elasticity import IdleNodesStatus
 from trainium_contract.spec.scheduling import GangStatus
 from trainium_contract.status.ledger import GoodputStatus
+from trainium_contract.status.refusals import RefusalsStatus
 from trainium_operator.plan.membership import idle_nodes
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods import gang_policy
@@ -74,3 +75,11 @@ def test_a_job_whose_nodes_were_given_back_by_a_clock_that_was_ahead_gets_its_po
     assert created(planned(waits)) == []
     ahead = observed(job(status=pausing(NOW + 3600)))
     assert len(created(planned(ahead))) == 4
+
+
+def test_a_job_whose_pods_were_refused_by_a_clock_that_was_ahead_gets_its_pods() -> None:
+    def refused(at: float) -> TrainingJobStatus:
+        return TrainingJobStatus(observed_generation=job().generation, refusals=RefusalsStatus(rounds=9, at=at))
+
+    assert created(planned(observed(job(status=refused(NOW - 1))))) == []
+    assert len(created(planned(observed(job(status=refused(NOW + 3600)))))) == 4
