@@ -61,7 +61,7 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/mypy tests/support/*.py tests/wire/agent/fakes/fake_[!b]*.py tests/wire/agent/agent_factory.py
+	@$(BIN)/mypy tests/wire/agent/fakes/fake_[!b]*.py tests/wire/agent/agent_factory.py
 	@$(BIN)/mypy benchmarks/faults/trainium_saboteur.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests/support"))
+sys.path.insert(0, str(ROOT))
 
-from recorded_jobs import CORE, ApiServer, recorded_answers  # noqa: E402 - after the path
-
+from tests.testing.api.recorded_jobs import CORE, ApiServer, recorded_answers  # noqa: E402 - after the path
 from trainium_contract.wire.recorded_membership import recorded_membership  # noqa: E402
 
 SIZES = (2, 128, 1000)

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests/support"))
+sys.path.insert(0, str(ROOT))
 
-from browser import browser  # noqa: E402 - after the path
-from recorded_jobs import NOW, recorded  # noqa: E402
-
+from tests.testing.api.recorded_jobs import NOW, recorded  # noqa: E402
+from tests.testing.page.browser import browser  # noqa: E402 - after the path
 from trainium_contract.pages.job_page import Report, live_job_html  # noqa: E402
 from trainium_contract.pages.live import HEADERS  # noqa: E402
 from trainium_contract.views.curve import MOST_POINTS, CurvePoint  # noqa: E402

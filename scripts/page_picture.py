@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a script
-"""Writes docs/images/page.png: the page of the recorded job (tests/unit/client/recorded) in chromium.
+"""Writes docs/images/page.png: the page of the recorded job (tests/testing/api/recorded) in chromium.
 
 Its curve is what the recorded log tells of the last steps. Needs chromium on PATH.
 """
@@ -12,11 +12,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests/support"))
+sys.path.insert(0, str(ROOT))
 
-from browser import browser  # noqa: E402 - after the path
-from recorded_jobs import NOW, recorded, recorded_log  # noqa: E402
-
+from tests.testing.api.recorded_jobs import NOW, recorded, recorded_log  # noqa: E402
+from tests.testing.page.browser import browser  # noqa: E402 - after the path
 from trainium_client.reading import decode_members  # noqa: E402
 from trainium_contract.pages.job_page import Report, report_html  # noqa: E402
 from trainium_contract.views.curve import LiveCurve  # noqa: E402

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from sites import Site, open_site
-from times_record import TimesRecord
-from trials import TRIALS, trials
+
+from tests.testing.cluster.sites import Site, open_site
+from tests.testing.suite.times_record import TimesRecord
+from tests.testing.suite.trials import TRIALS, trials
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

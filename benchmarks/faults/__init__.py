@@ -2,15 +2,11 @@
 
 `python -m benchmarks.faults` (`make faults`) plays the rows and writes `docs/fault-table.md` from `results/`. A row
 is a name, what is injected, what is expected and a function that plays it; one file per family of rows. The clusters
-are those of the tests (`tests/support/sites.py`), so the same rows run on the development cluster and on others.
+are those of the tests (`tests.testing.cluster`), so the same rows run on the development cluster and on others.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUPPORT = ROOT / "tests" / "support"
-if str(SUPPORT) not in sys.path:
-    sys.path.insert(0, str(SUPPORT))

@@ -17,7 +17,7 @@ from benchmarks.faults.record import Outcome, RowResult, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.stage import NODES, SkipRowError, Stage
 from benchmarks.faults.table import ROWS
-from sites import open_site
+from tests.testing.cluster.sites import open_site
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ def main() -> int:
     for row in virtual:
         _play(None, row, options, results)
     if real:
-        import sites  # noqa: PLC0415 - the number of nodes is the table's own
+        from tests.testing.cluster import sites  # noqa: PLC0415 - the number of nodes is the table's own
 
         sites.NODES = NODES
         with open_site(options.cluster) as site, Stage(site, out, say) as stage:

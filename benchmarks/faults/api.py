@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from sites import Site
+    from tests.testing.cluster.sites import Site
 
 Json = dict[str, Any]
 _TIMEOUT = 20.0

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.faults.api import ApiError
-
 from trainium_contract.wire.recorded_membership import members_of
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.faults.api import Api
-    from jobs import Job
-    from sites import Site
+    from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
 
 Json = dict[str, Any]
 POLL_SECONDS = 0.1

@@ -16,8 +16,7 @@ from benchmarks.faults.api import ApiError
 from benchmarks.faults.patient import StuckError
 from benchmarks.faults.record import Outcome, Where
 from benchmarks.faults.stage import BATCH, STEPS
-from sites import CommandError
-
+from tests.testing.cluster.sites import CommandError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:

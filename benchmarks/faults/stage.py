@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
+
 from benchmarks.faults.api import Api, ApiError
 from benchmarks.faults.patient import Patient
-from jobs import Job, merged
-from sites import ROOT, Site
-
+from tests.testing.cluster.jobs import Job, merged
+from tests.testing.cluster.sites import ROOT, Site
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:

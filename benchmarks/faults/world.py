@@ -12,11 +12,10 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from fake_kubernetes import FakeCluster, Write
-from fake_workers import Workers, lose_node
-from operator_process import OperatorProcess, training_job, until, wall_clock
-from virtual_time import run_virtual
-
+from tests.testing.api.fake_kubernetes import FakeCluster, Write
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers, lose_node
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_contract.wire.recorded_membership import recorded_text
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 from trainium_operator.settings import Settings

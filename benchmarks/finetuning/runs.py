@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from benchmarks.training_speed.runs import Result, peer_result, result_of, run_ranks
 
+from benchmarks.training_speed.runs import Result, peer_result, result_of, run_ranks
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose
 from trainium_trainer.checkpoint.storage.opening import open_storage

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+
 from benchmarks.learn import document
 from benchmarks.learn.ngram import KneserNey
 from benchmarks.parity.ours import run_trainer
-
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.batches.samples import Samples

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import peft
 import torch
 import transformers
+
 from benchmarks.parity import document, material, reference, tuned
 from benchmarks.parity.ours import RunFailedError, export_newest, run_trainer
 from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
 from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE, TUNING_ROWS, TUNING_SETTINGS
-
 from trainium_trainer.configuration import config as configuration
 
 if TYPE_CHECKING:

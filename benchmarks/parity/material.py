@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.parity import reference
 from benchmarks.parity.rows import Settings, write_config
-
 from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.opening import open_data
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
+from transformers import LlamaForCausalLM
+
 from benchmarks.parity.ours import run_trainer
 from benchmarks.parity.reference import exported_logits, micro_batches
 from benchmarks.parity.rows import TOLERANCE, Row
 from benchmarks.parity.tuned_reference import TunedReference, loss_on, tune_reference
 from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
-from peft import PeftModel
-from transformers import LlamaForCausalLM
-
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from benchmarks.parity.reference import micro_batches, optimizer_of, rate_of, shape_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import LlamaForCausalLM
 
+from benchmarks.parity.reference import micro_batches, optimizer_of, rate_of, shape_of
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.choice import choose

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from benchmarks.proof.strike import Point, Strike
-
 from trainium_contract.trainer.parallelism import DataParallelMode
 
 if TYPE_CHECKING:

@@ -35,7 +35,6 @@ def start(order: dict[str, Any]) -> list[int]:
             os.dup2(log, 2)
             os.environ.update(entry["environment"])
             from benchmarks.proof import strike
-
             from trainium_trainer.cli import main
 
             if text := os.environ.get(strike.VARIABLE):

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from benchmarks.proof import leavings
-from benchmarks.proof.strike_after import ARTIFACTS
 from safetensors.torch import load_file
 
+from benchmarks.proof import leavings
+from benchmarks.proof.strike_after import ARTIFACTS
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name

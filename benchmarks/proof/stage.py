@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
+
 from benchmarks.proof import leavings
 from benchmarks.proof.families import Layout, Life
 from benchmarks.proof.judge import Played, Reference, Verdict, judge_end, judge_loss, judge_milestones, judge_told
 from benchmarks.proof.material import Material
 from benchmarks.proof.strike import VARIABLE
 from benchmarks.proof.strike_after import ARTIFACTS
-
 from trainium_devcluster.ports import reserved_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.checkpoint.storage.posix import PosixStorage

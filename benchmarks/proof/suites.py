@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from benchmarks.proof.families import Family, Layout, Suite
 from benchmarks.proof.strike import Point
-
 from trainium_contract.trainer.parallelism import DataParallelMode
 
 _SHARDED, _ZERO1 = DataParallelMode.FULLY_SHARDED, DataParallelMode.SHARDED_OPTIMIZER

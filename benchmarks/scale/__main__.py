@@ -31,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.scale import document, restarting, saving, starting  # noqa: E402
 from benchmarks.scale.book import Book  # noqa: E402
 from benchmarks.scale.models import MODELS  # noqa: E402
-
 from trainium_contract.needs import descriptors  # noqa: E402
 
 SIZES = (8, 64, 512, 4096)

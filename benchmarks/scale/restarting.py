@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.scale.book import MIBIBYTE, Book
 from benchmarks.scale.wire import Counter
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
     HeartbeatRequest,

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from benchmarks.scale.book import MIBIBYTE, Book, measured
 from benchmarks.scale.models import Place, state_of
 from benchmarks.scale.talk import Climb, as_said, climb
-
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, CheckpointKind, Manifest
 from trainium_trainer.checkpoint import collectives
 from trainium_trainer.checkpoint.collectives import pack, unpack
@@ -37,7 +37,6 @@ from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from benchmarks.scale.models import Model
-
     from trainium_trainer.checkpoint.dividing.cuts import Grid
     from trainium_trainer.checkpoint.dividing.scheme import Scheme
     from trainium_trainer.checkpoint.root.survey import Committed

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.scale.book import MIBIBYTE, Book, measured
 from benchmarks.scale.talk import Rounds
-
 from trainium_contract.wire.checkpoint_manifest import Manifest, ManifestFile
 from trainium_trainer.checkpoint.collectives import pack, part, uncollected, unpack
 from trainium_trainer.checkpoint.interfaces import Position

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from benchmarks.scale.ears import die_at, listen
 from benchmarks.scale.wire import Counter, Traffic
-
 from trainium_devcluster.ports import reserved_port
 
 ON_A_NODE = 8
@@ -299,7 +299,6 @@ def _hold_against(finding: Finding, world: World, life: Life) -> None:
     from benchmarks.scale.models import tiny_scheme, tiny_shapes  # noqa: PLC0415 - torch
     from benchmarks.scale.saving import files_of, hand_up, tables_of, words_of  # noqa: PLC0415
     from benchmarks.scale.talk import Rounds, climb  # noqa: PLC0415
-
     from trainium_trainer.checkpoint.memory.claims import ShardKey  # noqa: PLC0415
     from trainium_trainer.checkpoint.resume.agreement import RankView  # noqa: PLC0415
     from trainium_trainer.checkpoint.resume.first_rank import Council, Offer  # noqa: PLC0415

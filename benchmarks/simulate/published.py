@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.simulate.runs import RUNS, Run
-
 from trainium_operator.simulate.study import Case, Estimate, simulate
 from trainium_operator.simulate.virtual.failures import FailureModel
 

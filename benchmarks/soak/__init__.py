@@ -4,7 +4,3 @@
 It looks for leftovers (curve, samples, pods, files, processes, memory, sockets). Then the simulator plays the same
 schedule with the stages that the first half of the job's ledger shows, and both are written beside each other.
 """
-
-from __future__ import annotations
-
-import benchmarks.faults  # noqa: F401 - puts the support modules of the tests on the path

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import sites
 from benchmarks.faults import ROOT
 from benchmarks.faults.stage import Stage
 from benchmarks.soak.book import Book
@@ -26,7 +25,7 @@ from benchmarks.soak.leaks import growths, wrong_growth, wrong_job_files, wrong_
 from benchmarks.soak.places import KERNEL_LOG, Places
 from benchmarks.soak.play import Played, Player
 from benchmarks.soak.result import SoakResult
-
+from tests.testing.cluster import sites
 from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER
 
 if TYPE_CHECKING:

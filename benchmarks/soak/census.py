@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
 from benchmarks.faults.api import ApiError
 from benchmarks.faults.stage import NAMESPACE
-
 from trainium_devcluster.state import MARKER
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.soak.course import MODEL, spec
-
 from trainium_operator.simulate.virtual.failures import FaultClass
 from trainium_operator.simulate.virtual.schedule import DAY
 from trainium_operator.simulate.virtual.world import Setting, World
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from benchmarks.soak.course import Course
-
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.outcome import Outcome
     from trainium_operator.simulate.virtual.schedule import Fault

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
+
 from benchmarks.soak.compare import (
     GOODPUT_ALLOWED,
     MEDIAN_ALLOWED,
@@ -20,7 +21,6 @@ from benchmarks.soak.compare import (
     simulated,
 )
 from benchmarks.soak.course import MODEL, Course, course
-
 from trainium_operator.simulate.stages import StageTimes, learn_stages
 from trainium_operator.simulate.virtual.failures import FaultClass
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.faults.api import ApiError
 from benchmarks.faults.stage import OPERATOR_NAMESPACE
-from sites import CommandError
-
+from tests.testing.cluster.sites import CommandError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.state import MARKER, NodeSpec
 from trainium_operator.simulate.virtual.nodes import NOTICE
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.patient import Json, Patient
     from benchmarks.faults.stage import Stage
-
     from trainium_devcluster.cluster import Cluster
 
 KERNEL_LOG = "/dev/shm/kmsg"  # a volume of the pod that stands for the node's /dev/kmsg

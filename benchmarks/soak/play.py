@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.soak.course import MODEL, NODES
-
 from trainium_operator.simulate.virtual.failures import FaultClass
 from trainium_operator.simulate.virtual.world import CONDEMNED_SECONDS
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from benchmarks.soak.course import Course
     from benchmarks.soak.places import Place, Places
-
     from trainium_operator.simulate.virtual.schedule import Fault
 
 _STEPS_STAND_STILL_SECONDS = 2.5

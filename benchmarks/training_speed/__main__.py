@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.training_speed.peers import TRANSFORMERS, state_of_peers
 from benchmarks.training_speed.runs import (
     THREADS,

@@ -29,7 +29,6 @@ from benchmarks.training_speed.runs import (
     wait_for,
     write_config,
 )
-
 from trainium_devcluster.ports import reserved_port
 from trainium_trainer.agent.linux import kernel
 from trainium_trainer.agent.ranks.standby import StartRequest

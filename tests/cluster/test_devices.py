@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from jobs import Job
-from sites import ROOT, Site
 
+from tests.testing.cluster.jobs import Job
+from tests.testing.cluster.sites import ROOT, Site
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
 
 if TYPE_CHECKING:

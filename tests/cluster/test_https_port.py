@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sites import ROOT, Site
 
+from tests.testing.cluster.sites import ROOT, Site
 from trainium_devcluster.cluster import Cluster, system_node, system_values
 from trainium_operator.coordinator.certificates import renewed
 

@@ -9,7 +9,7 @@ from benchmarks.faults.record import Findings, Outcome, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.rows.virtual import told
 from benchmarks.faults.world import World
-from fake_workers import readiness
+from tests.testing.virtual.fake_workers import readiness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

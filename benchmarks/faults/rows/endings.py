@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session
 from benchmarks.faults.stage import SkipRowError
-
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.patient import Json, Patient
     from benchmarks.faults.stage import Stage
-
     from trainium_devcluster.faults import Faults
 
 SMALL = "workers: {replicas: 2}"

@@ -11,7 +11,6 @@ from benchmarks.faults.row import Row, Session, in_one_job
 from benchmarks.faults.rows.pods import ONE_SPARE
 from benchmarks.faults.rows.processes import in_place
 from benchmarks.faults.trial import Before, Expect, follow, strike
-
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 from benchmarks.faults.record import Findings, Outcome, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.world import NAME, World, play
-from fake_kubernetes import refuse
-from operator_process import until
+from tests.testing.api.fake_kubernetes import refuse
+from tests.testing.virtual.operator_process import until
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Awaitable, Callable, Iterator
 
     from benchmarks.faults.stage import Stage
-
     from trainium_operator.cluster.api.transport import Answer
 
 WRITES = 30

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from previous import previous_version, speak
 
+from tests.testing.versions.previous import previous_version, speak
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from previous import Previous
-
     from conftest import Api
+
+    from tests.testing.versions.previous import Previous
 
 pytestmark = pytest.mark.cluster
 

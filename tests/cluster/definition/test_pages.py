@@ -14,9 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import CHROMIUM, browser
-from html_page import Page
-from readable_operator import Readable, kubeconfig_of, readable_operator, token_of, until
+
+from tests.testing.operator.readable_operator import Readable, kubeconfig_of, readable_operator, token_of, until
+from tests.testing.page.browser import CHROMIUM, browser
+from tests.testing.page.html_page import Page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

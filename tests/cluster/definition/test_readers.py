@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from readable_operator import Readable, readable_operator, token_of, until
+
+from tests.testing.operator.readable_operator import Readable, readable_operator, token_of, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

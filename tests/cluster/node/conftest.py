@@ -6,12 +6,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from lab import Lab
+
+from tests.testing.cluster.lab import Lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sites import Site
+    from tests.testing.cluster.sites import Site
 
 
 @pytest.fixture(scope="session")

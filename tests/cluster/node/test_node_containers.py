@@ -7,10 +7,11 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from lab import condition, status, terminated
+
+from tests.testing.cluster.lab import condition, status, terminated
 
 if TYPE_CHECKING:
-    from lab import Json, Lab
+    from tests.testing.cluster.lab import Json, Lab
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -6,10 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from lab import condition, is_ready, status, terminated
+
+from tests.testing.cluster.lab import condition, is_ready, status, terminated
 
 if TYPE_CHECKING:
-    from lab import Lab
+    from tests.testing.cluster.lab import Lab
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

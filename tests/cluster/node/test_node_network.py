@@ -7,10 +7,11 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from lab import status
+
+from tests.testing.cluster.lab import status
 
 if TYPE_CHECKING:
-    from lab import Lab
+    from tests.testing.cluster.lab import Lab
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

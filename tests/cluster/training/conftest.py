@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from jobs import Job
-from sites import ROOT, CommandError
+
+from tests.testing.cluster.jobs import Job
+from tests.testing.cluster.sites import ROOT, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from sites import Site
+    from tests.testing.cluster.sites import Site
 
 RELEASE = "trainium-operator"
 OPERATOR_NAMESPACE = "trainium-system"

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs import Job
+    from tests.testing.cluster.jobs import Job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

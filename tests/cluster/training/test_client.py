@@ -16,8 +16,8 @@ from trainium_client.commands.main import main
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs import Job
-    from sites import Site
+    from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
-    from jobs import Job
+    from tests.testing.cluster.jobs import Job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from trainium_devcluster.story.metrics import every_sample_once
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs import Job
+    from tests.testing.cluster.jobs import Job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 

@@ -21,8 +21,8 @@ from trainium_operator.monitoring import dashboards
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jobs import Job
-    from sites import Site
+    from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
 
 pytestmark = [
     pytest.mark.cluster,

@@ -15,9 +15,9 @@ from trainium_trainer.checkpoint.storage.protocol import Retry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs import Job
-
     from conftest import Undisturbed
+
+    from tests.testing.cluster.jobs import Job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

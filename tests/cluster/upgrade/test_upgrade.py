@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from jobs import Job
-from previous import previous_version
-from releases import BROKEN, NEW, OLD, Releases
-from sites import Site
 
+from tests.testing.cluster.jobs import Job
+from tests.testing.cluster.sites import Site
+from tests.testing.versions.previous import previous_version
+from tests.testing.versions.releases import BROKEN, NEW, OLD, Releases
 from trainium_devcluster.cluster import Cluster, node_specs, system_node
 from trainium_devcluster.story.metrics import every_sample_once
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from base_models import save_base, write_run
 
+from tests.testing.trainer.base_models import save_base, write_run
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.tuning.choice import choose

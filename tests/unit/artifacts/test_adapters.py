@@ -148,7 +148,7 @@ def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path, tuned:
 
 
 def test_what_does_not_belong_together_is_not_merged(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    from base_models import save_base
+    from tests.testing.trainer.base_models import save_base
 
     run = tuned()
     export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from base_models import save_base, write_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.testing.trainer.base_models import save_base, write_run
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.export import export, merge

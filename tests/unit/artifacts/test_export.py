@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from base_models import save_base, write_run
 
+from tests.testing.trainer.base_models import save_base, write_run
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer import cli

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_trainer.artifacts.layout import LARGEST, SMALLEST, index_of, plan_files
 from trainium_trainer.weights.headers import ITEM_BYTES, LENGTH_BYTES, tensors_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from base_models import write_run
 
+from tests.testing.trainer.base_models import write_run
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, milestone_name
 from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, Plan
 from trainium_trainer.artifacts.stage import write_artifacts, write_milestones

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from artifact_ranks import run_command, start, write_as_rank
-from base_models import write_run
 
+from tests.testing.trainer.base_models import write_run
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.config import TrainingConfig
@@ -371,7 +371,7 @@ def test_a_step_without_a_checkpoint_has_no_artifacts(tuned: Callable[..., Any])
 def test_artifacts_in_s3_are_whole_objects_written_from_a_base_in_s3(
     tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3_server import Fault, S3Server
+    from tests.testing.trainer.s3_server import Fault, S3Server
 
     run = tuned()
     expected = write(run, 2)

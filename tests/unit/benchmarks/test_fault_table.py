@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.faults.__main__ import main  # noqa: E402
-from benchmarks.faults.document import table_line, write_document  # noqa: E402
-from benchmarks.faults.record import Outcome, RowResult, Spread, Where  # noqa: E402
-from benchmarks.faults.row import Session  # noqa: E402
-from benchmarks.faults.stage import curve_digest  # noqa: E402
-from benchmarks.faults.table import ROWS  # noqa: E402
+from benchmarks.faults.__main__ import main
+from benchmarks.faults.document import table_line, write_document
+from benchmarks.faults.record import Outcome, RowResult, Spread, Where
+from benchmarks.faults.row import Session
+from benchmarks.faults.stage import curve_digest
+from benchmarks.faults.table import ROWS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
+from benchmarks.learn import document
+from benchmarks.learn.__main__ import BASE, curve, last_speed, passed, write_config
+from trainium_trainer.configuration import config as configuration
 
-from benchmarks.learn import document  # noqa: E402
-from benchmarks.learn.__main__ import BASE, curve, last_speed, passed, write_config  # noqa: E402
-
-from trainium_trainer.configuration import config as configuration  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def metrics(validation: list[float]) -> list[dict[str, Any]]:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.learn.ngram import KneserNey  # noqa: E402
+from benchmarks.learn.ngram import KneserNey
 
 A, B, C, D = range(4)
 TEXT = np.array([A, B, A, B, A, C, A, B, C])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from itertools import permutations
 from math import gcd
@@ -13,27 +12,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from base_models import save_base
+
+from benchmarks.proof import leavings
+from benchmarks.proof.document import placed, section, summary
+from benchmarks.proof.families import Suite, trial
+from benchmarks.proof.judge import Lost, Played, Verdict, judge_loss, not_once_an_epoch
+from benchmarks.proof.stage import stepped
+from benchmarks.proof.strike import Point
+from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN
+from tests.testing.trainer.base_models import save_base
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_contract.trainer.tuning import TuningConfig
+from trainium_trainer.artifacts.making import Making
+from trainium_trainer.artifacts.writer import Alone, write_artifact
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.tuning.choice import choose
+from trainium_trainer.weights import BaseWeights
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.proof import leavings  # noqa: E402
-from benchmarks.proof.document import placed, section, summary  # noqa: E402
-from benchmarks.proof.families import Suite, trial  # noqa: E402
-from benchmarks.proof.judge import Lost, Played, Verdict, judge_loss, not_once_an_epoch  # noqa: E402
-from benchmarks.proof.stage import stepped  # noqa: E402
-from benchmarks.proof.strike import Point  # noqa: E402
-from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN  # noqa: E402
-
-from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision  # noqa: E402
-from trainium_contract.trainer.tuning import TuningConfig  # noqa: E402
-from trainium_trainer.artifacts.making import Making  # noqa: E402
-from trainium_trainer.artifacts.writer import Alone, write_artifact  # noqa: E402
-from trainium_trainer.checkpoint.storage.opening import open_storage  # noqa: E402
-from trainium_trainer.checkpoint.storage.protocol import Retry  # noqa: E402
-from trainium_trainer.tuning.choice import choose  # noqa: E402
-from trainium_trainer.weights import BaseWeights  # noqa: E402
 
 if TYPE_CHECKING:
     from benchmarks.proof.leavings import Leavings

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
+from benchmarks.scale.book import Book, Figure
+from benchmarks.scale.document import page
+from benchmarks.scale.talk import climb
 
-from benchmarks.scale.book import Book, Figure  # noqa: E402
-from benchmarks.scale.document import page  # noqa: E402
-from benchmarks.scale.talk import climb  # noqa: E402
+ROOT = Path(__file__).parents[3]
 
 SIZES = (8, 64, 512, 4096)
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.simulate.calibrate import ALLOWED, ROWS, Compared, compare  # noqa: E402
+from benchmarks.simulate.calibrate import ALLOWED, ROWS, Compared, compare
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.simulate import expected, sweeps
+from trainium_operator.simulate.command import main
+
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.simulate import expected, sweeps  # noqa: E402
-
-from trainium_operator.simulate.command import main  # noqa: E402
 
 COMMANDS = {table.name: table.arguments for table in expected.tables(20)} | {
     sweep.field: sweeps.arguments(sweep, 10) for sweep in sweeps.SWEEPS

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.soak.census import Census, Process, role_of  # noqa: E402
-from benchmarks.soak.compare import (  # noqa: E402
+from benchmarks.soak.census import Census, Process, role_of
+from benchmarks.soak.compare import (
     Slowness,
     Window,
     ledger_of,
@@ -23,15 +18,17 @@ from benchmarks.soak.compare import (  # noqa: E402
     rows,
     simulated,
 )
-from benchmarks.soak.course import CALM_SECONDS, PLACES, course  # noqa: E402
-from benchmarks.soak.curve import samples_of, wrong_curve, wrong_samples  # noqa: E402
-from benchmarks.soak.document import BEGIN, END, compare, learned, write_document  # noqa: E402
-from benchmarks.soak.leaks import LEAST_LOOKS, wrong_growth, wrong_job_files, wrong_leftovers  # noqa: E402
-from benchmarks.soak.result import SoakResult  # noqa: E402
+from benchmarks.soak.course import CALM_SECONDS, PLACES, course
+from benchmarks.soak.curve import samples_of, wrong_curve, wrong_samples
+from benchmarks.soak.document import BEGIN, END, compare, learned, write_document
+from benchmarks.soak.leaks import LEAST_LOOKS, wrong_growth, wrong_job_files, wrong_leftovers
+from benchmarks.soak.result import SoakResult
+from trainium_operator.simulate.stages import StageTimes
+from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER, FaultClass
+from trainium_operator.simulate.virtual.schedule import Fault
 
-from trainium_operator.simulate.stages import StageTimes  # noqa: E402
-from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER, FaultClass  # noqa: E402
-from trainium_operator.simulate.virtual.schedule import Fault  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ZERO = 1_900_000_000.0
 AS_IT_IS = Slowness(operator_seconds=8.0, node_seconds=0.0)

@@ -7,9 +7,9 @@ import inspect
 from typing import TYPE_CHECKING
 
 import pytest
-from recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
 
 import trainium_client
+from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
 from trainium_client.aio import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
 

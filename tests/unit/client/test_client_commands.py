@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from recorded_jobs import CORE, JOBS, ApiServer, kubeconfig, recorded, recorded_answers
 
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, kubeconfig, recorded, recorded_answers
 from trainium_client.commands.complete import candidates
 from trainium_client.commands.main import main
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_jobs import NOW, recorded, recorded_log
 
+from tests.testing.api.recorded_jobs import NOW, recorded, recorded_log
 from trainium_client.render.machine import as_json
 from trainium_client.render.page import show
 from trainium_client.render.status import status_line, status_page

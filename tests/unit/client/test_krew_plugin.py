@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from recorded_jobs import ApiServer, recorded_answers
+
+from tests.testing.api.recorded_jobs import ApiServer, recorded_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from recorded_jobs import kubeconfig
 
+from tests.testing.api.recorded_jobs import kubeconfig
 from trainium_client.errors import NoClusterError
 from trainium_client.kubeconfig import find_access
 

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
 
+from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
 from trainium_client import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 
+from tests.testing.api.recorded_jobs import NOW, ApiServer, recorded, recorded_answers
+from tests.testing.page.html_page import Page
 from trainium_client.commands.main import main
 from trainium_contract.pages.job_page import Report, report_html
 from trainium_contract.pages.svg import Axis

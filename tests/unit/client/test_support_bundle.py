@@ -7,8 +7,8 @@ import tarfile
 from typing import TYPE_CHECKING
 
 import pytest
-from recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
 
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
 from trainium_client.commands.main import main
 from trainium_client.redacted import redacted
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import CHROMIUM, browser
-from html_page import Page
-from recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
 
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
+from tests.testing.page.browser import CHROMIUM, browser
+from tests.testing.page.html_page import Page
 from trainium_client.api import Api
 from trainium_client.commands import pages
 from trainium_client.commands.main import main

@@ -7,11 +7,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from html_page import Page
-from recorded_jobs import JOBS, ApiServer, recorded_answers
 from rich.console import Console
 from rich.live import Live
 
+from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_answers
+from tests.testing.page.html_page import Page
 from trainium_client import TrainingJob, aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.testing.page.html_page import Page
 from trainium_contract.pages.html import FILE_POLICY, STYLE, digest_of
 from trainium_contract.pages.jobs_page import MOST_JOBS, JobRow, live_jobs_html, which_namespace_html
 from trainium_contract.pages.live import HEADERS, LIVE_SCRIPT

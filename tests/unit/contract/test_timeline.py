@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_jobs import NOW, recorded
 
+from tests.testing.api.recorded_jobs import NOW, recorded
+from tests.testing.page.html_page import Page
 from trainium_contract.pages.job_page import Report, live_job_html, report_html
 from trainium_contract.pages.svg import time_marks, timeline
 from trainium_contract.views.interruptions import InterruptionView, interruptions

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from example_files import BOS, ENDED, EOS, PAD, config, opened, texts, write_records, write_tokenizer
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from tests.testing.trainer.example_files import (
+    BOS,
+    ENDED,
+    EOS,
+    PAD,
+    config,
+    opened,
+    texts,
+    write_records,
+    write_tokenizer,
+)
 from trainium_trainer.cli import app
 from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.batches.share import Share

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from data_files import config, json_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
+from tests.testing.trainer.data_files import config, json_lines
 from trainium_trainer.data.batches.loader import Loader, SampleMaker
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import Part, Rules, Samples

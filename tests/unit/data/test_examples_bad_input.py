@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from example_files import config, opened, records, write_records, write_tokenizer
 
+from tests.testing.trainer.example_files import config, opened, records, write_records, write_tokenizer
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.exits import UserError
 

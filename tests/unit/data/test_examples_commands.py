@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from example_files import records, write_records, write_tokenizer
 
+from tests.testing.trainer.example_files import records, write_records, write_tokenizer
 from trainium_trainer.cli import run
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from example_files import (
+from transformers import PreTrainedTokenizerFast
+
+from tests.testing.trainer.example_files import (
     BOS,
     CHAT,
     CHATML,
@@ -17,8 +19,6 @@ from example_files import (
     write_records,
     write_tokenizer,
 )
-from transformers import PreTrainedTokenizerFast
-
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:

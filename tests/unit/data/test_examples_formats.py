@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from example_files import BOS, ENDED, EOS, config, opened, records, texts, write_records, write_tokenizer
 from pyarrow import parquet
 
+from tests.testing.trainer.example_files import (
+    BOS,
+    ENDED,
+    EOS,
+    config,
+    opened,
+    records,
+    texts,
+    write_records,
+    write_tokenizer,
+)
 from trainium_trainer.data.sources.hub import HubDataset
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
+from tests.testing.trainer.example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
 from trainium_contract.trainer.examples import TooLong
 from trainium_trainer.data.batches.loader import micro_batch
 from trainium_trainer.data.examples.packing import packed

@@ -11,8 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 
+from tests.testing.trainer.example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import build
 from trainium_trainer.data.examples.held_out import held_out, prompt_ids_of, prompt_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pytest
-from data_files import END, config, json_lines, write_text
 
+from tests.testing.trainer.data_files import END, config, json_lines, write_text
 from trainium_trainer.data.batches.order import shuffled
 from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.batches.share import Share

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from data_files import END, TEXTS, config, decoded, json_lines, opened, prepared_in, write_text
 
+from tests.testing.trainer.data_files import END, TEXTS, config, decoded, json_lines, opened, prepared_in, write_text
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_trainer.data.batches.loader import Loader, SampleMaker, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
 from trainium_trainer.data.batches.samples import Part, Rules, Samples, ValidationSet

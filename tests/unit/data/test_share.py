@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.sizes import BatchShape, SizeRule, likely_first, passes, step_batch
 from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
 from trainium_trainer.data.batches.order import Mixture

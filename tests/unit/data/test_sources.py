@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
-from data_files import (
+from pyarrow import parquet
+
+from tests.testing.trainer.data_files import (
     END,
     FORMATS,
     TEXTS,
@@ -20,8 +22,6 @@ from data_files import (
     write_parquet,
     write_text,
 )
-from pyarrow import parquet
-
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.sources.documents import Piece, Skipped

@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from data_files import END, FORMATS, TEXTS, config, decoded, json_lines, opened
-from s3_server import Fault, S3Server
 
+from tests.testing.trainer.data_files import END, FORMATS, TEXTS, config, decoded, json_lines, opened
+from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import exits
 from trainium_trainer.data.examples.held_out import held_out

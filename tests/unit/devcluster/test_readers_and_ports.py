@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from api_reader import path_of
 
+from tests.testing.cluster.api_reader import path_of
 from trainium_devcluster.ports import reserved_port
 
 

@@ -65,7 +65,7 @@ def collected(folder: Path, name: str, *arguments: str) -> set[str]:
     (folder / "test_sample.py").write_text(SAMPLE)
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
-    command += ["-o", f"pythonpath={ROOT / 'tests/support'}", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", f"pythonpath={ROOT}", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, name, *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return set(re.findall(r"::(\w+)", done.stdout))

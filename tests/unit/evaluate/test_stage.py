@@ -175,7 +175,7 @@ def test_a_result_in_s3_is_measured_and_written_there(
 ) -> None:
     from pathlib import Path
 
-    from s3_server import S3Server
+    from tests.testing.trainer.s3_server import S3Server
 
     with S3Server(page_size=2) as server:
         server.make_bucket("bucket")

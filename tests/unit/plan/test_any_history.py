@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from plan_builders import NOW, spec
 from plan_cluster import FakeCluster
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import verdict_of
 from trainium_contract.job import Phase

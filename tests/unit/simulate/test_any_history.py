@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_builders import DAY, FaultClass, Mix, fault, live, spec
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_operator.simulate.stages import StageTimes
 from trainium_operator.simulate.study import Case, simulate, study
 from trainium_operator.simulate.virtual.failures import SHARES, FailureModel

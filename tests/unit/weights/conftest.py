@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import base_models
 import pytest
+
+from tests.testing.trainer import base_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable

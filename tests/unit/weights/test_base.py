@@ -181,7 +181,7 @@ def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(
 def test_a_base_in_s3_is_read_in_ranges(
     tmp_path: Path, save_base: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3_server import S3Server
+    from tests.testing.trainer.s3_server import S3Server
 
     model = save_base(tmp_path, largest="20KB")
     with S3Server() as server:

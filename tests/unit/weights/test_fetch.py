@@ -8,8 +8,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hub_server import COMMIT, HubServer
 
+from tests.testing.trainer.hub_server import COMMIT, HubServer
 from trainium_trainer import cli
 from trainium_trainer.weights import BaseWeights
 

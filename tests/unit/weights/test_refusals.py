@@ -202,7 +202,7 @@ def test_a_file_that_is_cut_short_after_it_was_opened_ends_with_a_sentence(singl
 
 
 def test_a_prefix_without_objects_and_a_store_that_refuses_have_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    from s3_server import Fault, S3Server
+    from tests.testing.trainer.s3_server import Fault, S3Server
 
     with S3Server() as server:
         server.make_bucket("bucket")

@@ -4,9 +4,9 @@ import asyncio
 import json
 
 import pytest
-from fake_kubernetes import FakeCluster, Fault, refuse
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import FakeCluster, Fault, refuse
+from tests.testing.suite.virtual_time import run_virtual
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import ATTEMPTS, Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS

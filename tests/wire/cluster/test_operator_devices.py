@@ -12,16 +12,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from operator_process import training_job, until
-from replicas import World, world
-from virtual_time import run_virtual
 
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import CLAIMS, JOBS, NODES, PODS, SLICES, TEMPLATES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from fake_kubernetes import Write
+    from tests.testing.api.fake_kubernetes import Write
 
 DRIVER = "neuron.aws.com"
 SETTLE_SECONDS = 12.0

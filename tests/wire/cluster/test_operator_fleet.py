@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import FakeCluster, Write, refuse
-from operator_process import training_job, until, wall_clock
-from virtual_time import run_virtual, settle
 
+from tests.testing.api.fake_kubernetes import FakeCluster, Write, refuse
+from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 from trainium_operator.cluster.fleet.fleet_reconciler import LOOK_SECONDS, Fleet

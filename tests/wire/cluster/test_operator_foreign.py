@@ -9,11 +9,11 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import FakeCluster
-from fake_workers import Workers
-from operator_process import OperatorProcess, training_job, until, wall_clock
-from virtual_time import run_virtual, settle
 
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.virtual.fake_workers import Workers
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.entrance.errors import RefusedError

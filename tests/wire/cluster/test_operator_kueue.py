@@ -12,19 +12,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import refuse
-from fake_kueue import FLAVOR, FakeKueue
-from operator_process import training_job, until
-from replicas import World, world
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import refuse
+from tests.testing.api.fake_kueue import FLAVOR, FakeKueue
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from fake_kubernetes import Write
-
+    from tests.testing.api.fake_kubernetes import Write
     from trainium_operator.cluster.api.transport import Answer
 
 BASE = "llama-quota-0"

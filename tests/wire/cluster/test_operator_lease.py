@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_kubernetes import FakeCluster, refuse
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.suite.virtual_time import run_virtual
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError

@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import FakeCluster
-from fake_workers import Workers, lose_node
-from operator_process import OperatorProcess, training_job, until, wall_clock
 from pydantic import ValidationError
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers, lose_node
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.api.errors import UndeclaredFieldError

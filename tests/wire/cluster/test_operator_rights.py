@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fake_kubernetes import FakeCluster
-from fake_workers import Workers
-from operator_process import OperatorProcess, training_job, until, wall_clock
-from virtual_time import run_virtual
-
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, GANGS, JOBS, QUEUEING, SECRETS
 from trainium_operator.cluster.rbac import RIGHTS, Scope
 

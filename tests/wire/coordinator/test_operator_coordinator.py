@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from coordinator_world import LLAMA, World, heartbeat, membership, register
 
+from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
 from trainium_contract.wire.messages import Membership
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LARGEST_BODY

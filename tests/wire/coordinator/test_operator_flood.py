@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 from aiohttp import web
-from fake_http import FakeServer
-from fake_kubernetes import FakeCluster
 
+from tests.testing.api.fake_http import FakeServer
+from tests.testing.api.fake_kubernetes import FakeCluster
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import connect

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from coordinator_world import LLAMA, World, heartbeat, membership, register
 
+from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameReader, Kind, frame
 from trainium_operator.coordinator import streams
 from trainium_operator.coordinator.certificates import renewed, server_names

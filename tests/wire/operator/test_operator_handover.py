@@ -16,11 +16,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_http import FakeServer
-from fake_kubernetes import FakeCluster
-from fake_workers import bind
-from operator_process import training_job
 
+from tests.testing.api.fake_http import FakeServer
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.virtual.fake_workers import bind
+from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_devcluster.ports import reserved_port
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS

@@ -15,18 +15,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_workers import lose_node
-from operator_process import training_job, until
-from replicas import World, world
-from virtual_time import run_virtual
 
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import lose_node
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS
 from trainium_operator.cluster.cache.membership_record import membership_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from fake_kubernetes import Write
+    from tests.testing.api.fake_kubernetes import Write
 
 JOB = "llama"
 

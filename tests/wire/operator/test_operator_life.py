@@ -6,17 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import FakeCluster, refuse
-from fake_workers import Workers
-from operator_process import OperatorProcess, training_job, until, wall_clock
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from fake_kubernetes import Write
+    from tests.testing.api.fake_kubernetes import Write
 
 
 class Story:

@@ -7,12 +7,12 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_kubernetes import Fault, refuse
-from fake_workers import lose_node
-from operator_process import training_job, until
-from replicas import World, world
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import Fault, refuse
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import lose_node
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 
 if TYPE_CHECKING:

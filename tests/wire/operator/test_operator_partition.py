@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import FakeCluster
-from fake_workers import Workers, lose_node, readiness
-from operator_process import OperatorProcess, training_job, until, wall_clock
-from virtual_time import run_virtual
 
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers, lose_node, readiness
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, NODES, PODS
 from trainium_operator.cluster.execute.deletion_limit import LEAST, WINDOW_SECONDS, Destruction, HeldBackError
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from fake_http import FakeServer
-from fake_kubernetes import FakeCluster
-from operator_process import training_job
 
+from tests.testing.api.fake_http import FakeServer
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
 from trainium_operator.cluster.api.transport import NoClusterError, connect
 

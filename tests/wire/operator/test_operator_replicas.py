@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fake_kubernetes import refuse
-from fake_workers import lose_node
-from operator_process import until
-from replicas import World, world
-from virtual_time import run_virtual
-
+from tests.testing.api.fake_kubernetes import refuse
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import lose_node
+from tests.testing.virtual.operator_process import until
+from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES
 from trainium_operator.plan.model.job_id import JobId
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import kopf
-from fake_kubernetes import FakeCluster
-from fake_workers import Workers, lose_node
-from operator_process import OperatorProcess, training_job, until, wall_clock
-from virtual_time import run_virtual, settle
 
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.virtual.fake_workers import Workers, lose_node
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.plan.model.job_id import JobId
@@ -218,7 +218,7 @@ def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker() -> N
 
 def test_a_quota_that_is_used_up_shows_as_an_event_and_is_tried_again() -> None:
     async def scenario() -> None:
-        from fake_kubernetes import refuse
+        from tests.testing.api.fake_kubernetes import refuse
 
         cluster = FakeCluster(wall_clock)
         cluster.add(JOBS, training_job())

@@ -8,8 +8,7 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from coordinator_world import LLAMA, World, membership
-
+from tests.testing.operator.coordinator_world import LLAMA, World, membership
 from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
 from trainium_contract.wire.stream import Kind
 from trainium_operator.coordinator import state, streams

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_kubernetes import FakeCluster, refuse
-from html_page import Page
-from operator_process import OperatorProcess
-from readers import ReadersWorld, readers_world
-from recorded_jobs import NOW, recorded
 
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.recorded_jobs import NOW, recorded
+from tests.testing.operator.readers import ReadersWorld, readers_world
+from tests.testing.page.html_page import Page
+from tests.testing.virtual.operator_process import OperatorProcess
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.cluster import shown

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
-from fake_http import FakeServer
-from fake_kubernetes import FakeCluster
-from readers import PROMETHEUS, USER, readers_world
 
+from tests.testing.api.fake_http import FakeServer
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.operator.readers import PROMETHEUS, USER, readers_world
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.lease import LeaseElector

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from previous import previous_version, speak
-from sites import ROOT
+
+from tests.testing.cluster.sites import ROOT
+from tests.testing.versions.previous import previous_version, speak
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from previous import Previous
+    from tests.testing.versions.previous import Previous
 
 PAIRS = [("previous", "present"), ("present", "previous")]
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at, problem_of
 from trainium_trainer.checkpoint.dividing.nxd import divisions, replicated, zero1

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from checkpoint_world import SOLO, State, solo
-from s3_server import Fault, S3Server
 
+from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme

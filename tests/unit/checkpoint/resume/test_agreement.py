@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.collectives import pack
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey

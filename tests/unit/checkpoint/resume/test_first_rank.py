@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_agreement_law import STEPS, fleet, plainly, worlds
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.wire.checkpoint_manifest import Manifest
 from trainium_trainer.checkpoint.collectives import pack, part
 from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError

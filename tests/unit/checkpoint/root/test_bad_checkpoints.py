@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoint_world import HookedStorage, solo
-from s3_server import Fault, S3Server
 
+from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoint_world import solo
-from s3_server import S3Server
 
+from tests.testing.trainer.s3_server import S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import cli
 from trainium_trainer.checkpoint import inspect

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoint_world import HookedStorage, solo
-from s3_server import S3Server
 
+from tests.testing.trainer.s3_server import S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError

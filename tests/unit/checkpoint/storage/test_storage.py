@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from s3_server import ACCESS_KEY, SECRET_KEY, Fault, S3Server
 
+from tests.testing.trainer.s3_server import ACCESS_KEY, SECRET_KEY, Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
 from trainium_trainer.checkpoint.storage.opening import open_storage

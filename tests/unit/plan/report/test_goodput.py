@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_builders import NOW, planned, pod, running, spec, training
 from plan_cluster import FakeCluster
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Interruption, MembershipStatus, Rung, TrainingJobStatus
 from trainium_contract.sizes import BatchShape, SizeRule

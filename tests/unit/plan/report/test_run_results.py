@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_builders import NOW, planned, running, spec, training
 from plan_cluster import FakeCluster
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import Condition, ConditionStatus, ConditionType, Interruption, Phase, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus

@@ -9,7 +9,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from example_files import records, write_records
+
+from tests.testing.trainer.example_files import records, write_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
-sys.path.insert(0, str(ROOT))
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import Job
 
@@ -37,9 +33,9 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     launch: Callable[..., Job], tmp_path: Path, settings: str
 ) -> None:
     import torch
+
     from benchmarks.parity import reference
     from benchmarks.parity.ours import export_newest
-
     from trainium_trainer.configuration.config import load
 
     overrides = [*OVERRIDES[settings], "steps=12"]
@@ -99,7 +95,6 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
 def test_every_row_has_a_name_of_its_own_and_the_passes_that_it_says() -> None:
     from benchmarks.parity.rows import BASE, ROWS
     from benchmarks.parity.tuning_rows import TUNING_ROWS, TUNING_SETTINGS
-
     from trainium_contract.sizes import passes
 
     rows = (*ROWS, *TUNING_ROWS)

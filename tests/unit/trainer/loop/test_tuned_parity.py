@@ -5,8 +5,6 @@ One rank of two of the rows of `make parity`; that other layouts equal one rank 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,15 +17,12 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 from trainium_trainer.configuration.config import load
 from trainium_trainer.data.opening import open_data
 
-ROOT = Path(__file__).parents[4]
-sys.path.insert(0, str(ROOT))
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from transformers.modeling_outputs import CausalLMOutput
+    from pathlib import Path
 
     from conftest import Job
+    from transformers.modeling_outputs import CausalLMOutput
 
 pytestmark = [
     pytest.mark.timeout(150),  # real processes, and transformers to import

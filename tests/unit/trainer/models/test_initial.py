@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.checkpoint.root.run_settings import as_begun, differences, settings_digest
 from trainium_trainer.configuration.model_shape import resolve_shape

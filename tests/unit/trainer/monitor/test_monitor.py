@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trials import trials
 
+from tests.testing.suite.trials import trials
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import LineWriter, forget_after

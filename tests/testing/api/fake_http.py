@@ -1,0 +1,108 @@
+"""The fake API server over real HTTP, with the discovery that kopf asks for, and a kubeconfig for it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from aiohttp import web
+
+from trainium_operator.cluster.api.resources import ALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.testing.api.fake_kubernetes import FakeCluster
+
+VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
+
+
+class FakeServer:
+    """`await start()`, `await stop()`."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+        self.url = ""
+        self._runner: web.AppRunner
+
+    async def start(self) -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    def kubeconfig(self, folder: Path) -> Path:
+        path = folder / "kubeconfig"
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "fake",
+            "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
+            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake", "namespace": "system"}}],
+            "users": [{"name": "fake", "user": {"token": "a-token"}}],
+        }
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        found = _discovery(request.path)
+        if found is not None:
+            return web.json_response(found)
+        if request.query.get("watch") == "true":
+            return await self._stream(request)
+        text = await request.text()
+        answer = await self.cluster.request(
+            request.method,
+            request.path,
+            query=request.query,
+            body=json.loads(text) if text else None,
+            content_type=request.headers.get("Content-Type", ""),
+            timeout=30,
+        )
+        return web.Response(status=answer.status, body=answer.body, content_type="application/json")
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        query = {"timeoutSeconds": "300", **request.query}
+        async with self.cluster.stream(request.path, query=query, silence=300) as stream:
+            await response.prepare(request)
+            async for line in stream.lines:
+                await response.write(line)
+        return response
+
+
+def _discovery(path: str) -> dict[str, Any] | None:
+    groups = sorted({resource.group for resource in ALL if resource.group} | {"apiextensions.k8s.io"})
+    versions = {resource.group: resource.version for resource in ALL} | {"apiextensions.k8s.io": "v1"}
+    if path == "/api":
+        return {"versions": ["v1"]}
+    if path == "/apis":
+        return {"groups": [_group(name, versions[name]) for name in groups]}
+    for group in groups:
+        if path == f"/apis/{group}":
+            return _group(group, versions[group])
+    for group in ("", *groups):
+        if path == (f"/apis/{group}/{versions[group]}" if group else "/api/v1"):
+            resources = [
+                _kind(each.plural, each.kind, namespaced=each.namespaced) for each in ALL if each.group == group
+            ]
+            extra = {"": "namespaces", "apiextensions.k8s.io": "customresourcedefinitions"}.get(group)
+            if extra:
+                resources.append(_kind(extra, extra, namespaced=False))
+            return {"resources": resources}
+    return None
+
+
+def _kind(plural: str, kind: str, *, namespaced: bool) -> dict[str, Any]:
+    return {"name": plural, "singularName": "", "kind": kind, "namespaced": namespaced, "verbs": VERBS}
+
+
+def _group(name: str, version: str) -> dict[str, Any]:
+    entry = {"groupVersion": f"{name}/{version}", "version": version}
+    return {"name": name, "versions": [entry], "preferredVersion": entry}

@@ -1,0 +1,115 @@
+"""A Kueue of one queue in virtual time: admits Workloads by priority and age, evicts them, and takes quota back.
+
+What it writes has the fields, types, reasons and order of conditions of a real controller (0.19.2, recorded). It keeps
+what the real one keeps: quota that was reserved is free only when the Workload is gone, finished or returned, and pod
+sets do not change while it is reserved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.cluster.api.resources import FLAVORS, WORKLOADS
+
+if TYPE_CHECKING:
+    from tests.testing.api.fake_kubernetes import FakeCluster
+
+TURN_SECONDS = 0.3
+FLAVOR = "trn1"
+
+
+class FakeKueue:
+    """Of `capacity` pods."""
+
+    def __init__(self, cluster: FakeCluster, capacity: int) -> None:
+        self.cluster = cluster
+        self.capacity = capacity
+        spec = {"nodeLabels": {"pool": FLAVOR}, "tolerations": [{"key": "pool", "operator": "Exists"}]}
+        cluster.add(FLAVORS, {"metadata": {"name": FLAVOR}, "spec": spec})
+        self._frozen: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TURN_SECONDS)
+            self.check()
+            self._admit()
+
+    def workloads(self) -> dict[str, dict[str, Any]]:
+        return {name: self.cluster.get(WORKLOADS, "default", name) for name in self.cluster.names(WORKLOADS)}
+
+    def used(self) -> int:
+        return sum(_pods(raw) for raw in self.workloads().values() if _holds(raw))
+
+    def evict(self, name: str, reason: str = "Preempted") -> None:
+        """As a preemption does: the quota stays until it is returned."""
+
+        def change(raw: dict[str, Any]) -> None:
+            message = "Preempted to accommodate a workload (UID: u, JobUID: j) due to reclamation within the cohort"
+            _set(raw, "Evicted", True, reason, message)
+
+        self.cluster.change(WORKLOADS, "default", name, change)
+
+    def condition(self, name: str, kind: str) -> bool:
+        return name in self.workloads() and _is(self.workloads()[name], kind)
+
+    def check(self) -> None:
+        """Pod sets that were admitted stay as they were."""
+        held = {raw["metadata"]["uid"]: raw["spec"]["podSets"] for raw in self.workloads().values() if _holds(raw)}
+        for uid, pod_sets in held.items():
+            assert self._frozen.get(uid, pod_sets) == pod_sets, "pod sets were changed while quota was reserved"
+        self._frozen = held
+
+    def _admit(self) -> None:
+        waiting = [raw for raw in self.workloads().values() if _waits(raw)]
+        for raw in sorted(waiting, key=lambda each: (-each["spec"]["priority"], each["metadata"]["name"])):
+            fits = self.used() + _pods(raw) <= self.capacity
+            self.cluster.change(WORKLOADS, "default", raw["metadata"]["name"], _admission if fits else _refusal)
+
+
+def _pods(raw: dict[str, Any]) -> int:
+    return sum(each["count"] for each in raw["spec"]["podSets"])
+
+
+def _is(raw: dict[str, Any], kind: str) -> bool:
+    conditions = (raw.get("status") or {}).get("conditions") or ()
+    return any(each["type"] == kind and each["status"] == "True" for each in conditions)
+
+
+def _holds(raw: dict[str, Any]) -> bool:
+    return _is(raw, "QuotaReserved") and not _is(raw, "Finished")
+
+
+def _waits(raw: dict[str, Any]) -> bool:
+    deactivated = raw["spec"].get("active") is False
+    return not (deactivated or _is(raw, "QuotaReserved") or _is(raw, "Finished"))
+
+
+def _set(raw: dict[str, Any], kind: str, true: bool, reason: str, message: str) -> None:
+    status = raw.setdefault("status", {})
+    others = [each for each in status.get("conditions") or () if each["type"] != kind]
+    fields = {"lastTransitionTime": "2026-11-23T09:19:57Z", "observedGeneration": 1, "reason": reason}
+    status["conditions"] = [*others, {**fields, "message": message, "status": str(true), "type": kind}]
+
+
+def _admission(raw: dict[str, Any]) -> None:
+    assignments = [
+        {
+            "count": each["count"],
+            "flavors": {"pods": FLAVOR},
+            "name": each["name"],
+            "resourceUsage": {"pods": str(each["count"])},
+        }
+        for each in raw["spec"]["podSets"]
+    ]
+    raw.setdefault("status", {})["admission"] = {"clusterQueue": "team", "podSetAssignments": assignments}
+    _set(raw, "QuotaReserved", True, "QuotaReserved", "Quota reserved in ClusterQueue team")
+    _set(raw, "Admitted", True, "Admitted", "The workload is admitted")
+    if _is(raw, "Evicted"):
+        _set(raw, "Evicted", False, "QuotaReserved", "Previously: Preempted to accommodate a workload")
+
+
+def _refusal(raw: dict[str, Any]) -> None:
+    message = "couldn't assign flavors to pod set workers: insufficient unused quota for pods in flavor trn1"
+    if not raw.get("status", {}).get("conditions"):
+        _set(raw, "QuotaReserved", False, "Pending", message)

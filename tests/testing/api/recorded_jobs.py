@@ -1,0 +1,117 @@
+"""What real jobs left on the development cluster, and an API server that serves it.
+
+`job`: two crashes and a pod that was deleted on the way; `failed`: its data is not there. Recorded by `kubectl get -o
+json`; the spec is cut to what the client reads.
+
+`ApiServer` has no semantics, unlike `FakeCluster` behind `FakeServer`: a test says what each path answers, also a
+refusal or what no API server should say. Whoever lists, watches or writes takes the other.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RECORDED = Path(__file__).parent / "recorded"
+NOW = 1_795_399_790.0
+"""A moment after the job was recorded."""
+JOBS = "/apis/trainium.dev/v1alpha1/namespaces/team/trainingjobs"
+CORE = "/api/v1/namespaces/team"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """One recorded object."""
+    found: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def recorded_log() -> str:
+    """The end of the log of `llama-w-0`, with time stamps."""
+    return (RECORDED / "worker.log").read_text(encoding="utf-8")
+
+
+def recorded_answers() -> dict[str, Any]:
+    """Path -> what the API server answers: an object, a text, or a status code."""
+    return {
+        JOBS: {"items": [recorded("job"), recorded("failed")]},
+        f"{JOBS}/llama": recorded("job"),
+        f"{JOBS}/broken": recorded("failed"),
+        f"{CORE}/configmaps/llama-membership": recorded("membership"),
+        f"{CORE}/pods": recorded("pods"),
+        f"{CORE}/events": recorded("events"),
+        f"{CORE}/pods/llama-w-0/log": recorded_log(),
+    }
+
+
+class ApiServer:
+    """Serves answers by path; what is not there is 404, as the real one answers; requests are remembered."""
+
+    def __init__(self, answers: dict[str, Any], folder: Path) -> None:
+        self.answers = answers
+        self.requests: list[tuple[str, str, Any]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                path = urlsplit(self.path).path
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length)) if length else None
+                outer.requests.append((self.command, self.path, body))
+                found = outer.answers.get(f"{self.command} {path}", outer.answers.get(path, 404))
+                code, data = 200, b""
+                if isinstance(found, int):
+                    code = found
+                    data = json.dumps({"kind": "Status", "code": code, "message": f"answer {code}"}).encode()
+                elif isinstance(found, bytes):
+                    code, data = 404, found
+                else:
+                    data = (found if isinstance(found, str) else json.dumps(found)).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_PATCH = do_POST = do_DELETE = _answer  # noqa: N815 - names of the library
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.kubeconfig = folder / "kubeconfig"
+        self.kubeconfig.write_text(yaml.safe_dump(kubeconfig(self.url)), encoding="utf-8")
+
+    @contextmanager
+    def running(self) -> Iterator[ApiServer]:
+        """Serve in a thread."""
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+
+def kubeconfig(server: str, **user: Any) -> dict[str, Any]:
+    """A kubeconfig with one context, in the namespace of the recorded jobs."""
+    return {
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "team"}}],
+        "clusters": [{"name": "here", "cluster": {"server": server}}],
+        "users": [{"name": "me", "user": user}],
+    }

@@ -1,0 +1,1 @@
+"""What does a browser, or a parser, make of a page?"""

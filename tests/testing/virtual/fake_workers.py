@@ -1,0 +1,372 @@
+"""Kubelets and agents of a fake cluster, talking to whichever operator leads: pods run, register, train, fail, heal.
+
+What it keeps of the real agents: they find the leader by themselves and register again after every loss; they train
+on without an operator; a crashed process is restarted in place by the agents of its generation alone; who is not named
+in a newer generation leaves it. The clock of agents is their own.
+
+Others stand for agents where these cannot. Virtual time has no sockets, so these call the coordinator's state; those of
+the fleet benchmarks speak the protocol over TLS, thousands to a process. `plan_world` (tests/unit/plan) has agents
+without any API server, for histories by the ten thousand, and the simulator has the model of agents that it publishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.virtual.operator_process import wall_clock
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import (
+    HeartbeatRequest,
+    Membership,
+    ProcessFailure,
+    Progress,
+    RegisterRequest,
+    RestartRecord,
+    WorkerPhase,
+)
+from trainium_contract.wire.worker_env import LABEL_EXTRA
+from trainium_operator.cluster.api.resources import NODES, PODS
+from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
+from trainium_operator.plan.model.job_id import JobId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tests.testing.api.fake_kubernetes import FakeCluster
+    from tests.testing.virtual.operator_process import OperatorProcess
+
+TURN_SECONDS = 0.5
+STOP_SECONDS = 1.0
+
+
+@dataclass
+class Agent:
+    """One pod's agent, as far as the operator can tell."""
+
+    name: str
+    uid: str
+    job: str
+    job_id: JobId
+    node: str
+    ip: str
+    membership: Membership | None = None
+    attempt: int = 0
+    failures: list[ProcessFailure] = field(default_factory=list)
+    restarts: list[RestartRecord] = field(default_factory=list)
+    verdict: ProcessFailure | None = None
+    finished: bool = False
+
+    @property
+    def member(self) -> bool:
+        return self.membership is not None and self.membership.rank_of(self.uid) is not None
+
+
+class Workers:
+    """All nodes of a fake cluster; `operators` are the replicas that agents may find."""
+
+    def __init__(self, cluster: FakeCluster, nodes: int, total_steps: int) -> None:
+        self.cluster = cluster
+        self.operators: list[OperatorProcess] = []
+        self.total_steps = total_steps
+        self.steps: dict[str, int] = {}
+        """Completed steps by job."""
+        self.agents: dict[str, Agent] = {}
+        """By pod uid."""
+        self.lost_nodes: set[str] = set()
+        self.taken_nodes: set[str] = set()
+        """Nodes that somebody else's pods hold, or get as soon as an extra has left."""
+        self.turns_per_step = 1
+        self.cut_off = False
+        """No agent reaches any operator."""
+        self.muted_nodes: set[str] = set()
+        """Nodes whose agents reach no operator."""
+        self._asked_to_stop: dict[str, float] = {}
+        for number in range(nodes):
+            cluster.add(NODES, _node(f"node-{number}"))
+
+    @property
+    def operator(self) -> OperatorProcess | None:
+        return self.operators[-1] if self.operators else None
+
+    @operator.setter
+    def operator(self, process: OperatorProcess) -> None:
+        self.operators = [process]
+
+    @property
+    def step(self) -> int:
+        """Of the only job, or the one that is furthest."""
+        return max(self.steps.values(), default=0)
+
+    def step_of(self, job: str) -> int:
+        return self.steps.get(job, 0)
+
+    async def run(self) -> None:
+        for turn in itertools.count():
+            await asyncio.sleep(TURN_SECONDS)
+            self._kubelets()
+            self._follow_pods()
+            for job in sorted({agent.job for agent in self.agents.values()}):
+                if turn % self.turns_per_step == 0:
+                    self._train(job)
+            for agent in list(self.agents.values()):
+                # One heartbeat in a second and a half, and never all at the same moment.
+                if int(agent.name.rpartition("-")[2]) % 3 == turn % 3 and agent.node not in self.muted_nodes:
+                    for process in self._leaders():
+                        self._talk(process, agent)
+
+    # --- nodes
+
+    def _pods(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        for plural, namespace, name in sorted(self.cluster.objects):
+            if plural == PODS.plural:
+                yield namespace, name, self.cluster.objects[plural, namespace, name]
+
+    def _kubelets(self) -> None:
+        now = asyncio.get_running_loop().time()
+        busy = {raw["spec"].get("nodeName") for _, _, raw in self._pods() if raw["status"]["phase"] in _ALIVE}
+        for namespace, name, raw in sorted(self._pods(), key=lambda each: LABEL_EXTRA in each[2]["metadata"]["labels"]):
+            node = raw["spec"].get("nodeName")
+            if "deletionTimestamp" in raw["metadata"]:
+                since = self._asked_to_stop.setdefault(raw["metadata"]["uid"], now)
+                if node not in self.lost_nodes and now - since >= STOP_SECONDS:
+                    self.cluster.remove(PODS, namespace, name)
+            elif raw["status"]["phase"] == "Pending" and node is None:
+                free = [
+                    each
+                    for each in self.cluster.names(NODES, "")
+                    if each not in busy | self.lost_nodes | self.taken_nodes
+                ]
+                if free:
+                    chosen = min(free, key=lambda each: int(each.removeprefix("node-")))
+                    busy.add(chosen)
+                    number = int(chosen.removeprefix("node-"))
+                    self.cluster.change(PODS, namespace, name, bind(chosen, number))
+
+    def take_node(self, node: str) -> bool:
+        """A pod of somebody else, of the usual priority, gets the node unless a worker that was asked for has it."""
+        held = [each for each in self._pods() if each[2]["spec"].get("nodeName") == node]
+        if any(LABEL_EXTRA not in raw["metadata"]["labels"] for _, _, raw in held):
+            return False
+        self.taken_nodes.add(node)
+        for namespace, name, _ in held:
+            self.cluster.change(PODS, namespace, name, _preempt)
+        return True
+
+    def _follow_pods(self) -> None:
+        running: dict[str, dict[str, Any]] = {}
+        for namespace, name, raw in list(self._pods()):
+            node = raw["spec"].get("nodeName")
+            agent = self.agents.get(raw["metadata"]["uid"])
+            if raw["status"]["phase"] != "Running" or node in self.lost_nodes:
+                continue
+            running[raw["metadata"]["uid"]] = raw
+            if agent is None:
+                owner = raw["metadata"]["ownerReferences"][0]
+                uid = raw["metadata"]["uid"]
+                self.agents[uid] = Agent(
+                    name,
+                    uid,
+                    owner["name"],
+                    JobId(namespace, owner["name"], owner["uid"]),
+                    node,
+                    raw["status"]["podIP"],
+                )
+            elif agent.finished:
+                self.cluster.change(PODS, namespace, name, ended(0, "Completed", "Succeeded"))
+        for uid in set(self.agents) - set(running):
+            del self.agents[uid]
+
+    # --- training
+
+    def members(self, job: str) -> list[Agent]:
+        """The agents of the newest generation that any agent of the job is in, by rank."""
+        memberships = [a.membership for a in self.agents.values() if a.job == job and a.member and a.membership]
+        if not memberships:
+            return []
+        newest = max(memberships, key=lambda membership: membership.generation)
+        found = {a.uid: a for a in self.agents.values() if a.membership == newest}
+        return [found[each.pod_uid] for each in newest.members if each.pod_uid in found]
+
+    def _train(self, job: str) -> None:
+        members = self.members(job)
+        if not members or members[0].membership is None or len(members) < len(members[0].membership.members):
+            return
+        if any(agent.verdict is not None for agent in members):
+            return
+        attempt = max(agent.attempt for agent in members)
+        self.steps[job] = min(self.total_steps, self.step_of(job) + 1)
+        for agent in members:
+            agent.attempt = attempt
+            agent.finished = self.steps[job] >= self.total_steps
+            agent.restarts = [
+                each if each.resumed_at else each.model_copy(update={"resumed_at": wall_clock()})
+                for each in agent.restarts
+            ]
+
+    def crash_process(self, job: str, rank: int, code: int = 139) -> None:
+        """One rank dies, and all ranks restart in place, without any operator."""
+        members = self.members(job)
+        now, step = wall_clock(), self.step_of(job)
+        for agent in members:
+            assert agent.membership is not None
+            generation, culprit = agent.membership.generation, agent is members[rank]
+            if culprit:
+                agent.failures.append(self._failure(agent, generation, rank, code))
+            agent.attempt += 1
+            agent.restarts.append(
+                RestartRecord(
+                    sequence=len(agent.restarts),
+                    generation=generation,
+                    attempt=agent.attempt,
+                    cause=Cause.CRASH if culprit else Cause.PEER_LOST,
+                    failed_at=now,
+                    detected_at=now,
+                    step_before=step,
+                    resume_step=step,
+                )
+            )
+
+    def give_up(self, job: str, rank: int, code: int) -> None:
+        """An agent does not restart its processes any more, and the others stop with it."""
+        agent = self.members(job)[rank]
+        assert agent.membership is not None
+        agent.verdict = self._failure(agent, agent.membership.generation, rank, code)
+
+    def _failure(self, agent: Agent, generation: int, rank: int, code: int) -> ProcessFailure:
+        return ProcessFailure(
+            sequence=len(agent.failures),
+            generation=generation,
+            attempt=agent.attempt,
+            rank=rank,
+            exit_code=code,
+            step=self.step_of(agent.job),
+            message="boom",
+            at=wall_clock(),
+        )
+
+    def kill_pod(self, name: str, namespace: str = "default") -> None:
+        """The agent of this pod is killed."""
+        self.cluster.change(PODS, namespace, name, ended(137, "Error", "Failed"))
+
+    # --- talking to the operator
+
+    def _leaders(self) -> list[OperatorProcess]:
+        if self.cut_off:
+            return []
+        return [each for each in self.operators if each.runtime.serving.is_set() and each.reachable]
+
+    def _talk(self, process: OperatorProcess, agent: Agent) -> None:
+        state = process.runtime.state
+        try:
+            self._follow_membership(agent, state.membership(agent.job_id))
+            with contextlib.suppress(OldGenerationError):
+                taken = state.heartbeat(agent.job_id, self._heartbeat(agent))
+                if taken.matters:
+                    process.runtime.queue.put((agent.job_id.namespace, agent.job))
+                elif taken.progressed:
+                    process.runtime.queue.put_after(
+                        (agent.job_id.namespace, agent.job), process.runtime.settings.status_interval
+                    )
+        except NotRegisteredError:
+            if state.register(agent.job_id, _registration(agent)):
+                process.runtime.queue.put((agent.job_id.namespace, agent.job))
+
+    def _follow_membership(self, agent: Agent, membership: Membership | None) -> None:
+        if membership is None or agent.finished:
+            return
+        if agent.membership is None or membership.generation > agent.membership.generation:
+            agent.membership, agent.attempt, agent.verdict = membership, 0, None
+
+    def _heartbeat(self, agent: Agent) -> HeartbeatRequest:
+        if agent.verdict is not None:
+            phase = WorkerPhase.FAILED
+        elif agent.finished:
+            phase = WorkerPhase.FINISHED
+        elif agent.member:
+            stopped = any(each.verdict for each in self.members(agent.job))
+            phase = WorkerPhase.FAILED if stopped else WorkerPhase.TRAINING
+        else:
+            phase = WorkerPhase.STANDBY
+        step = self.step_of(agent.job)
+        return HeartbeatRequest(
+            namespace=agent.job_id.namespace,
+            job=agent.job,
+            pod_name=agent.name,
+            pod_uid=agent.uid,
+            generation=agent.membership.generation if agent.member and agent.membership else 0,
+            attempt=agent.attempt,
+            phase=phase,
+            progress=Progress(step=step, updated=wall_clock(), durable_step=step - step % 5) if agent.member else None,
+            failures=tuple(agent.failures[-8:]),
+            restarts=tuple(agent.restarts[-8:]),
+            verdict=agent.verdict,
+            ready=True,
+        )
+
+
+_ALIVE = ("Pending", "Running")
+
+
+def _registration(agent: Agent) -> RegisterRequest:
+    return RegisterRequest(
+        namespace=agent.job_id.namespace,
+        job=agent.job,
+        pod_name=agent.name,
+        pod_uid=agent.uid,
+        pod_ip=agent.ip,
+        node_name=agent.node,
+        rendezvous_port=29500,
+        agent_version="1",
+    )
+
+
+def lose_node(workers: Workers, node: str) -> None:
+    """The machine is gone: its pod stays in the API server for a while, its agent is silent."""
+    workers.lost_nodes.add(node)
+    workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status="Unknown"))
+
+
+def readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
+    """What the node controller writes of nodes whose kubelets it does not hear."""
+    for node in nodes:
+        workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))
+
+
+def _node(name: str) -> dict[str, Any]:
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    return {"metadata": {"name": name}, "spec": {}, "status": {"conditions": [ready]}}
+
+
+def bind(node: str, number: int) -> Callable[[dict[str, Any]], None]:
+    """A pod that the scheduler and the kubelet have brought to life on this node."""
+
+    def change(raw: dict[str, Any]) -> None:
+        raw["spec"]["nodeName"] = node
+        raw["status"] = {
+            "phase": "Running",
+            "podIP": f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}",
+            "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}],
+            "containerStatuses": [{"name": "worker", "state": {"running": {}}}],
+        }
+
+    return change
+
+
+def _preempt(raw: dict[str, Any]) -> None:
+    raw["metadata"]["deletionTimestamp"] = "2026-01-01T01:00:00Z"
+    raw["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True"})
+
+
+def ended(code: int, reason: str, phase: str) -> Callable[[dict[str, Any]], None]:
+    """A pod whose worker container has terminated."""
+
+    def change(raw: dict[str, Any]) -> None:
+        raw["status"]["phase"] = phase
+        state = {"exitCode": code, "reason": reason, "finishedAt": "2026-01-01T01:00:00Z"}
+        raw["status"]["containerStatuses"] = [{"name": "worker", "state": {"terminated": state}}]
+
+    return change

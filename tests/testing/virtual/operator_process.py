@@ -1,0 +1,181 @@
+"""The whole operator on a fake cluster in virtual time, killable at any write; several make up the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.cluster.api.errors import ApiError
+from trainium_operator.cluster.api.resources import JOBS
+from trainium_operator.cluster.api.transport import ConnectionFailedError
+from trainium_operator.cluster.lease import LeaseLostError
+from trainium_operator.runtime import Runtime
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from tests.testing.api.fake_kubernetes import FakeCluster
+    from trainium_operator.cluster.api.transport import Answer, Stream
+
+WALL = 1.7e9
+
+
+def wall_clock() -> float:
+    return WALL + asyncio.get_running_loop().time()
+
+
+class Connection:
+    """One process's connection: once the process is killed, nothing goes out and nothing comes back."""
+
+    def __init__(self, cluster: FakeCluster, die_after_write: int | None) -> None:
+        self.cluster = cluster
+        self.killed = asyncio.Event()
+        self.cut = False
+        """The network between this process and the API server."""
+        self.latency = 0.0
+        self.writes: list[tuple[str, str, int]] = []
+        """Method, path and status of each write but those of the Lease."""
+        self._die_after_write = die_after_write
+
+    def die_after(self, writes: int) -> None:
+        """Be killed right after so many more writes."""
+        self._die_after_write = len(self.writes) + writes
+
+    async def request(
+        self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
+    ) -> Answer:
+        await self._alive()
+        await asyncio.sleep(self.latency / 2)
+        answer = await self.cluster.request(
+            method, path, query=query, body=body, content_type=content_type, timeout=timeout
+        )
+        if method != "GET" and "/leases" not in path:
+            self.writes.append((method, path, answer.status))
+            if len(self.writes) == self._die_after_write:
+                self.killed.set()
+        await asyncio.sleep(self.latency / 2)
+        await self._alive()  # the write was done, and the process never learns of it
+        return answer
+
+    @asynccontextmanager
+    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[Stream]:
+        await self._alive()
+        async with self.cluster.stream(path, query=query, silence=silence) as stream:
+            yield stream
+
+    async def _alive(self) -> None:
+        if self.killed.is_set():
+            await asyncio.Event().wait()
+        if self.cut:
+            raise ConnectionFailedError("no route to host")
+
+
+class OperatorProcess:
+    """One replica: Lease, caches, workers and coordinator state; no servers."""
+
+    def __init__(
+        self,
+        cluster: FakeCluster,
+        *,
+        die_after_write: int | None = None,
+        identity: str = "operator-0",
+        clock: Callable[[], float] = wall_clock,
+        settings: Settings | None = None,
+    ) -> None:
+        self.connection = Connection(cluster, die_after_write)
+        self.runtime = Runtime(
+            settings or Settings(), self.connection, namespace="system", identity=identity, wall_clock=clock
+        )
+        self.ended = asyncio.Event()
+        """It ended by itself: the Lease was lost."""
+        self.began_to_lead = 0.0
+        self._lease: asyncio.Task[None]
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @property
+    def reachable(self) -> bool:
+        """Whether agents can talk to it."""
+        return not self.connection.killed.is_set() and not self.ended.is_set()
+
+    async def start(self) -> None:
+        runtime = self.runtime
+        work = [reflector.run() for reflector in runtime.caches.reflectors()]
+        self._lease = asyncio.create_task(self._lead())
+        jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
+        others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
+        runtime.caches.kueue.offered.is_served(True)
+        runtime.caches.dra.offered.is_served(True)
+        others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]
+        self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
+        self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
+
+    async def _watch_jobs(self) -> None:
+        """What kopf does."""
+        jobs = self.runtime.caches.jobs
+        version = ""
+        while True:
+            with contextlib.suppress(ApiError):
+                version = await jobs.refresh()
+                watch = self.runtime.api.watch(JOBS, resource_version=version, seconds=300, silence=70)
+                async for event in watch:
+                    if event["type"] != "BOOKMARK":
+                        jobs.observe(event["object"], deleted=event["type"] == "DELETED")
+            await asyncio.sleep(2.0)
+
+    async def _lead(self) -> None:
+        runtime = self.runtime
+        try:
+            await runtime.elector.acquire()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(runtime.elector.hold())
+                runtime.keeper.tls.loaded.set()  # nobody connects here, and nothing is discovered
+                runtime.discovery.known.set()
+                await runtime.take_over()
+                self.began_to_lead = asyncio.get_running_loop().time()
+        except* LeaseLostError:
+            self.ended.set()
+            runtime.stop_leading()
+            for task in self._tasks[1:]:
+                task.cancel()
+
+    async def _work(self) -> None:
+        await self.runtime.leading.wait()
+        await asyncio.gather(*(self.runtime.reconciler.work() for _ in range(self.runtime.settings.workers)))
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        self.connection.killed.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.runtime.queue.close()
+
+    async def stop(self) -> None:
+        """SIGTERM, in the order of `main`."""
+        self.runtime.stop_leading()
+        await self.runtime.queue.drained()
+        self._lease.cancel()
+        await asyncio.wait([self._lease])
+        await self.runtime.elector.release()
+        await self.runtime.recorder.flush(2.0)
+        await self.kill()
+
+
+def training_job(name: str = "llama", **workers: Any) -> dict[str, Any]:
+    spec = {
+        "workers": {"replicas": 2, "accelerator": {"device": "cpu"}, **workers},
+        "trainer": {"steps": 40, "batch": {"globalSize": 12, "microSize": 1}},
+    }
+    return {"metadata": {"name": name, "generation": 1}, "spec": spec}
+
+
+async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not condition():
+        if loop.time() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        await asyncio.sleep(0.1)

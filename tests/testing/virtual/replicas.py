@@ -1,0 +1,156 @@
+"""A Deployment of operators in virtual time: replicas that are started again when they end, and a cluster to act on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.virtual.fake_workers import Workers
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+RESTART_SECONDS = 2.0
+"""What a kubelet takes to start a container that has ended."""
+
+
+class World:
+    """One cluster with nodes, one or more operators, and jobs."""
+
+    def __init__(self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, **settings: Any) -> None:
+        self.cluster = FakeCluster(wall_clock)
+        self.cluster.graceful_pods = True
+        self.workers = Workers(self.cluster, nodes, total_steps)
+        self.clock_error = 0.0
+        """Seconds by which the operators' wall clocks are wrong."""
+        self.latency = 0.0
+        self.cut: set[str] = set()
+        """Replicas that cannot reach the API server."""
+        self.processes: dict[str, OperatorProcess] = {}
+        self._replicas = replicas
+        self._settings = settings
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+
+    # --- operators
+
+    async def start_operator(self, identity: str, *, die_after_write: int | None = None) -> OperatorProcess:
+        """A replica, in a container that is started again whenever it ends."""
+        process = OperatorProcess(
+            self.cluster,
+            identity=identity,
+            die_after_write=die_after_write,
+            clock=lambda: wall_clock() + self.clock_error,
+            settings=Settings(**self._settings),
+        )
+        process.connection.latency = self.latency
+        process.connection.cut = identity in self.cut
+        self.processes[identity] = process
+        self.workers.operators = list(self.processes.values())
+        await process.start()
+        self._keepers[identity] = asyncio.create_task(self._keep(identity, process))
+        return process
+
+    async def _keep(self, identity: str, process: OperatorProcess) -> None:
+        ends = [asyncio.create_task(each.wait()) for each in (process.connection.killed, process.ended)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        await process.kill()
+        await asyncio.sleep(RESTART_SECONDS)
+        await self.start_operator(identity)
+
+    async def lose_operator(self, identity: str) -> None:
+        """Its node has lost its power: it does not come back."""
+        await self._unkept(identity).kill()
+
+    async def stop_operator(self, identity: str) -> None:
+        """Its pod is deleted: SIGTERM."""
+        await self._unkept(identity).stop()
+
+    def _unkept(self, identity: str) -> OperatorProcess:
+        self._keepers.pop(identity).cancel()
+        process = self.processes.pop(identity)
+        self.workers.operators = list(self.processes.values())
+        return process
+
+    def cut_off(self, identity: str) -> None:
+        """The network between this replica and the API server is cut."""
+        self.cut.add(identity)
+        self.processes[identity].connection.cut = True
+
+    def leader(self) -> OperatorProcess | None:
+        return next(
+            (each for each in self.processes.values() if each.runtime.leading.is_set() and each.reachable), None
+        )
+
+    def leader_name(self) -> str:
+        return next(name for name, each in self.processes.items() if each is self.leader())
+
+    # --- jobs
+
+    def job(self, name: str = "llama") -> dict[str, Any]:
+        return self.cluster.get(JOBS, "default", name)
+
+    def status(self, name: str = "llama") -> dict[str, Any]:
+        return self.job(name).get("status") or {}
+
+    def membership(self, name: str = "llama") -> dict[str, Any]:
+        found = membership_of(self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership"))
+        assert found is not None
+        return found.to_wire()
+
+    def change_spec(self, change: Callable[[dict[str, Any]], None], name: str = "llama") -> None:
+        self.cluster.change(JOBS, "default", name, lambda raw: change(raw["spec"]))
+
+    def pods(self) -> dict[str, str]:
+        """Uid by name of the pods that exist."""
+        return {name: self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
+
+    def mark_nodes(self, status: str) -> None:
+        """The condition Ready of every node."""
+        for name in self.cluster.names(NODES, ""):
+            self.cluster.change(NODES, "", name, lambda raw: raw["status"]["conditions"][0].update(status=status))
+
+    async def trains(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
+        """Wait for new steps."""
+        target = self.workers.step_of(job) + steps
+        await until(lambda: self.workers.step_of(job) >= target, seconds, f"{steps} new steps of {job}")
+
+    async def runs(self, seconds: float = 120, job: str = "llama") -> None:
+        """Wait until the status says that it trains, and that nothing is open."""
+        await until(lambda: self._at_rest(job), seconds, f"{job} is Running: {self.status(job)}")
+
+    def _at_rest(self, job: str) -> bool:
+        status = self.status(job)
+        return status.get("phase") == "Running" and all("recoveredSeconds" in e for e in status.get("history", ()))
+
+
+@asynccontextmanager
+async def world(*, job: dict[str, Any] | None = None, start: bool = True, **options: Any) -> AsyncIterator[World]:
+    """A world whose job trains, unless `start` is False."""
+    made = World(**options)
+    agents = asyncio.create_task(made.workers.run())
+    made.cluster.add(JOBS, job or training_job(replicas=2, spares=1))
+    try:
+        for number in range(options.get("replicas", 2)):
+            await made.start_operator(f"operator-{number}")
+        if start:
+            await made.runs()
+        yield made
+    finally:
+        for keeper in made._keepers.values():
+            keeper.cancel()
+        for process in made.processes.values():
+            await process.kill()
+        agents.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await agents

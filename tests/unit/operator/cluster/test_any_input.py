@@ -1,0 +1,270 @@
+"""Whatever an object or a message holds, reading it ends with a value or with the one error that is expected.
+
+Real objects are changed in a few random places; `make test-long TRIALS=1000` tries as many as a person has time for.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
+from trainium_operator.cluster.cache.device_views import claim_view, slice_view
+from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
+from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.reflector import UNREADABLE
+from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
+from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RECORDED = Path(__file__).parents[3] / "testing/api/recorded"
+JOB = json.loads((RECORDED / "job.json").read_text())
+MEMBERSHIP = json.loads((RECORDED / "membership.json").read_text())
+MACHINE = {
+    "machine": "aws:///us-west-2a/i-0abc",
+    "node": "ip-10-0-0-1",
+    "state": "Quarantined",
+    "until": "2027-01-15T09:00:00Z",
+    "quarantines": 1,
+    "strikes": ["2027-01-15T08:00:00Z Device team/llama", "2027-01-15T08:11:40Z NodeLost team/other"],
+    "judged": "2027-01-15T08:11:40Z",
+    "reported": True,
+}
+REGISTER = {
+    "namespace": "team", "job": "llama", "podName": "llama-w-0", "podUid": "u", "nodeName": "n", "address": "10.0.0.1",
+    "port": 29400, "devices": 1,
+}  # fmt: skip
+HEARTBEAT = {
+    "namespace": "team", "job": "llama", "podName": "llama-w-0", "podUid": "u", "generation": 3, "phase": "Training",
+    "progress": {"step": 7, "loss": 4.2, "alerts": [{"kind": "LossSpike", "step": 3, "message": "m"}]},
+    "restarts": [{"sequence": 0, "generation": 3, "attempt": 1, "cause": "Crash", "failedAt": 1.0, "detectedAt": 2.0}],
+}  # fmt: skip
+POD: Any = {
+    "metadata": {
+        "name": "llama-w-0", "uid": "u", "labels": {"trainium.dev/job-name": "llama"}, "annotations": {},
+        "creationTimestamp": "2027-01-15T08:00:00Z",
+    },
+    "spec": {"nodeName": "n", "containers": [{"name": "trainer"}]},
+    "status": {
+        "phase": "Failed", "podIP": "10.0.0.1",
+        "conditions": [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "m"},
+            {"type": "DisruptionTarget", "status": "True"},
+        ],
+        "containerStatuses": [
+            {"name": "trainer", "state": {"terminated": {"exitCode": 70, "finishedAt": "2027-01-15T09:00:00Z"}}}
+        ],
+        "initContainerStatuses": [{"name": "init", "state": {"waiting": {"reason": "ImagePullBackOff"}}}],
+    },
+}  # fmt: skip
+NODE = {
+    "metadata": {"name": "n", "labels": {"topology.kubernetes.io/zone": "a"}},
+    "spec": {"providerID": "aws:///a/i-0abc", "taints": [{"key": "k", "effect": "NoSchedule"}]},
+    "status": {
+        "allocatable": {"aws.amazon.com/neuron": "16"},
+        "conditions": [
+            {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2027-01-15T08:00:00Z"},
+            {"type": "AcceleratedHardwareReady", "status": "False", "reason": "NeuronHasError", "message": "m"},
+        ],
+    },
+}
+WORKLOAD = {
+    "metadata": {"name": "w", "uid": "u", "resourceVersion": "7", "annotations": {"trainium.dev/part": "1"}},
+    "spec": {"active": True, "podSets": [{"name": "workers", "count": 2}]},
+    "status": {
+        "conditions": [{"type": "Admitted", "status": "True", "reason": "Admitted", "message": "m"}],
+        "admission": {"podSetAssignments": [{"name": "workers", "flavors": {"cpu": "trn1"}, "count": 2}]},
+        "admissionChecks": [
+            {
+                "state": "Ready",
+                "podSetUpdates": [{"name": "workers", "labels": {"a": "b"}, "tolerations": [{"key": "k"}]}],
+            }
+        ],
+    },
+}
+FLAVOR = {"metadata": {"name": "trn1"}, "spec": {"nodeLabels": {"pool": "a"}, "tolerations": [{"key": "pool"}]}}
+PRIORITY = {"metadata": {"name": "high"}, "value": 1000, "globalDefault": True}
+SLICE = {
+    "metadata": {"name": "s"},
+    "spec": {
+        "driver": "neuron.aws.com", "nodeName": "n", "pool": {"name": "n", "generation": 3},
+        "devices": [{"name": "d", "taints": [{"effect": "NoExecute", "timeAdded": "2027-01-15T08:00:00Z"}]}],
+    },
+}  # fmt: skip
+CLAIM = {
+    "metadata": {"name": "c", "namespace": "team"},
+    "status": {
+        "reservedFor": [{"resource": "pods", "name": "llama-w-0", "uid": "u"}],
+        "allocation": {"devices": {"results": [{"driver": "neuron.aws.com", "pool": "n", "device": "d"}]}},
+    },
+}
+LEAF = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
+    | st.sampled_from(["9" * 400, "2027-01-15T08:00:00Z", "0001-01-01T00:00:00+23:59", "\ud800", "Crash", "Running"])
+    | st.sampled_from([10**30, -(10**30), float("inf"), float("nan")])
+)  # fmt: skip
+ANYTHING = st.recursive(
+    LEAF,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+PATIENT = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every part of a JSON value but the whole."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any, most: int = 4) -> Any:
+    """The value with a few parts replaced, taken out or added."""
+    result = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, most))):
+        known = list(places(result))
+        if not known:
+            break
+        *path, last = draw(st.sampled_from(known))
+        holder = result
+        for part in path:
+            holder = holder[part]
+        match draw(st.sampled_from(("replace", "remove", "add"))):
+            case "replace":
+                holder[last] = draw(ANYTHING)
+            case "remove":
+                del holder[last]
+            case _ if isinstance(holder, dict):
+                holder[draw(st.text(max_size=8))] = draw(ANYTHING)
+            case _:
+                holder.append(draw(ANYTHING))
+    return result
+
+
+def as_sent(value: Any) -> Any:
+    """As JSON carries it: not every Python value can come over the wire."""
+    return json.loads(json.dumps(value))
+
+
+@PATIENT
+@given(changed(JOB["spec"]), changed(JOB["status"], most=12))
+def test_any_job_becomes_a_record_whose_status_can_be_written_again(spec: Any, status: Any) -> None:
+    record = job_record({**JOB, "spec": as_sent(spec), "status": as_sent(status)})
+
+    assert (record.namespace, record.name) == (JOB["metadata"]["namespace"], JOB["metadata"]["name"])
+    if record.view is None:
+        assert record.error
+        return
+    json.dumps(record.view.status.to_wire(), allow_nan=False)
+    json.dumps(record.view.spec.to_wire(), allow_nan=False)
+
+
+@PATIENT
+@given(changed({"data": MEMBERSHIP.get("data", {}), "binaryData": MEMBERSHIP.get("binaryData", {})}), st.text())
+def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> None:
+    raw = {"metadata": {"annotations": {}}, **parts}
+    for each in (raw, {**raw, "data": {"membership.json": text}}):
+        membership_of(each)
+        assert child_record(each).content_hash == ""
+
+
+@PATIENT
+@given(
+    st.dictionaries(
+        st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), changed(MACHINE) | ANYTHING, max_size=3
+    ),
+    st.text(),
+)
+def test_any_note_about_machines_is_read_without_an_error_and_can_be_written_again(
+    notes: dict[str, Any], text: str
+) -> None:
+    data = {key: yaml.safe_dump(as_sent(note)) for key, note in notes.items()}
+    for each in (data, {**data, "free": text}):
+        written = encode(decode(each))
+        assert encode(decode(written)) == written
+
+
+@PATIENT
+@given(changed(REGISTER) | ANYTHING, changed(HEARTBEAT, most=8) | ANYTHING)
+def test_any_message_is_taken_or_a_validation_error(register: Any, heartbeat: Any) -> None:
+    for model, message in ((RegisterRequest, register), (HeartbeatRequest, heartbeat)):
+        try:
+            taken = model.model_validate_json(json.dumps(message))
+        except ValidationError:
+            continue
+        json.dumps(taken.to_wire(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("view", "known"),
+    [
+        (pod_view, POD),
+        (node_view, NODE),
+        (workload_view, WORKLOAD),
+        (flavor_view, FLAVOR),
+        (priority_view, PRIORITY),
+        (slice_view, SLICE),
+        (claim_view, CLAIM),
+    ],
+)
+def test_any_watched_object_is_read_or_left_out_with_an_error_that_is_expected(
+    view: Callable[[Any], object], known: dict[str, Any]
+) -> None:
+    hash(repr(view(known)))
+
+    @PATIENT
+    @given(changed(known, most=6))
+    def read(raw: Any) -> None:
+        try:
+            repr(view(as_sent(raw)))
+        except UNREADABLE:
+            return
+
+    read()
+
+
+@pytest.mark.parametrize("stamp", ["0000-12-31T00:01:00Z", "soon", 7])
+def test_a_time_stamp_that_is_none_does_not_make_a_pod_look_gone(stamp: Any) -> None:
+    pod: Any = copy.deepcopy(POD)
+    pod["metadata"]["creationTimestamp"] = stamp
+    pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp
+    seen = pod_view(pod)
+
+    assert (seen.created, seen.finished, seen.exit_code) == (0.0, None, 70)
+
+
+@pytest.mark.parametrize("loss", ['"inf"', '"nan"', '"9e999"', f'"{"9" * 400}"', "1e999", "Infinity", "NaN"])
+def test_a_figure_that_is_no_number_is_none_however_it_is_written(loss: str) -> None:
+    message = json.dumps({**HEARTBEAT, "progress": {"step": 7, "loss": 0}}).replace('"loss": 0', f'"loss": {loss}')
+
+    taken = HeartbeatRequest.model_validate_json(message)
+
+    assert taken.progress is not None
+    assert taken.progress.loss is None
+
+
+def test_numbers_without_an_end_are_left_out() -> None:
+    memory = decode({"node": "quarantines: .inf", ACCOUNTED: "uid: .nan", "node-3": "state: Permanent\n"})
+
+    assert set(memory.machines) == {"node-3"}
+    assert memory.accounted == {}
+
+
+def test_a_note_that_would_unfold_to_gigabytes_is_left_out() -> None:
+    laughs = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    laughs += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]
+    memory = decode({"node": "\n".join([*laughs, "machine: *a11"]), "node-3": "state: Permanent\n"})
+
+    assert set(memory.machines) == {"node-3"}

@@ -1,0 +1,276 @@
+"""Slices, claims and pods as Kubernetes 1.36 writes them, read into small views, and the count of what is free."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.testing.api.fake_kubernetes import FakeCluster
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.cache.device_views import (
+    LONGEST_TEXT,
+    ClaimView,
+    SliceView,
+    claim_template_of,
+    claim_view,
+    device_health_of,
+    slice_view,
+)
+from trainium_operator.cluster.cache.dra import Dra
+from trainium_operator.cluster.cache.inventory import Inventory
+from trainium_operator.cluster.cache.store import Entry, Store
+from trainium_operator.plan.model.devices import DeviceTaint
+from trainium_operator.plan.model.observed import JobView
+from trainium_operator.plan.model.optional_api import ApiState
+
+SLICE: dict[str, Any] = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "ResourceSlice",
+    "metadata": {"name": "n-0-neuron", "resourceVersion": "311", "uid": "ff92ffc3"},
+    "spec": {
+        "driver": "neuron.aws.com",
+        "nodeName": "n-0",
+        "pool": {"generation": 1, "name": "n-0", "resourceSliceCount": 1},
+        "devices": [
+            {
+                "attributes": {"deviceId": {"int": 0}, "instanceType": {"string": "trn1.32xlarge"}},
+                "name": "neurondevice0",
+                "taints": [
+                    {
+                        "effect": "NoExecute",
+                        "key": "neuron.aws.com/unhealthy",
+                        "timeAdded": "2026-11-23T12:38:47Z",
+                        "value": "HBM",
+                    }
+                ],
+            },
+            {"attributes": {"deviceId": {"int": 1}}, "name": "neurondevice1"},
+        ],
+    },
+}
+CLAIM: dict[str, Any] = {
+    "metadata": {
+        "name": "demo-w-0-neuron-4nphx",
+        "namespace": "default",
+        "resourceVersion": "9",
+        "uid": "c",
+        "ownerReferences": [
+            {"apiVersion": "v1", "kind": "Pod", "name": "demo-w-0", "uid": "said-uid", "controller": True}
+        ],
+    },
+    "status": {
+        "allocation": {
+            "devices": {
+                "results": [
+                    {"device": "neurondevice1", "driver": "neuron.aws.com", "pool": "n-0", "request": "neuron"},
+                    {"device": "efa0", "driver": "efa.networking.k8s.aws", "pool": "n-0", "request": "fabric"},
+                ]
+            }
+        },
+        "reservedFor": [{"name": "demo-w-0", "resource": "pods", "uid": "pod-uid"}],
+    },
+}
+POD: dict[str, Any] = {
+    "spec": {"resourceClaims": [{"name": "neuron", "resourceClaimTemplateName": "demo-devices-1"}]},
+    "status": {
+        "containerStatuses": [
+            {
+                "name": "worker",
+                "allocatedResourcesStatus": [
+                    {
+                        "name": "claim:neuron/neuron",
+                        "resources": [
+                            {"resourceID": "neuron.aws.com/n-0/neurondevice0", "health": "Healthy"},
+                            {"resourceID": "neuron.aws.com/n-0/neurondevice1", "health": "Unhealthy", "message": "HBM"},
+                        ],
+                    }
+                ],
+            }
+        ]
+    },
+}
+
+
+def test_a_slice_is_its_devices_and_their_taints() -> None:
+    view = slice_view(SLICE)
+    taint = DeviceTaint("n-0/neurondevice0", "neuron.aws.com/unhealthy", "NoExecute", "HBM", 1795437527.0)
+    assert (view.node, view.pool, view.generation) == ("n-0", "n-0", 1)
+    assert view.devices == {"neurondevice0": (taint,), "neurondevice1": ()}
+    assert list(view.free()) == ["neurondevice1"]
+
+
+def test_a_slice_of_another_driver_holds_nothing() -> None:
+    raw = copy.deepcopy(SLICE)
+    raw["spec"]["driver"] = "gpu.example.com"
+    assert (slice_view(raw).node, slice_view(raw).devices) == ("", {})
+
+
+def test_a_claim_is_of_the_pods_that_it_is_reserved_for_whoever_it_says_owns_it() -> None:
+    assert claim_view(CLAIM) == ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
+    assert claim_view({"metadata": {}, "spec": {}}) == ClaimView((), ())
+
+
+def test_what_is_claimed_for_looking_only_is_held_by_nobody() -> None:
+    raw = copy.deepcopy(CLAIM)
+    raw["status"]["allocation"]["devices"]["results"][0]["adminAccess"] = True
+    assert claim_view(raw).held == ()
+
+
+def test_a_pod_tells_its_template_and_the_device_that_is_not_well() -> None:
+    assert claim_template_of(POD) == "demo-devices-1"
+    assert device_health_of(POD) == ("Unhealthy", "neuron.aws.com/n-0/neurondevice1: HBM")
+
+
+def test_health_of_claims_that_are_not_ours_and_of_unknown_devices_says_nothing() -> None:
+    raw = copy.deepcopy(POD)
+    (status,) = raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"]
+    status["resources"][1]["health"] = "Unknown"
+    assert device_health_of(raw) is None
+    status["resources"][1]["health"] = "Unhealthy"
+    for other in ("claim:fabric/efa", "claim:neuron-fabric", "nvidia.com/gpu"):
+        status["name"] = other
+        assert device_health_of(raw) is None
+    status["name"] = "claim:neuron"
+    assert device_health_of(raw) is not None
+
+
+def test_what_a_kubelet_or_a_driver_writes_is_bounded() -> None:
+    raw = copy.deepcopy(POD)
+    raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"][0]["resources"][1]["message"] = "x" * 10_000
+    found = device_health_of(raw)
+    assert found is not None
+    assert len(found[1]) == LONGEST_TEXT
+    many = copy.deepcopy(SLICE)
+    many["spec"]["devices"] = [{"name": f"d{at}", "taints": [{"key": "k", "effect": "None"}] * 99} for at in range(999)]
+    view = slice_view(many)
+    assert (len(view.devices), len(view.devices["d0"])) == (128, 16)
+
+
+ODD = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2) | st.just({})
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_a_malformed_part_of_an_object_is_left_out(data: st.DataObject) -> None:
+    """One field of each object is replaced by something else."""
+    for read, good in ((slice_view, SLICE), (claim_view, CLAIM), (device_health_of, POD), (claim_template_of, POD)):
+        raw = copy.deepcopy(good)
+        holder: Any = raw
+        while True:
+            key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+            inside = holder[key]
+            if not isinstance(inside, dict | list) or not inside or data.draw(st.booleans()):
+                holder[key] = data.draw(ODD)
+                break
+            holder = inside
+        read(raw)
+
+
+# --- what is free
+
+NODES, DEVICES, PODS = ("n-0", "n-1"), ("d0", "d1", "d2"), ("p0", "p1", "p2")
+TAINT = DeviceTaint("any", "k", "NoSchedule")
+slices = st.builds(
+    SliceView,
+    node=st.sampled_from(("", *NODES)),
+    pool=st.sampled_from(NODES),
+    generation=st.integers(1, 2),
+    devices=st.dictionaries(st.sampled_from(DEVICES), st.sampled_from(((), (TAINT,))), max_size=3),
+).map(lambda view: SliceView(view.node, view.node, view.generation, view.devices if view.node else {}))
+claims = st.builds(
+    ClaimView,
+    pods=st.lists(st.sampled_from(PODS), max_size=2, unique=True).map(tuple),
+    held=st.lists(st.tuples(st.sampled_from(NODES), st.sampled_from(DEVICES)), max_size=2, unique=True).map(tuple),
+)
+changes = st.lists(
+    st.tuples(st.just("slice"), st.sampled_from(("s0", "s1", "s2")), st.none() | slices)
+    | st.tuples(st.just("claim"), st.sampled_from(("c0", "c1", "c2")), st.none() | claims),
+    max_size=25,
+)
+
+
+def recounted(known: dict[str, SliceView], held: set[tuple[str, str]]) -> dict[str, int]:
+    found = {}
+    for node in {view.node for view in known.values() if view.node}:
+        there = [view for view in known.values() if view.node == node]
+        newest = max(view.generation for view in there)
+        free = [(view.pool, each) for view in there if view.generation == newest for each in view.free()]
+        found[node] = sum(each not in held for each in free)
+    return found
+
+
+def taints_among(known: dict[str, SliceView], devices: list[tuple[str, str]]) -> int:
+    newest = {
+        node: max(view.generation for view in known.values() if view.node == node)
+        for node in NODES
+        if any(view.node == node for view in known.values())
+    }
+    return sum(
+        len(view.devices.get(device, ()))
+        for pool, device in devices
+        for view in known.values()
+        if view.node == pool and view.generation == newest[pool]
+    )
+
+
+@given(changes)
+def test_what_is_free_is_what_a_count_from_the_beginning_finds(story: list[tuple[str, str, Any]]) -> None:
+    by_slice: Store[SliceView] = Store()
+    by_claim: Store[ClaimView] = Store()
+    inventory = Inventory(by_slice, by_claim)
+    for version, (kind, name, view) in enumerate(story, start=1):
+        store: Store[Any] = by_slice if kind == "slice" else by_claim
+        if view is None:
+            store.remove(("", name), version)
+        else:
+            store.put(("", name), Entry(view, f"{name}-{version}", version))
+    known = {key[1]: entry.view for key, entry in by_slice.snapshot().items()}
+    held = {device for entry in by_claim.snapshot().values() for device in entry.view.held}
+    assert {node: inventory.free_on(node) for node in inventory.nodes()} == recounted(known, held)
+    for pod in PODS:
+        of_pod = [entry.view.held for entry in by_claim.snapshot().values() if pod in entry.view.pods]
+        assert len(inventory.taints_of(pod)) == taints_among(known, [device for held in of_pod for device in held])
+
+
+def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
+    by_slice: Store[SliceView] = Store()
+    by_claim: Store[ClaimView] = Store()
+    inventory = Inventory(by_slice, by_claim)
+    by_claim.put(("default", "c"), Entry(ClaimView(("p",), (("n-0", "neurondevice0"),)), "c", 1))
+    assert inventory.taints_of("p") == ()
+    by_slice.put(("", "s"), Entry(slice_view(SLICE), "s", 2))
+    assert [taint.value for taint in inventory.taints_of("p")] == ["HBM"]
+    by_claim.put(("default", "c"), Entry(ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
+    assert inventory.taints_of("p") == ()
+    assert inventory.free_on("n-0") == 0, "one is tainted, the other is held"
+
+
+async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
+    dra = Dra(Api(FakeCluster()), enabled=True)
+    view = JobView(
+        namespace="default",
+        name="demo",
+        uid="job-uid",
+        generation=1,
+        deleting=False,
+        spec=TrainingJobSpec.model_validate({"workers": {"accelerator": {"device": "cpu", "claim": {"count": 2}}}}),
+        status=TrainingJobStatus(),
+        created=0.0,
+    )
+    assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.ABSENT, None)
+    dra.offered.is_served(True)
+    assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.READING, None)
+    for reflector in (dra.templates, dra.claims, dra.slices):
+        reflector.synced.set()
+    for at, (node, free) in enumerate((("a", 2), ("b", 2), ("c", 1)), start=1):
+        devices = {f"d{number}": () if number < free else (TAINT,) for number in range(2)}
+        dra.slices.store.put(("", node), Entry(SliceView(node, node, 1, devices), node, at))
+    found = dra.devices(view, (), {"a", "c"}.__contains__)
+    assert found is not None
+    assert (found.free_nodes, found.nodes) == (("a",), 2), "b is cordoned, c has one free device"
+    dra.offered.is_served(False)
+    assert dra.devices(view, (), bool) is None

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.testing.suite.virtual_time import run_virtual, settle
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.results import ArtifactReport
+from trainium_contract.wire.messages import (
+    HeartbeatRequest,
+    Member,
+    Membership,
+    Progress,
+    RegisterRequest,
+    Transition,
+    WorkerPhase,
+)
+from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
+
+JOB = JobId("ns", "job", "job-uid")
+
+
+def membership(generation: int, *pods: str) -> Membership:
+    members = tuple(
+        Member(pod_uid=pod, pod_name=pod, pod_ip="10.0.0.1", node_name="n", node_rank=rank, rendezvous_port=1)
+        for rank, pod in enumerate(pods or ("a",))
+    )
+    return Membership(
+        generation=generation,
+        transition=Transition.IMMEDIATE,
+        cause=Cause.RESIZE,
+        members=members,
+        processes_per_node=1,
+    )
+
+
+def registration(pod: str) -> RegisterRequest:
+    return RegisterRequest(
+        namespace="ns",
+        job="j",
+        pod_name=pod,
+        pod_uid=pod,
+        pod_ip="10.0.0.1",
+        node_name="n",
+        rendezvous_port=1,
+        agent_version="1",
+    )
+
+
+def step(pod: str, number: int) -> HeartbeatRequest:
+    return HeartbeatRequest(
+        namespace="ns",
+        job="j",
+        pod_name=pod,
+        pod_uid=pod,
+        generation=1,
+        phase=WorkerPhase.TRAINING,
+        progress=Progress(step=number),
+    )
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def state(clock: Clock) -> CoordinatorState:
+    return CoordinatorState(clock)
+
+
+def test_a_served_generation_never_goes_back(state: CoordinatorState) -> None:
+    state.publish(JOB, membership(3))
+    state.publish(JOB, membership(2))
+    assert state.published(JOB) == 3
+
+
+def test_a_new_job_of_the_same_name_inherits_nothing(state: CoordinatorState) -> None:
+    state.publish(JobId("ns", "job", "old"), membership(7))
+    assert state.published(JobId("ns", "job", "new")) == 0
+    state.forget_job(JobId("ns", "job", "old"))
+    assert state.published(JobId("ns", "job", "old")) == 0
+
+
+def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorState, clock: Clock) -> None:
+    state.register(JOB, registration("a"))
+    state.heartbeat(JOB, step("a", 10))
+    clock.now += 4
+    state.heartbeat(JOB, step("a", 12))
+    view = state.agents(JOB)["a"]
+    assert view.step_seconds == 2
+    assert view.progressed == clock.now
+    clock.now += 1
+    state.heartbeat(JOB, step("a", 12))
+    assert state.agents(JOB)["a"].progressed == clock.now - 1
+
+
+def test_signs_of_life_tell_steps_as_heartbeats_do(state: CoordinatorState, clock: Clock) -> None:
+    state.register(JOB, registration("a"))
+    state.alive(JOB, "a", 7)
+    assert state.agents(JOB)["a"].progressed is None, "no heartbeat has told of steps"
+    state.heartbeat(JOB, step("a", 10))
+    clock.now += 6
+    state.alive(JOB, "a", 13)
+    moved = clock.now
+    assert (state.agents(JOB)["a"].step_seconds, state.agents(JOB)["a"].progressed) == (2, moved)
+    clock.now += 5
+    state.alive(JOB, "a", 13)
+    state.alive(JOB, "a", -1)
+    state.heartbeat(JOB, step("a", 13))
+    view = state.agents(JOB)["a"]
+    assert (view.progressed, view.heard) == (moved, clock.now), "what was known of the step is not news again"
+
+
+def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: CoordinatorState, clock: Clock) -> None:
+    """Else training that stands still after a fault would be noticed the later, the longer the fault was."""
+    state.register(JOB, registration("a"))
+    for seconds, number in ((0, 10), (4, 12)):
+        clock.now += seconds
+        state.heartbeat(JOB, step("a", number))
+    clock.now += 60
+    state.heartbeat(JOB, step("a", 13).model_copy(update={"attempt": 1}))
+    view = state.agents(JOB)["a"]
+    assert (view.step_seconds, view.progressed) == (2, clock.now)
+    clock.now += 9
+    state.heartbeat(JOB, step("a", 16).model_copy(update={"attempt": 1}))
+    assert state.agents(JOB)["a"].step_seconds == 3
+
+
+def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_that_of_steps(
+    state: CoordinatorState,
+) -> None:
+    state.register(JOB, registration("a"))
+
+    def told(**fields: Any) -> tuple[bool, bool]:
+        accepted = state.heartbeat(JOB, step("a", 10).model_copy(update={"progress": Progress(step=10, **fields)}))
+        return accepted.matters, accepted.progressed
+
+    artifact = ArtifactReport(kind="Model", path="/out", step=10)
+    told()
+    assert told() == (False, False)
+    assert told(stage="Export", stage_done=0.0) == (True, True)
+    assert told(stage="Export", stage_done=0.5) == (False, True)
+    assert told(stage="Export", stage_done=0.5) == (False, False)
+    assert told(stage="Export", stage_done=0.5, artifacts=(artifact,)) == (True, False)
+    view = state.agents(JOB)["a"]
+    assert view.step_seconds is None, "no step was made"
+
+
+def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
+    state: CoordinatorState, clock: Clock
+) -> None:
+    def since(attempt: int, phase: WorkerPhase = WorkerPhase.JOINING) -> float | None:
+        clock.now += 1
+        state.heartbeat(JOB, step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
+        return state.agents(JOB)["a"].joining_since
+
+    state.register(JOB, registration("a"))
+    first = since(0)
+    assert first == clock.now
+    assert since(0) == first
+    assert since(0, WorkerPhase.LOADING) is None
+    assert since(0) == clock.now
+    assert since(1) == clock.now
+
+
+def test_what_a_lost_member_said_last_stays_until_the_next_generation(state: CoordinatorState) -> None:
+    state.publish(JOB, membership(1, "a", "b"))
+    for pod in ("a", "b", "spare"):
+        state.register(JOB, registration(pod))
+    state.forget_pod(JOB, "b")
+    state.forget_pod(JOB, "spare")
+    assert set(state.agents(JOB)) == {"a", "b"}
+    state.publish(JOB, membership(2, "a"))
+    assert set(state.agents(JOB)) == {"a"}
+
+
+def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state: CoordinatorState) -> None:
+    async def scenario() -> None:
+        waiting = asyncio.create_task(state.newer_membership(JOB, 0, 60))
+        await settle()
+        state.forget_job(JOB)
+        await settle()
+        assert waiting.done()
+        assert waiting.result() is None
+
+    run_virtual(scenario())
+
+
+def test_many_waiters_get_one_publication(state: CoordinatorState) -> None:
+    async def scenario() -> None:
+        waiting = [asyncio.create_task(state.newer_membership(JOB, 1, 60)) for _ in range(100)]
+        await settle()
+        state.publish(JOB, membership(1))
+        await settle()
+        assert not any(task.done() for task in waiting)
+        state.publish(JOB, membership(2))
+        assert {(await task).generation for task in waiting} == {2}
+
+    run_virtual(scenario())

@@ -1,0 +1,253 @@
+"""Ports of silent members: a refusal is evidence, a time-out is not, and a firewall's refusal is not either."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.testing.suite.virtual_time import run_virtual
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import (
+    HeartbeatRequest,
+    Member,
+    Membership,
+    RegisterRequest,
+    Transition,
+    WorkerPhase,
+)
+from trainium_operator.coordinator.probe import Prober
+from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
+
+JOB = JobId("ns", "job", "job-uid")
+
+PODS = ("a", "b")
+IPS = {"a": "10.0.0.1", "b": "10.0.0.2"}
+SILENCE = [("ns", "j", True)]
+"""What is told when members of the job fall silent."""
+PODS_OF = {ip: pod for pod, ip in IPS.items()}
+
+
+def registration(pod: str, *, pod_ip: str = "", port: int = 4000) -> RegisterRequest:
+    return RegisterRequest(
+        namespace="ns",
+        job="j",
+        pod_name=pod,
+        pod_uid=pod,
+        pod_ip=pod_ip or IPS[pod],
+        node_name="n",
+        rendezvous_port=port,
+        agent_version="1",
+    )
+
+
+class Network:
+    """What a connection to each host does."""
+
+    def __init__(self) -> None:
+        self.does: dict[str, object] = {}
+        self.asked: list[str] = []
+
+    async def connect(self, host: str, port: int) -> None:
+        pod = PODS_OF[host]
+        self.asked.append(pod)
+        answer = self.does.get(pod)
+        if answer == "drop":
+            await asyncio.sleep(3600)
+        if isinstance(answer, OSError):
+            raise answer
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.state = CoordinatorState(lambda: self.now)
+        self.network = Network()
+        self.told: list[tuple[str, str, bool]] = []
+        self.addresses = dict(IPS)
+        """As the API server has them."""
+        self.prober = Prober(
+            self.state,
+            is_serving=lambda: True,
+            notify=lambda *words: self.told.append(words),
+            address_of=lambda doubt: self.addresses[doubt.pod],
+            connect=self.network.connect,
+        )
+        members = tuple(
+            Member(pod_uid=pod, pod_name=pod, pod_ip=IPS[pod], node_name="n", node_rank=rank, rendezvous_port=4000)
+            for rank, pod in enumerate(PODS)
+        )
+        self.state.publish(
+            JOB,
+            Membership(
+                generation=1,
+                transition=Transition.IMMEDIATE,
+                cause=Cause.RESIZE,
+                members=members,
+                processes_per_node=1,
+            ),
+        )
+        for pod in PODS:
+            self.register(pod)
+
+    def register(self, pod: str) -> None:
+        self.state.register(JOB, registration(pod))
+
+    def beat(self, *pods: str) -> None:
+        for pod in pods:
+            self.state.heartbeat(
+                JOB,
+                HeartbeatRequest(
+                    namespace="ns", job="j", pod_name=pod, pod_uid=pod, generation=1, phase=WorkerPhase.TRAINING
+                ),
+            )
+
+    def look(self) -> list[str]:
+        """One look; whom it asked."""
+        self.network.asked.clear()
+        run_virtual(self.prober.look())
+        return sorted(self.network.asked)
+
+    def refused(self, pod: str) -> bool:
+        return self.state.agents(JOB)[pod].refused is not None
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_each_member_is_asked_once_when_it_is_new_and_then_only_while_it_is_silent(world: World) -> None:
+    assert world.look() == ["a", "b"]
+    world.now += 1
+    world.beat("a", "b")
+    assert world.look() == []
+    world.now += 2.5
+    world.beat("a")
+    assert world.look() == ["b"]
+
+
+def test_a_refusal_after_an_answer_is_evidence_and_the_plan_hears_of_it_at_once(world: World) -> None:
+    world.look()
+    world.network.does["b"] = ConnectionRefusedError()
+    world.now += 2.5
+    world.beat("a")
+    world.look()
+    assert world.refused("b")
+    assert not world.refused("a")
+    assert world.told == [("ns", "j", True)] * 2, "of the silence, and of the refusal"
+    assert world.look() == [], "once is enough"
+
+
+def test_the_plan_hears_once_of_each_silence(world: World) -> None:
+    world.look()
+    world.now += 1.9
+    world.look()
+    assert world.told == []
+    world.now += 0.1
+    world.look()
+    world.look()
+    assert world.told == [("ns", "j", True)], "once for all who fell silent"
+    world.beat("a", "b")
+    world.look()
+    world.now += 2
+    world.beat("a")
+    world.look()
+    assert world.told == [("ns", "j", True)] * 2
+
+
+@pytest.mark.parametrize("answer", ["drop", TimeoutError(), OSError(113, "No route to host")])
+def test_what_is_no_refusal_says_nothing(world: World, answer: object) -> None:
+    world.look()
+    world.network.does["b"] = answer
+    world.now += 30
+    world.look()
+    assert not world.refused("b")
+    assert world.told == SILENCE
+
+
+def test_a_port_that_never_answered_may_be_behind_a_firewall(world: World) -> None:
+    world.network.does = {pod: ConnectionRefusedError() for pod in PODS}
+    world.look()
+    world.now += 60
+    world.look()
+    assert not world.refused("a")
+    assert world.told == SILENCE
+
+
+def test_an_agent_that_is_heard_again_takes_the_evidence_back(world: World) -> None:
+    world.look()
+    world.network.does["b"] = ConnectionRefusedError()
+    world.now += 2.5
+    world.look()
+    world.beat("b")
+    assert not world.refused("b")
+    world.now += 2.5
+    world.look()
+    assert world.refused("b")
+    world.register("b")
+    assert not world.refused("b")
+
+
+def test_a_refusal_that_comes_after_a_newer_message_is_too_late(world: World) -> None:
+    world.look()
+    world.now += 2.5
+    (doubt, _) = world.state.doubts()
+    world.beat("a")
+    assert not world.state.port_refused(doubt)
+    assert not world.refused("a")
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "10.0.0.9", ""])
+def test_an_address_that_is_not_the_pods_own_is_never_connected_to(world: World, address: str) -> None:
+    world.addresses["b"] = address
+    assert world.look() == ["a"]
+    world.now += 2.5
+    assert world.look() == ["a"]
+    assert not world.refused("b")
+
+
+def test_one_address_may_be_written_in_several_ways(world: World) -> None:
+    world.state.register(JOB, registration("b", pod_ip="fd00::2"))
+    PODS_OF["fd00:0:0::2"] = "b"
+    world.addresses["b"] = "fd00:0:0::2"
+    assert world.look() == ["a", "b"]
+
+
+def test_a_follower_asks_nobody() -> None:
+    async def scenario() -> None:
+        world = World()
+        prober = Prober(
+            world.state,
+            is_serving=lambda: False,
+            notify=lambda *_: None,
+            address_of=lambda doubt: doubt.host,
+            connect=world.network.connect,
+        )
+        task = asyncio.create_task(prober.run())
+        await asyncio.sleep(5)
+        task.cancel()
+        assert world.network.asked == []
+
+    run_virtual(scenario())
+
+
+async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> None:
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    world = World()
+    world.state.register(JOB, registration("b", pod_ip="127.0.0.1", port=port))
+    prober = Prober(
+        world.state,
+        is_serving=lambda: True,
+        notify=lambda *words: world.told.append(words),
+        address_of=lambda doubt: doubt.host,
+    )
+    world.state.forget_pod(JOB, "a")
+    await prober.look()
+    server.close()
+    await server.wait_closed()
+    world.now += 2.5
+    await prober.look()
+    assert world.refused("b")

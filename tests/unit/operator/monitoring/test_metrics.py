@@ -1,0 +1,200 @@
+"""Metrics: each transition counts once, sums come from the ledgers, and the number of time series is bounded."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.testing.operator.metric_builders import NOW, figures, view
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import (
+    CheckpointStatus,
+    Interruption,
+    MembershipStatus,
+    Phase,
+    Rung,
+    TrainingJobStatus,
+)
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.scheduling import GangStatus
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
+from trainium_operator.monitoring.metrics import Metrics
+from trainium_operator.plan.fleet.memory import Machine, MachineState
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
+from trainium_operator.plan.model.times import rfc3339
+
+MOST_SERIES = 1_500
+"""Of one operator, whatever happens: about as many as one node exporter has."""
+
+
+def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **fields: Any) -> Interruption:
+    return Interruption(generation=1, time=rfc3339(NOW), cause=cause, rung=rung, failed_at=NOW - 5, **fields)
+
+
+def test_a_recovery_counts_once_when_it_is_over() -> None:
+    metrics = Metrics()
+    begun = TrainingJobStatus(history=(interruption(detected_seconds=1.0),))
+    stages = StageSeconds(detect=1.0, restart=2.0, load=1.0, replay=0.5)
+    over = TrainingJobStatus(
+        history=(interruption(detected_seconds=1.0, recovered_seconds=5.0, steps_lost=2, stages=stages),)
+    )
+    metrics.planned(view("a"), begun)
+    for _ in range(3):  # the same plan again, also by another operator: the status is the memory
+        metrics.planned(view("a", begun), begun)
+    metrics.planned(view("a", begun), over)
+    metrics.planned(view("a", over), over)
+    found = figures(metrics)
+    assert found['interruptions_total{cause="Crash"}'] == 1
+    assert found['restarts_total{cause="Crash",rung="InPlace"}'] == 1
+    assert found['recovery_seconds_sum{rung="InPlace"}'] == 5
+    assert found['recovery_steps_sum{rung="InPlace"}'] == 2
+    assert found["lost_steps_total"] == 2
+    assert found['recovery_stage_seconds_sum{stage="Restart"}'] == 2
+    assert found['recovery_stage_seconds_count{stage="Replay"}'] == 1
+
+
+def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
+    metrics = Metrics(lambda: NOW)
+    for uid, ratio in (("a", 0.9), ("b", 0.7)):
+        ledger = GoodputStatus(
+            ratio=ratio,
+            uptime_ratio=ratio + 0.05,
+            fleet_ratio=ratio / 2,
+            wall_seconds=100.0,
+            productive_seconds=100 * ratio,
+            lost_seconds={"Crash": 100 - 100 * ratio},
+            lost_by_stage={"Load": 100 - 100 * ratio},
+            node_seconds=500.0,
+            stage_seconds={"Export": 30.0},
+        )
+        checkpoint = CheckpointStatus(durable_step=1, durable_time=rfc3339(NOW - 100 * ratio))
+        metrics.planned(view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint))
+    found = figures(metrics)
+    assert found['goodput_ratio{measure="strict"}'] == 0.7
+    assert found['goodput_ratio{measure="uptime"}'] == 0.75
+    assert found['goodput_ratio{measure="fleet"}'] == 0.35
+    assert found["wall_seconds"] == 200
+    assert found["productive_seconds"] + found['lost_seconds{cause="Crash"}'] == pytest.approx(200)
+    assert found['lost_stage_seconds{stage="Load"}'] == pytest.approx(40)
+    assert found['stage_seconds{stage="Export"}'] == pytest.approx(60)
+    assert found["checkpoint_durable_age_seconds"] == pytest.approx(90, abs=1)
+    assert found['jobs{phase="Running"}'] == 2
+    assert found['workers{state="spare_wanted"}'] == 4
+    metrics.forget("b")
+    metrics.forget("a")
+    found = figures(metrics)
+    assert (found['jobs{phase="Running"}'], found["wall_seconds"], found['goodput_ratio{measure="strict"}']) == (
+        0,
+        0,
+        1,
+    )
+    assert found['lost_seconds{cause="Crash"}'] == 0
+
+
+def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
+    metrics = Metrics()
+    small = TrainingJobStatus(membership=MembershipStatus(generation=1, size=2), next_pod_ordinal=2)
+    large = TrainingJobStatus(
+        membership=MembershipStatus(generation=2, size=4), next_pod_ordinal=5, gang=GangStatus(given_back=1)
+    )
+    metrics.planned(view("a"), small)
+    metrics.planned(view("a", small), large)
+    metrics.planned(view("a", large), small)
+    found = figures(metrics)
+    assert found['resizes_total{direction="grow"}'] == 1
+    assert found['resizes_total{direction="shrink"}'] == 1
+    assert found["worker_pods_total"] == 5
+    assert found["gangs_given_back_total"] == 1
+
+
+def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> None:
+    def series(jobs: int) -> int:
+        metrics = Metrics()
+        for number in range(jobs):
+            causes = list(itertools.product(Cause, Rung))
+            for start in range(0, len(causes), 10):
+                history = tuple(
+                    interruption(
+                        cause,
+                        rung,
+                        attempt=start + at,
+                        pod=f"job-{number}-w-{at}",
+                        node=f"node-{number}-{at}",
+                        detected_seconds=1.0,
+                        recovered_seconds=2.0,
+                        stages=StageSeconds(),
+                    )
+                    for at, (cause, rung) in enumerate(causes[start : start + 10])
+                )
+                lost = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
+                ledger = GoodputStatus(lost_seconds=lost, wall_seconds=1.0, lost_by_stage={STARTUP: 1.0})
+                status = TrainingJobStatus(history=history, goodput=ledger, phase=list(Phase)[number % len(Phase)])
+                metrics.planned(replace(view(str(number)), name=f"job-{number}"), status)
+        for code in (0, 200, 201, 404, 409, 422, 429, 500, 503):
+            for verb in ("GET", "POST", "PUT", "PATCH", "DELETE", "WATCH"):
+                metrics.request(verb, code, 0.01)
+        for error in ("Defect", "ConflictError", "UnavailableError", "ForbiddenError"):
+            metrics.reconciled(0.1, error)
+        for kind in ("register", "heartbeat", "membership", "/etc/passwd", "anything"):
+            metrics.message(kind, 200)
+        text = metrics.exposition().decode()
+        assert not any(f'{label}="' in text for label in ("pod", "node", "rank", "job", "name", "namespace"))
+        return len(figures(metrics))
+
+    assert series(9) == series(18) < MOST_SERIES
+
+
+def test_machines_are_counted_by_state_and_a_state_that_none_is_in_any_more_reads_zero() -> None:
+    metrics = Metrics()
+    bad = Machine(machine="i-1", node="a", state=MachineState.QUARANTINED, until=NOW)
+    watched = Machine(machine="i-2", node="b")
+    metrics.fleet([bad, watched, replace(watched, machine="i-3")], frozen=True)
+    text = metrics.exposition().decode()
+    assert 'trainingjob_operator_machines{state="Quarantined"} 1.0' in text
+    assert 'trainingjob_operator_machines{state="Watched"} 2.0' in text
+    assert "trainingjob_operator_node_actions_frozen 1.0" in text
+    metrics.fleet([], frozen=False)
+    text = metrics.exposition().decode()
+    assert 'trainingjob_operator_machines{state="Quarantined"} 0.0' in text
+    assert "trainingjob_operator_node_actions_frozen 0.0" in text
+
+
+def heartbeat(**fields: Any) -> HeartbeatRequest:
+    known = {"namespace": "team", "job": "job", "pod_name": "job-w-0", "pod_uid": "u", "generation": 1}
+    return HeartbeatRequest(**known, phase=WorkerPhase.TRAINING, **fields)
+
+
+def test_a_check_and_a_standstill_count_once_when_a_heartbeat_brings_them() -> None:
+    metrics = Metrics()
+    passed = CheckResult(check=PreflightCheck.MATMUL, passed=True, seconds=0.2)
+    failed = CheckResult(check=PreflightCheck.DISK, passed=False, seconds=0.05, detail="full")
+    still = StuckRank(rank=3, phase=TrainerPhase.SAVE, step=7, seconds=120.0)
+    said = [heartbeat(), heartbeat(checks=(passed,)), heartbeat(checks=(passed, failed), stuck=(still,))]
+    for before, now in itertools.pairwise([*said, said[-1]]):
+        metrics.said(before, now)
+    found = figures(metrics)
+    assert found['preflight_seconds_count{check="Matmul"}'] == 1
+    assert found['preflight_seconds_sum{check="Disk"}'] == 0.05
+    assert found['preflight_failed_total{check="Disk"}'] == 1
+    assert 'preflight_failed_total{check="Matmul"}' not in found
+    assert found['hangs_total{phase="Save"}'] == 1
+    assert found['hangs_total{phase="Step"}'] == 0
+    metrics.said(said[-1], heartbeat())
+    metrics.said(heartbeat(), said[-1])
+    assert figures(metrics)['hangs_total{phase="Save"}'] == 2, "it stood still again"
+
+
+def test_problems_of_nodes_are_counted_by_kind_of_source_and_read_zero_when_they_are_over() -> None:
+    metrics = Metrics()
+    bad = NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE, reason="DeviceLost")
+    leaving = Taint(key="karpenter.sh/disrupted", effect="NoSchedule")
+    metrics.nodes([NodeView(name="a", conditions=(bad,)), NodeView(name="b", taints=(leaving,)), NodeView(name="c")])
+    found = {key: value for key, value in figures(metrics).items() if key.startswith("node_problems")}
+    assert set(found.values()) == {1.0}
+    assert {key.split('source="')[1].split('"')[0] for key in found} == {"condition", "taint"}
+    metrics.nodes([])
+    assert {value for key, value in figures(metrics).items() if key.startswith("node_problems")} == {0.0}

@@ -1,0 +1,106 @@
+"""The chart's alerts and dashboards against the metrics that the operator really exposes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.testing.operator.metric_builders import busy
+from trainium_operator.monitoring import dashboards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[4]
+ALERTS = ROOT / "helm/trainium-operator/files/alerts.yaml"
+PREFIX = "trainingjob_operator_"
+SEVERITIES = {"info", "warning", "critical"}
+
+
+def alerts() -> list[dict[str, object]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Where a query stands, and the query."""
+    for rule in alerts():
+        yield str(rule["alert"]), str(rule["expr"])
+    for path in dashboards.texts():
+        board = json.loads((ROOT / path).read_text())
+        for panel in board["panels"]:
+            for target in panel["targets"]:
+                yield f"{path.stem}: {panel['title']}", target["expr"]
+
+
+def exposed() -> dict[str, list[dict[str, str]]]:
+    """Labels of every sample, by its name."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(busy().exposition().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+EXPOSED = exposed()
+
+
+@pytest.mark.parametrize(("place", "query"), list(queries()), ids=[place for place, _ in queries()])
+def test_a_query_asks_for_metrics_labels_and_values_that_there_are(place: str, query: str) -> None:
+    asked = re.findall(rf"({PREFIX}\w+)(?:\{{([^}}]*)\}})?", query)
+    assert asked, place
+    known: set[str] = set()
+    for name, matchers in asked:
+        assert name in EXPOSED, f"{place}: there is no metric {name}"
+        labels = {label for sample in EXPOSED[name] for label in sample}
+        known |= labels
+        for label, how, value in re.findall(r'(\w+)(=~|!~|!=|=)"([^"]*)"', matchers):
+            assert label in labels, f"{place}: {name} has no label {label}"
+            values = {sample[label] for sample in EXPOSED[name]}
+            wanted = value.split("|") if "~" in how else [value]
+            assert value.startswith("$") or set(wanted) <= values, f"{place}: {name} has no {label} {value}"
+    for listed in re.findall(r"\b(?:by|on|ignoring) \(([^)]*)\)", query):
+        assert {label.strip() for label in listed.split(",")} <= known, f"{place}: by {listed}"
+
+
+def test_every_legend_and_sentence_names_labels_that_the_query_keeps() -> None:
+    for rule in alerts():
+        said = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
+        for label in re.findall(r"\$labels\.(\w+)", said):
+            assert label in str(rule["expr"]) or label in ("job_namespace", "job_name"), rule["alert"]
+    for path in dashboards.texts():
+        for panel in json.loads((ROOT / path).read_text())["panels"]:
+            for target in panel["targets"]:
+                name = re.search(rf"{PREFIX}\w+", target["expr"])
+                assert name is not None
+                kept = {label for sample in EXPOSED[name[0]] for label in sample}
+                assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
+
+
+def test_every_alert_has_a_section_in_the_runbook_and_a_severity() -> None:
+    runbook = (ROOT / "docs/runbook.md").read_text()
+    sections = {line.removeprefix("## ") for line in runbook.splitlines() if line.startswith("## ")}
+    targets = set()
+    for rule in alerts():
+        where, _, anchor = rule["annotations"]["runbook_url"].partition("#")  # type: ignore[index]
+        assert where == "RUNBOOK", "the chart puts the page in"
+        assert anchor in {section.lower() for section in sections}, rule["alert"]
+        assert rule["labels"]["severity"] in SEVERITIES  # type: ignore[index]
+        targets.add(anchor)
+    assert {section.lower() for section in sections} == targets, "a section that no alert leads to"
+
+
+def test_panels_do_not_lie_on_each_other() -> None:
+    for path, text in dashboards.texts().items():
+        cells: set[tuple[int, int]] = set()
+        for panel in json.loads(text)["panels"]:
+            at = panel["gridPos"]
+            own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+            assert not own & cells, f"{path.stem}: {panel['title']}"
+            assert at["x"] + at["w"] <= 24
+            cells |= own

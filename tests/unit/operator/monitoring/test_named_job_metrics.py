@@ -1,0 +1,99 @@
+"""Metrics of single jobs: bounded in number, true to the statuses, gone with the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.testing.operator.metric_builders import NOW, figures, view
+from trainium_contract.job import (
+    CheckpointStatus,
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    Phase,
+    ProgressStatus,
+    RestartsStatus,
+    TrainingJobStatus,
+)
+from trainium_contract.status.ledger import GoodputStatus
+from trainium_operator.monitoring.metrics import Metrics
+from trainium_operator.plan.model.times import rfc3339
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def status(**fields: Any) -> TrainingJobStatus:
+    ledger = GoodputStatus(wall_seconds=100.0, productive_seconds=90.0, ratio=0.9, lost_seconds={"Crash": 10.0})
+    given = {
+        "phase": Phase.RUNNING,
+        "goodput": ledger,
+        "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0),
+        "restarts": RestartsStatus(total=3, by_cause={"Crash": 2, "made up": 1}),
+        "checkpoint": CheckpointStatus(durable_step=60, durable_time=rfc3339(NOW - 30)),
+    }
+    return TrainingJobStatus(**given | fields)
+
+
+def of_jobs(metrics: Metrics) -> dict[str, float]:
+    return {key: value for key, value in figures(metrics).items() if "job_name=" in key}
+
+
+def test_no_job_has_metrics_of_its_own_unless_that_is_asked_for() -> None:
+    metrics = Metrics()
+    metrics.planned(view("a"), status())
+    assert not of_jobs(metrics)
+    assert "jobs_left_out" not in figures(metrics)
+
+
+def test_a_job_shows_what_its_status_says() -> None:
+    metrics = Metrics(lambda: NOW, named_jobs=5)
+    metrics.planned(view("a"), status())
+    name = 'job_name="job-a",job_namespace="team"'
+    found = of_jobs(metrics)
+    assert found[f'job_phase{{{name},phase="Running"}}'] == 1
+    assert found[f"job_step{{{name}}}"] == 70
+    assert found[f"job_loss{{{name}}}"] == 4.25
+    assert found[f"job_tokens_per_second{{{name}}}"] == 1000
+    assert found[f'job_goodput_ratio{{{name},measure="strict"}}'] == 0.9
+    assert found[f'job_lost_seconds{{cause="Crash",{name}}}'] == 10
+    assert found[f'job_interruptions_total{{cause="Crash",{name}}}'] == 2
+    assert found[f"job_checkpoint_durable_age_seconds{{{name}}}"] == 30
+    assert found[f"job_stalled{{{name}}}"] == 0
+    assert found[f"job_checkpoint_healthy{{{name}}}"] == 1
+    assert found[f'job_workers{{{name},state="spare_wanted"}}'] == 2
+    assert not [key for key in found if "made up" in key], "only causes that we know become series"
+
+
+def test_a_job_that_waits_for_a_person_and_saves_nothing_says_so() -> None:
+    given = (
+        (ConditionType.STALLED, ConditionStatus.TRUE, "NameTaken"),
+        (ConditionType.CHECKPOINT_HEALTHY, ConditionStatus.FALSE, "StorageUnavailable"),
+    )
+    conditions = tuple(
+        Condition(type=kind, status=holds, reason=reason, last_transition_time=rfc3339(NOW))
+        for kind, holds, reason in given
+    )
+    metrics = Metrics(named_jobs=5)
+    metrics.planned(view("a"), status(conditions=conditions))
+    name = 'job_name="job-a",job_namespace="team"'
+    assert of_jobs(metrics)[f"job_stalled{{{name}}}"] == 1
+    assert of_jobs(metrics)[f"job_checkpoint_healthy{{{name}}}"] == 0
+
+
+def test_only_so_many_jobs_have_series_and_those_that_run_come_first() -> None:
+    metrics = Metrics(named_jobs=2)
+    for number in range(40):
+        phase = Phase.RUNNING if number in (7, 31) else Phase.COMPLETED
+        metrics.planned(view(f"{number:02}"), status(phase=phase))
+    shown = {key.split('job_name="')[1].split('"')[0] for key in of_jobs(metrics)}
+    assert shown == {"job-07", "job-31"}
+    assert figures(metrics)["jobs_left_out"] == 38
+    assert len(of_jobs(metrics)) <= 2 * 25
+
+
+def test_a_job_that_is_gone_leaves_no_series() -> None:
+    metrics = Metrics(named_jobs=2)
+    metrics.planned(view("a"), status())
+    metrics.forget("a")
+    assert not of_jobs(metrics)

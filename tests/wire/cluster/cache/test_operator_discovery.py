@@ -1,0 +1,220 @@
+"""Gang APIs that come and go, network layers of nodes, and the writes that follow, on the fake API server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS
+from trainium_operator.cluster.cache.discovery import (
+    REFRESH_SECONDS,
+    Discovery,
+    discover_gang_apis,
+    serves_claims,
+    serves_kueue,
+)
+from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.observed import GangApi
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+NATIVE_136 = {"scheduling.k8s.io/v1": ("PriorityClass",), "scheduling.k8s.io/v1alpha2": ("PodGroup", "Workload")}
+
+
+def found(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
+    cluster = FakeCluster()
+    cluster.served = served
+    return run_virtual(discover_gang_apis(Api(cluster)))
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        ({}, {}),
+        ({"scheduling.k8s.io/v1": ("PriorityClass",)}, {}),
+        ({"scheduling.k8s.io/v1alpha1": ("Workload",)}, {GangApi.WORKLOAD_REF: "scheduling.k8s.io/v1alpha1"}),
+        (NATIVE_136, {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}),
+        (
+            {**NATIVE_136, "scheduling.k8s.io/v1beta1": ("PodGroup", "Workload")},
+            {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1beta1"},
+        ),
+        ({"scheduling.x-k8s.io/v1alpha1": ("PodGroup",)}, {GangApi.COSCHEDULING: "scheduling.x-k8s.io/v1alpha1"}),
+        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, {}),
+        ({"scheduling.k8s.io/v9": ("PodGroup",)}, {}),
+    ],
+)
+def test_only_versions_whose_fields_are_known_are_used(
+    served: dict[str, tuple[str, ...]], expected: dict[GangApi, str]
+) -> None:
+    assert found(served) == expected
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        ({}, False),
+        ({"kueue.x-k8s.io/v1beta1": ("Workload",)}, False),
+        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue",)}, False),
+        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, True),
+    ],
+)
+def test_kueue_counts_in_the_version_whose_fields_are_known(served: dict[str, tuple[str, ...]], expected: bool) -> None:
+    cluster = FakeCluster()
+    cluster.served = served
+    assert run_virtual(serves_kueue(Api(cluster))) is expected
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        ({}, False),
+        ({"resource.k8s.io/v1beta1": ("ResourceClaimTemplate",)}, False),
+        ({"resource.k8s.io/v1": ("DeviceClass",)}, False),
+        ({"resource.k8s.io/v1": ("DeviceClass", "ResourceClaimTemplate")}, True),
+    ],
+)
+def test_devices_can_be_claimed_in_the_version_whose_fields_are_known(
+    served: dict[str, tuple[str, ...]], expected: bool
+) -> None:
+    cluster = FakeCluster()
+    cluster.served = served
+    assert run_virtual(serves_claims(Api(cluster))) is expected
+
+
+def test_a_group_whose_server_is_away_does_not_hide_the_others() -> None:
+    cluster = FakeCluster()
+    cluster.served = {"scheduling.x-k8s.io/v1alpha1": ("PodGroup",), **NATIVE_136}
+    cluster.faults.append(lambda _, path: refuse(404, "NotFound") if "x-k8s" in path else None)
+    assert run_virtual(discover_gang_apis(Api(cluster))) == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
+
+
+def test_where_the_namespace_may_not_be_read_gang_apis_are_found_all_the_same() -> None:
+    cluster = FakeCluster()
+    cluster.served = NATIVE_136
+    cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path.endswith("kube-system") else None)
+    discovery = Discovery(Api(cluster), None, on_change=lambda: None)
+    run_virtual(discovery.refresh())
+    assert discovery.cluster == ""
+    assert discovery.gang_apis == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
+    assert discovery.known.is_set()
+
+
+def watching(cluster: FakeCluster, changes: list[Any]) -> Discovery:
+    discovery = Discovery(Api(cluster), None, on_change=lambda: changes.append(dict(discovery.gang_apis)))
+    return discovery
+
+
+def test_an_api_that_is_installed_later_is_noticed_and_told_once() -> None:
+    async def scenario() -> list[Any]:
+        cluster, changes = FakeCluster(), list[Any]()
+        running = asyncio.create_task(watching(cluster, changes).run())
+        await asyncio.sleep(1)
+        cluster.served = NATIVE_136
+        await asyncio.sleep(3 * REFRESH_SECONDS)
+        running.cancel()
+        return changes
+
+    # Once more at the start, when the cluster's own name is known.
+    assert run_virtual(scenario()) == [{}, {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}]
+
+
+def test_while_the_api_server_is_away_what_was_known_stands() -> None:
+    async def scenario() -> tuple[list[Any], bool, Any]:
+        cluster, changes = FakeCluster(), list[Any]()
+        cluster.served = NATIVE_136
+        cluster.down = True
+        discovery = watching(cluster, changes)
+        running = asyncio.create_task(discovery.run())
+        await asyncio.sleep(60)
+        early = discovery.known.is_set()
+        cluster.down = False
+        await asyncio.sleep(60)
+        cluster.down = True
+        await asyncio.sleep(3 * REFRESH_SECONDS)
+        running.cancel()
+        return changes, early, discovery.gang_apis
+
+    changes, early, known = run_virtual(scenario())
+    assert not early, "nothing may be planned before it is known"
+    assert len(changes) == 1
+    assert known == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
+
+
+def test_where_discovery_is_forbidden_the_operator_works_without_gang_apis() -> None:
+    async def scenario() -> tuple[bool, Any]:
+        cluster = FakeCluster()
+        cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path == "/apis" else None)
+        discovery = watching(cluster, [])
+        await discovery.refresh()
+        return discovery.known.is_set(), discovery.gang_apis
+
+    assert run_virtual(scenario()) == (True, {})
+
+
+async def started(cluster: FakeCluster) -> OperatorProcess:
+    cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
+    process = OperatorProcess(cluster)
+    await process.runtime.elector.acquire()
+    await process.runtime.keeper.refresh(write=True)
+    await process.runtime.discovery.refresh()
+    await process.start()
+    return process
+
+
+def run(scenario: Coroutine[Any, Any, FakeCluster]) -> FakeCluster:
+    return run_virtual(scenario)
+
+
+def test_worker_pods_are_told_the_cluster_by_the_uid_of_its_own_namespace() -> None:
+    async def scenario() -> FakeCluster:
+        cluster = FakeCluster(wall_clock)
+        cluster.add(JOBS, training_job(replicas=1))
+        process = await started(cluster)
+        await until(lambda: bool(cluster.names(PODS)), 60, "a pod")
+        await process.kill()
+        return cluster
+
+    cluster = run(scenario())
+    pod = cluster.get(PODS, "default", cluster.names(PODS)[0])
+    assert {"name": "TRAINIUM_CLUSTER", "value": "cluster-1"} in pod["spec"]["containers"][0]["env"]
+
+
+def test_the_group_of_a_native_gang_is_written_before_its_pods() -> None:
+    async def scenario() -> FakeCluster:
+        cluster = FakeCluster(wall_clock)
+        cluster.served = NATIVE_136
+        cluster.add(NODES, {"metadata": {"name": "node-0", "labels": {LAYERS[2]: "r0"}}})
+        cluster.add(JOBS, training_job(spares=1))
+        process = await started(cluster)
+        await until(lambda: len(cluster.names(PODS)) > 1, 60, "pods")
+        await process.kill()
+        return cluster
+
+    cluster = run(scenario())
+    writes = [write for write in cluster.writes if "/podgroups/" in write.path or write.path.endswith("/pods")]
+    assert "/apis/scheduling.k8s.io/v1alpha2/namespaces/default/podgroups/" in writes[0].path
+    name = writes[0].body["metadata"]["name"]
+    assert {write.body["spec"]["schedulingGroup"]["podGroupName"] for write in writes[1:]} == {name}
+    terms = writes[1].body["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == [LAYERS[2]], "the layer that a node carries"
+
+
+def test_a_group_that_is_refused_leaves_no_pod_behind() -> None:
+    async def scenario() -> FakeCluster:
+        cluster = FakeCluster(wall_clock)
+        cluster.served = NATIVE_136
+        cluster.faults.append(lambda _, path: refuse(403, "Forbidden", "no") if "/podgroups/" in path else None)
+        cluster.add(JOBS, training_job())
+        process = await started(cluster)
+        await asyncio.sleep(60)
+        await process.kill()
+        return cluster
+
+    assert run(scenario()).names(PODS) == []

@@ -1,0 +1,212 @@
+"""Namespaces served by name: one that is forbidden or gone stops no other, and its pods are unknown, never none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_operator.cluster.api.resources import JOBS, PODS
+from trainium_operator.cluster.cache.namespaces import Namespaces, Sight
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+SERVED = Settings(watch_namespaces="red,blue")
+
+
+class Rights:
+    """A Role in each namespace, which can be taken away: for all kinds, or for some."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.missing: dict[str, tuple[str, ...]] = {}
+        self.asked: list[str] = []
+        cluster.faults.append(self._judge)
+
+    def _judge(self, _method: str, path: str) -> Any:
+        self.asked.append(path)
+        parts = path.strip("/").split("/")
+        if "namespaces" not in parts:
+            kinds = {"pods", "configmaps", "trainingjobs", "poddisruptionbudgets"}
+            return refuse(403, "Forbidden", "no right in all namespaces") if parts[-1] in kinds else None
+        at = parts.index("namespaces")
+        namespace, kind = parts[at + 1], parts[at + 2] if len(parts) > at + 2 else ""
+        refused = namespace in self.missing and (not self.missing[namespace] or kind in self.missing[namespace])
+        return refuse(403, "Forbidden", f"no right in {namespace}") if refused else None
+
+    def take(self, cluster: FakeCluster, namespace: str, *kinds: str) -> None:
+        """As when the Role goes; open streams end."""
+        self.missing[namespace] = kinds
+        cluster.drop_streams()
+
+
+def job(name: str, namespace: str) -> dict[str, Any]:
+    raw = training_job(name)
+    raw["metadata"]["namespace"] = namespace
+    return raw
+
+
+def scenario(
+    then: Callable[[FakeCluster, Rights, OperatorProcess, Workers], Awaitable[None]], *, missing: tuple[str, ...] = ()
+) -> None:
+    async def run() -> None:
+        cluster = FakeCluster(wall_clock)
+        rights = Rights(cluster)
+        rights.missing = dict.fromkeys(missing, ())
+        for name in ("red", "blue", "grey"):
+            cluster.add(JOBS, job(f"{name}-job", name))
+        process, workers = OperatorProcess(cluster, settings=SERVED), Workers(cluster, nodes=9, total_steps=10**6)
+        workers.operator = process
+        running = asyncio.create_task(workers.run())
+        await process.start()
+        await then(cluster, rights, process, workers)
+        running.cancel()
+        await process.kill()
+
+    run_virtual(run())
+
+
+def trains(workers: Workers, name: str) -> Callable[[], bool]:
+    before = workers.steps.get(name, 0)
+    return lambda: workers.steps.get(name, 0) > before + 5
+
+
+def pods(cluster: FakeCluster, namespace: str) -> list[tuple[str, str]]:
+    return [(name, cluster.get(PODS, namespace, name)["metadata"]["uid"]) for name in cluster.names(PODS, namespace)]
+
+
+def test_jobs_in_listed_namespaces_train_and_others_are_not_looked_at() -> None:
+    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+        await until(trains(workers, "red-job"), 60, "red trains")
+        await until(trains(workers, "blue-job"), 60, "blue trains")
+        await asyncio.sleep(700)
+        assert "status" not in cluster.get(JOBS, "grey", "grey-job")
+        assert cluster.names(PODS, "grey") == []
+        assert not [path for path in rights.asked if "/namespaces/grey/" in path]
+        assert not [path for path in rights.asked if path.endswith("/v1/pods")], "nothing is asked of all namespaces"
+        assert process.runtime.caches.namespaces.counts()[Sight.LISTED] == 2
+
+    scenario(then)
+
+
+def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_is_served_once_it_may_be_read() -> None:
+    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+        await until(trains(workers, "red-job"), 60, "red trains")
+        assert process.runtime.ready_problem() == ""
+        assert process.runtime.caches.namespaces.counts() == {
+            Sight.LISTED: 1,
+            Sight.FORBIDDEN: 1,
+            Sight.UNKNOWN: 0,
+        }
+        assert b'trainingjob_operator_namespaces{state="Forbidden"} 1.0' in process.runtime._exposition()
+        assert "status" not in cluster.get(JOBS, "blue", "blue-job")
+        asked = len(rights.asked)
+        await asyncio.sleep(120)
+        refused = [path for path in rights.asked[asked:] if "/namespaces/blue/" in path]
+        assert len(refused) < 4 * 120 / 7, "asked again with growing pauses"
+        assert process.runtime.live_problem() == ""
+        del rights.missing["blue"]
+        await until(trains(workers, "blue-job"), 60, "blue trains")
+
+    scenario(then, missing=("blue",))
+
+
+def test_while_only_the_pods_may_not_be_read_nothing_is_made_nor_deleted_and_nobody_is_lost() -> None:
+    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+        await until(trains(workers, "blue-job"), 60, "blue trains")
+        there = pods(cluster, "blue")
+        rights.take(cluster, "blue", "pods")
+        await asyncio.sleep(30)
+        assert not process.runtime.caches.namespaces.is_open("blue")
+        cluster.change(JOBS, "blue", "blue-job", lambda raw: raw["spec"]["workers"].update(replicas=3))
+        await asyncio.sleep(300)
+        assert pods(cluster, "blue") == there, "not planned: what is not listed is not gone"
+        assert trains(workers, "red-job")() is False
+        await until(trains(workers, "red-job"), 60, "red trains on")
+        await until(trains(workers, "blue-job"), 60, "blue trains on by itself")
+        rights.missing.clear()
+        await until(lambda: len(pods(cluster, "blue")) == 3, 60, "the third worker")
+        status = cluster.get(JOBS, "blue", "blue-job")["status"]
+        assert status["restarts"]["total"] == 0
+        assert [each for each in pods(cluster, "blue") if each in there] == there
+
+    scenario(then)
+
+
+def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_namespace_opens() -> None:
+    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+        await until(trains(workers, "blue-job"), 60, "blue trains")
+        there = pods(cluster, "blue")
+        nodes = {cluster.get(PODS, "blue", name)["spec"]["nodeName"] for name, _ in there}
+        rights.take(cluster, "blue")
+        workers.muted_nodes = nodes  # a coordinator answers no pod that it does not know
+        await process.kill()
+        second = OperatorProcess(cluster, identity="operator-1", settings=SERVED)
+        workers.operator = second
+        await second.start()
+        await until(second.runtime.leading.is_set, 60, "it leads without blue")
+        await asyncio.sleep(120)
+        rights.missing.clear()
+        await until(lambda: second.runtime.caches.namespaces.is_open("blue"), 60, "blue opens")
+        opened = wall_clock()
+        await asyncio.sleep(6)  # longer than a member may be silent
+        record = second.runtime.caches.jobs.store.get(("blue", "blue-job"))
+        assert record is not None
+        assert record.view is not None
+        seen = second.runtime.reconciler._observer.observe(record.view)
+        assert seen.coordinator_since > opened - 1, "their silence counts from now on"
+        workers.muted_nodes = set()
+        await asyncio.sleep(60)
+        assert second.runtime.caches.namespaces.is_open("blue")
+        assert pods(cluster, "blue") == there, "no worker was given up for its silence"
+        assert cluster.get(JOBS, "blue", "blue-job")["status"]["restarts"]["total"] == 0
+        await second.kill()
+
+    scenario(then)
+
+
+def test_a_namespace_that_is_deleted_and_made_again_begins_anew_with_its_pods_listed_first() -> None:
+    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+        await until(trains(workers, "blue-job"), 60, "blue trains")
+        rights.take(cluster, "blue")  # the Role may go before the jobs do
+        await asyncio.sleep(5)
+        cluster.remove(JOBS, "blue", "blue-job")
+        await asyncio.sleep(60)
+        assert process.runtime.caches.jobs.store.get(("blue", "blue-job")) is not None, "unknown, not gone"
+        uid = cluster.add(JOBS, job("blue-job", "blue"))["metadata"]["uid"]
+        rights.missing["blue"] = ("pods",)  # the kinds come back one after the other
+        await asyncio.sleep(60)
+        assert pods(cluster, "blue") == [], "its jobs wait for the list of their pods"
+        rights.missing.clear()
+        await until(lambda: cluster.get(JOBS, "blue", "blue-job").get("status", {}).get("phase") == "Running", 90, "on")
+        record = process.runtime.caches.jobs.store.get(("blue", "blue-job"))
+        assert record is not None
+        assert record.uid == uid
+        await until(trains(workers, "red-job"), 60, "red trains on")
+
+    scenario(then)
+
+
+def test_a_namespace_is_open_while_every_kind_in_it_is_listed() -> None:
+    opened: list[str] = []
+    served = Namespaces(("red", "blue"), clock=lambda: 7.0)
+    served.listen(opened.append)
+    for kind in ("pods", "configmaps"):
+        served.expect(kind)
+    served.saw("pods", "red", Sight.LISTED)
+    assert not served.is_open("red")
+    served.saw("configmaps", "red", Sight.LISTED)
+    assert (served.is_open("red"), served.open_since("red"), served.is_open("blue")) == (True, 7.0, False)
+    served.saw("pods", "red", Sight.LISTED)
+    assert opened == ["red"], "told once"
+    served.saw("pods", "red", Sight.FORBIDDEN, "403")
+    served.saw("configmaps", "red", Sight.FORBIDDEN, "403")
+    served.saw("pods", "red", Sight.LISTED)
+    assert not served.is_open("red")
+    served.saw("configmaps", "red", Sight.LISTED)
+    assert opened == ["red", "red"]
+    assert not served.is_open("grey"), "nor is what nobody serves"

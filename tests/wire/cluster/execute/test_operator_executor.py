@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.virtual.operator_process import training_job
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import Phase
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
+from trainium_operator.cluster.execute.events import EventRecorder
+from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import (
+    ApplyObject,
+    CreatePod,
+    DeletePod,
+    EventIntent,
+    EventKind,
+    EventType,
+    Plan,
+    PublishMembership,
+)
+from trainium_operator.runtime import make_caches
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import JobView
+
+
+class World:
+    def __init__(self) -> None:
+        self.cluster = FakeCluster()
+        self.cluster.add(JOBS, training_job("j"))
+        api = Api(self.cluster)
+        self.caches = make_caches(api, Settings())
+        self.recorder = EventRecorder(api, "i", wall_clock=lambda: 1.7e9)
+        self.published: list[int] = []
+        self.executor = Executor(api, self.caches, self.recorder, self)
+
+    def publish(self, job: JobId, membership: Membership) -> None:
+        assert job == self.job.id
+        self.published.append(membership.generation)
+
+    async def start(self) -> None:
+        await self.caches.jobs.refresh()
+
+    @property
+    def job(self) -> JobView:
+        record = self.caches.jobs.store.get(("default", "j"))
+        assert record is not None
+        assert record.view is not None
+        return record.view
+
+    def owned(self, name: str, **more: Any) -> dict[str, Any]:
+        owner = {
+            "apiVersion": JOBS.api_version,
+            "kind": JOBS.kind,
+            "name": "j",
+            "uid": self.job.uid,
+            "controller": True,
+        }
+        labels = {**names.object_labels("j", "worker"), **names.selector_labels("j")}
+        return {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, **more}
+
+    def pods(self, count: int) -> tuple[CreatePod, ...]:
+        spec = {"containers": [{"name": "worker"}]}
+        return tuple(CreatePod(self.owned(f"j-w-{number}", spec=spec)) for number in range(count))
+
+    def publication(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
+        member = Member(pod_uid="u", pod_name="j-w-0", pod_ip=ip, node_name="n", node_rank=0, rendezvous_port=1)
+        membership = Membership(
+            generation=generation,
+            transition=Transition.IMMEDIATE,
+            cause=Cause.RESIZE,
+            members=(member,),
+            processes_per_node=1,
+        )
+        return PublishMembership(membership, membership_map(self.job, membership), replaces)
+
+    async def do(self, *actions: Any, **changes: Any) -> None:
+        await self.executor.execute(self.job, Plan(status=replace_status(self.job, **changes), actions=actions))
+
+
+def replace_status(job: JobView, **changes: Any) -> Any:
+    return job.status.model_copy(update=changes)
+
+
+def scenario(run: Any) -> None:
+    async def whole() -> None:
+        world = World()
+        await world.start()
+        await run(world)
+
+    run_virtual(whole())
+
+
+def test_status_is_written_first_and_events_follow_it() -> None:
+    async def run(world: World) -> None:
+        writer = asyncio.create_task(world.recorder.run())
+        intent = EventIntent(EventType.WARNING, "WorkerLost", "gone", EventKind.POD, "j-w-0")
+        plan = Plan(status=replace_status(world.job, phase=Phase.STARTING), actions=world.pods(2), events=(intent,))
+        await world.executor.execute(world.job, plan)
+        await settle()
+        paths = [write.path.rpartition("/")[2] for write in world.cluster.writes]
+        assert paths[0] == "status"
+        assert sorted(paths[1:]) == ["events", "pods", "pods"]
+        (event,) = [raw for key, raw in world.cluster.objects.items() if key[0] == EVENTS.plural]
+        assert event["related"] == {"apiVersion": "v1", "kind": "Pod", "name": "j-w-0", "namespace": "default"}
+        writer.cancel()
+
+    scenario(run)
+
+
+def test_an_unchanged_status_is_not_written() -> None:
+    async def run(world: World) -> None:
+        await world.do()
+        assert world.cluster.writes == []
+
+    scenario(run)
+
+
+def test_a_status_written_over_an_old_copy_is_refused_and_the_copy_renewed() -> None:
+    async def run(world: World) -> None:
+        world.cluster.change(JOBS, "default", "j", lambda raw: raw["spec"].update(suspend=True))
+        with pytest.raises(ConflictError):
+            await world.do(*world.pods(1), phase=Phase.STARTING)
+        assert world.cluster.names(PODS) == []
+        assert world.job.spec.suspend
+        await world.do(*world.pods(1), phase=Phase.STARTING)
+        assert world.cluster.names(PODS) == ["j-w-0"]
+
+    scenario(run)
+
+
+def test_the_same_plan_twice_is_as_good_as_once() -> None:
+    async def run(world: World) -> None:
+        config = ApplyObject(world.owned("j-config", kind="ConfigMap", data={"trainer.yaml": "x"}))
+        actions = (config, *world.pods(5), world.publication(1, 0))
+        await world.do(*actions)
+        version = world.cluster.version
+        await world.do(*actions)
+        assert world.cluster.version == version
+        assert world.cluster.names(PODS) == [f"j-w-{number}" for number in range(5)]
+        assert world.cluster.names(CONFIG_MAPS) == ["j-config", "j-membership"]
+        assert world.published == [1, 1]
+
+    scenario(run)
+
+
+def test_own_writes_are_in_the_caches_at_once() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(3), world.publication(1, 0), phase=Phase.STARTING)
+        assert world.job.status.phase is Phase.STARTING
+        pods = world.caches.pods.store.owned_by(world.job.id)
+        assert sorted(view.name for view in pods.values()) == ["j-w-0", "j-w-1", "j-w-2"]
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership is not None
+        assert record.membership.generation == 1
+
+    scenario(run)
+
+
+def test_a_pod_of_that_name_that_is_not_ours_is_never_taken_for_ours() -> None:
+    async def run(world: World) -> None:
+        world.cluster.add(PODS, {"metadata": {"name": "j-w-0"}})
+        with pytest.raises(ConflictError, match="does not belong to this job"):
+            await world.do(*world.pods(1))
+
+    scenario(run)
+
+
+def test_creations_start_slowly_so_that_a_full_quota_costs_one_refusal() -> None:
+    async def run(world: World) -> None:
+        def full(method: str, path: str) -> Any:
+            return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and path.endswith("pods") else None
+
+        world.cluster.faults.append(full)
+        with pytest.raises(ForbiddenError, match="exceeded quota"):
+            await world.do(*world.pods(100))
+        assert sum(request[0] == "POST" for request in world.cluster.requests) == 1
+
+    scenario(run)
+
+
+def test_a_refusal_half_way_lets_those_in_flight_end_and_starts_no_more() -> None:
+    async def run(world: World) -> None:
+        def full(method: str, path: str) -> Any:
+            too_many = len(world.cluster.names(PODS)) >= 3
+            return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and too_many else None
+
+        world.cluster.faults.append(full)
+        with pytest.raises(ForbiddenError):
+            await world.do(*world.pods(100), world.publication(1, 0))
+        # One, four, and eight more after the next two successes; none is begun after the first refusal.
+        assert 4 <= sum(request[0] == "POST" for request in world.cluster.requests) <= 13
+        assert world.published == []
+        assert len(world.caches.pods.store) == 3
+
+    scenario(run)
+
+
+def test_at_most_sixty_four_pods_are_created_at_a_time() -> None:
+    async def run(world: World) -> None:
+        flying, most = 0, 0
+        request = world.cluster.request
+
+        async def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal flying, most
+            flying += 1
+            most = max(most, flying)
+            await asyncio.sleep(0.02)
+            flying -= 1
+            return await request(*arguments, **options)
+
+        world.cluster.request = counted  # type: ignore[method-assign]
+        started = asyncio.get_running_loop().time()
+        await world.do(*world.pods(1000))
+        assert most == 64
+        assert len(world.cluster.names(PODS)) == 1000
+        assert asyncio.get_running_loop().time() - started < 0.6
+
+    scenario(run)
+
+
+def test_deleting_what_is_gone_or_is_another_incarnation_counts_as_done() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(2))
+        uid = world.cluster.get(PODS, "default", "j-w-0")["metadata"]["uid"]
+        await world.do(
+            DeletePod("j-w-0", uid, 0), DeletePod("j-w-1", "an-earlier-one", None), DeletePod("j-w-7", "u", None)
+        )
+        assert world.cluster.names(PODS) == ["j-w-1"]
+        assert [key[1] for key in world.caches.pods.store.snapshot()] == ["j-w-1"]
+
+    scenario(run)
+
+
+def test_a_pod_that_leaves_gracefully_shows_as_deleting_at_once() -> None:
+    async def run(world: World) -> None:
+        world.cluster.graceful_pods = True
+        await world.do(*world.pods(1))
+        uid = world.cluster.get(PODS, "default", "j-w-0")["metadata"]["uid"]
+        await world.do(DeletePod("j-w-0", uid, None))
+        view = world.caches.pods.store.get(("default", "j-w-0"))
+        assert view is not None
+        assert view.deleting
+
+    scenario(run)
+
+
+def test_one_generation_never_stands_for_two_memberships() -> None:
+    async def run(world: World) -> None:
+        await world.do(world.publication(1, 0))
+        with pytest.raises(ConflictError):
+            await world.do(world.publication(1, 0, ip="10.9.9.9"))
+        await world.do(world.publication(2, 1))
+        with pytest.raises(ConflictError, match="holds generation 2, not 1"):
+            await world.do(world.publication(2, 1, ip="10.9.9.9"))
+        assert world.published == [1, 2]
+
+    scenario(run)
+
+
+def test_a_record_in_the_form_of_an_older_operator_is_read_and_the_next_generation_wins() -> None:
+    """As a job that grew from 600 to 1,000 workers: text first, then a packed generation on top."""
+
+    async def run(world: World) -> None:
+        first, second = world.publication(1, 0), world.publication(2, 1, "10.0.0.2")
+        text = {names.MEMBERSHIP_KEY: first.membership.model_dump_json(by_alias=True)}
+        world.cluster.add(CONFIG_MAPS, world.owned("j-membership", kind="ConfigMap", data=text))
+        await world.caches.config_maps.refresh()
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership == first.membership
+        await world.do(second)
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership == second.membership
+        assert "data" not in world.cluster.get(CONFIG_MAPS, "default", "j-membership")
+        assert world.published == [2]
+
+    scenario(run)
+
+
+def test_of_two_forms_in_one_record_the_newer_generation_counts() -> None:
+    async def run(world: World) -> None:
+        old, new = world.publication(1, 0), world.publication(2, 1)
+        text = {names.MEMBERSHIP_KEY: old.membership.model_dump_json(by_alias=True)}
+        world.cluster.add(CONFIG_MAPS, {**new.manifest, "data": text})
+        await world.caches.config_maps.refresh()
+        record = world.caches.membership_of(world.job)
+        assert record is not None
+        assert record.membership == new.membership
+        await world.do(world.publication(3, 2))
+        assert world.published == [3]
+
+    scenario(run)
+
+
+def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_not() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(12))
+        uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
+        deletions = tuple(DeletePod(name, uid, 0) for name, uid in uids.items())
+        replacement = CreatePod(world.owned("j-w-12", spec={"containers": [{"name": "worker"}]}))
+        with pytest.raises(HeldBackError):
+            await world.do(*deletions, replacement)
+        left = world.cluster.names(PODS)
+        assert len(left) == 12 - LEAST + 1
+        assert "j-w-12" in left
+        gentle = tuple(DeletePod(name, uids[name], None) for name in left if name in uids)
+        await world.do(*gentle)
+        assert world.cluster.names(PODS) == ["j-w-12"]
+
+    scenario(run)
+
+
+def test_what_has_ended_is_deleted_also_where_nothing_may_be_created() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(3))
+        uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
+        gone = tuple(DeletePod(name, uid, None) for name, uid in uids.items())
+
+        def full(method: str, path: str) -> Any:
+            return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and path.endswith("pods") else None
+
+        world.cluster.faults.append(full)
+        with pytest.raises(ForbiddenError, match="exceeded quota"):
+            await world.do(CreatePod(world.owned("j-w-7")), *gone, world.publication(1, 0))
+        assert world.cluster.names(PODS) == []
+        assert world.published == []
+
+    scenario(run)
+
+
+def test_an_object_of_the_job_s_own_that_somebody_changed_is_brought_in_line_and_not_called_another_s() -> None:
+    async def run(world: World) -> None:
+        await world.caches.config_maps.refresh()
+        config = ApplyObject(world.owned("j-config", kind="ConfigMap", data={"trainer.yaml": "x"}))
+        await world.do(config)
+
+        def spoil(raw: dict[str, Any]) -> None:
+            raw["metadata"]["labels"] = {"mine": "too"}
+            raw["data"] = {"trainer.yaml": "y", "more": "z"}
+
+        world.cluster.change(CONFIG_MAPS, "default", "j-config", spoil)
+        await world.caches.config_maps.refresh()
+        assert len(world.caches.config_maps.store) == 0
+        await world.do(config)
+        found = world.cluster.get(CONFIG_MAPS, "default", "j-config")
+        assert found["data"] == {"trainer.yaml": "x"}
+        assert found["metadata"]["labels"].items() >= config.manifest["metadata"]["labels"].items()
+        assert len(world.caches.config_maps.store) == 1
+
+    scenario(run)
+
+
+def test_the_record_of_an_earlier_job_of_that_name_is_waited_out() -> None:
+    async def run(world: World) -> None:
+        stale = world.owned("j-membership", data={})
+        stale["metadata"]["ownerReferences"][0]["uid"] = "an-earlier-job"
+        world.cluster.add(CONFIG_MAPS, stale)
+        with pytest.raises(ConflictError, match="belongs to an earlier job"):
+            await world.do(world.publication(1, 0))
+
+    scenario(run)
+
+
+def test_a_record_that_was_deleted_by_hand_is_made_again() -> None:
+    async def run(world: World) -> None:
+        await world.do(world.publication(3, 0))
+        world.cluster.remove(CONFIG_MAPS, "default", "j-membership")
+        await world.do(world.publication(4, 3))
+        assert world.published == [3, 4]
+
+    scenario(run)
+
+
+def test_a_job_that_was_deleted_meanwhile_leaves_nothing_behind() -> None:
+    async def run(world: World) -> None:
+        job = world.job
+        await world.do(*world.pods(1))
+        world.cluster.remove(JOBS, "default", "j")
+        assert world.cluster.names(PODS) == []
+        plan = Plan(status=replace_status(job, phase=Phase.STARTING), actions=world.pods(1))
+        with pytest.raises(Exception, match="not found"):
+            await world.executor.execute(replace(job), plan)
+        assert world.caches.jobs.store.get(("default", "j")) is None
+        assert world.cluster.names(PODS) == []
+
+    scenario(run)
