@@ -68,7 +68,7 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/python scripts/commands_reference.py --check
 
 docs:  ## The documentation site, strict, into out/site: opens without a server or a network
-	@scripts/docs_site.sh $(DOCS_VENV) out/site
+	@scripts/site/docs_site.sh $(DOCS_VENV) out/site
 
 format: setup  ## Format the code
 	@$(BIN)/ruff format .
@@ -82,10 +82,10 @@ explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 
 	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)
 
 mutants: setup  ## A seeded sample of faults in the plan's code against its tests (ARGS="--seed 2 --sample 100")
-	@scripts/mutants.sh $(MUTANTS_VENV) $(abspath $(BIN))/python $(ARGS)
+	@scripts/mutants/mutants.sh $(MUTANTS_VENV) $(abspath $(BIN))/python $(ARGS)
 
 coverage: setup  ## Branches of plan, checkpoint and agent that their tests take (ARGS="agent tests/unit/agent" adds a part)
-	@scripts/coverage.sh $(COVERAGE_VENV) $(abspath $(BIN))/python $(ARGS)
+	@scripts/coverage/coverage.sh $(COVERAGE_VENV) $(abspath $(BIN))/python $(ARGS)
 
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
-_SPEC = importlib.util.spec_from_file_location("docs_source", ROOT / "scripts/docs_source.py")
+_SPEC = importlib.util.spec_from_file_location("docs_source", ROOT / "scripts/site/docs_source.py")
 assert _SPEC is not None
 assert _SPEC.loader is not None
 source = importlib.util.module_from_spec(_SPEC)

@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """Gathers what the documentation site is built from: docs/, the pages at the root, and files that they link to.
 
-Usage, from the repository's root: python scripts/docs_source.py FOLDER
+Usage, from the repository's root: python scripts/site/docs_source.py FOLDER
 Pages are written for the repository, where a link may leave docs/. On the site README.md is the first page, the other
 pages of the root stand beside docs/, and a file that a page links to becomes a page that shows it, so that no link
 leaves the site. Invariant: the text of a page is not changed, only the targets of its links.
@@ -164,7 +164,7 @@ def _write(path: Path, text: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python scripts/docs_source.py FOLDER")
+        sys.exit("usage: python scripts/site/docs_source.py FOLDER")
     try:
         gather(Path(), Path(sys.argv[1]))
     except ValueError as error:

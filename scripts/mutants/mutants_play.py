@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """Plays drawn mutants against tests, in the project's environment: which are killed, and which survive.
 
-Usage: python scripts/mutants_play.py DRAWN --results FILE [--enough SECONDS] [--again] TESTS... [PYTEST'S ARGUMENTS]
+Usage: python …/mutants_play.py DRAWN --results FILE [--enough SECONDS] [--again] TESTS... [ARGUMENTS OF PYTEST]
 A mutant is killed by the first test that fails, by a crash, and by computing twenty times as long as its tests should.
 
 Nothing is written into the source tree. The tests are collected once; first a copy of the process (fork) plays them and

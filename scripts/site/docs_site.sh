@@ -1,9 +1,9 @@
 #!/bin/sh
 # Builds the documentation site of `make docs`: a virtual environment of its own with pinned packages, the two scripts
 # that pages need (diagrams; search without a server), the pages; broken links, anchors and pages without a place fail.
-# Usage: scripts/docs_site.sh VENV SITE; PYTHON chooses the interpreter (3.11 or newer).
+# Usage: scripts/site/docs_site.sh VENV SITE; PYTHON chooses the interpreter (3.11 or newer).
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 venv=$1
 site=$2
 python=${PYTHON:-python3}
@@ -26,21 +26,21 @@ script() {
     rm -rf "$draft"
 }
 
-want=$(cat scripts/docs_requirements.txt | cksum)
+want=$(cat scripts/site/docs_requirements.txt | cksum)
 if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ]; then
     say "virtual environment in $venv"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r scripts/docs_requirements.txt
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r scripts/site/docs_requirements.txt
     echo "$want" >"$venv/.complete"
 fi
 script mermaid 11.17.2 dist/mermaid.min.js 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
 script iframe-worker 1.0.4 shim/index.js e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609
 
-"$venv/bin/python" scripts/docs_source.py "$work"
+"$venv/bin/python" scripts/site/docs_source.py "$work"
 mkdir -p "$work/assets"
 cp "$scripts/mermaid-11.17.2.js" "$work/assets/mermaid.js"
 cp "$scripts/iframe-worker-1.0.4.js" "$work/assets/iframe-worker.js"
-cp scripts/docs_site.css "$work/assets/site.css"
+cp scripts/site/docs_site.css "$work/assets/site.css"
 # Not with --quiet: then warnings are neither shown nor counted.
 NO_MKDOCS_2_WARNING=1 "$venv/bin/python" -m mkdocs build --strict --site-dir "$site"
 

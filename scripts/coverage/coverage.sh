@@ -1,26 +1,26 @@
 #!/bin/sh
 # Branch coverage of plan, checkpoint and agent for `make coverage`, by the tests that are meant for each: a table, and JSON
 # under out/coverage. All processes count, however they end (coverage_start.py).
-# Usage: scripts/coverage.sh VENV PYTHON [ROOM [TEST...]]
+# Usage: scripts/coverage/coverage.sh VENV PYTHON [ROOM [TEST...]]
 # ROOM: plan, checkpoint or agent; all of them without. With TESTs (a file, a folder, pytest's options) what these reach is
 # added to what is known of the room, so that it can be measured in parts. A changed source file begins its room anew.
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 venv=$1
 python=$2
 shift 2
 
 # What counts has an environment of its own that looks into the project's: `make test` stays as it is.
-want=$("$python" -VV && cat scripts/coverage.sh scripts/coverage_start.py scripts/coverage_requirements.txt | cksum)
+want=$("$python" -VV && cat scripts/coverage/coverage.sh scripts/coverage/coverage_start.py scripts/coverage/coverage_requirements.txt | cksum)
 if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ]; then
     echo "coverage: virtual environment in $venv"
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r scripts/coverage_requirements.txt
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r scripts/coverage/coverage_requirements.txt
     packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     theirs=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "import site; site.addsitedir('$theirs')" >"$packages/project.pth"
-    cp scripts/coverage_start.py "$packages"
+    cp scripts/coverage/coverage_start.py "$packages"
     rm -f "$packages/a1_coverage.pth"
     echo "import coverage_start; coverage_start.start('$PWD/out/coverage/rc')" >"$packages/start.pth"
     for program in "${python%/*}"/trainium-*; do
@@ -89,5 +89,5 @@ if [ $# -gt 0 ]; then
 else
     for room in plan checkpoint agent; do measure "$room" || code=$?; done
 fi
-"$python" scripts/coverage_table.py out/coverage || code=$?
+"$python" scripts/coverage/coverage_table.py out/coverage || code=$?
 exit $code

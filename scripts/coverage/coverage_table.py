@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """Tells what `make coverage` has measured: a table of rooms, and the files and branches that are short of the goal.
 
-Usage: python scripts/coverage_table.py FOLDER
+Usage: python scripts/coverage/coverage_table.py FOLDER
 FOLDER has ROOM.json for each measured room, as `coverage json` writes it. Ends with 1 when a room is short of the goal.
 """
 

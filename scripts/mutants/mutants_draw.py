@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """Draws a seeded sample of mutants: copies of a source file with one small fault each, made by cosmic-ray's operators.
 
-Usage, in the environment of scripts/mutants.sh: python scripts/mutants_draw.py --seed 1 --sample 250 --out FILE FOLDER
+Usage, in the environment of mutants.sh: python scripts/mutants/mutants_draw.py --seed 1 --sample 250 --out FILE FOLDER
 FILE gets JSON: how many there are, and the drawn ones, each with its whole source.
 
 What is left out, because it says nothing about tests: annotations, decorators, `TYPE_CHECKING`, `==` for `is` and the
