@@ -88,12 +88,12 @@ coverage: setup  ## Branches of plan, checkpoint and agent that their tests take
 	@scripts/coverage/coverage.sh $(COVERAGE_VENV) $(abspath $(BIN))/python $(ARGS)
 
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
-	@$(BIN)/python benchmarks/run.py $(ARGS)
-	@$(BIN)/python benchmarks/report.py
+	@$(BIN)/python -m benchmarks.run $(ARGS)
+	@$(BIN)/python -m benchmarks.report
 
 bench-check: binaries  ## Fleet and coordinator benchmarks, quick, held to their thresholds
-	@$(BIN)/python benchmarks/run.py fleet coordinator --quick
-	@$(BIN)/python benchmarks/check.py
+	@$(BIN)/python -m benchmarks.run fleet coordinator --quick
+	@$(BIN)/python -m benchmarks.check
 
 faults: binaries  ## The fault table: faults injected into real training (CLUSTER=existing: what kubelets decide)
 	@$(BIN)/python -m benchmarks.faults --cluster=$(CLUSTER) $(ARGS)

@@ -2,7 +2,7 @@
 
 thresholds.json has for each figure the mean and spread of the runs that it comes from, who measured them where, and the
 limit: the mean and three spreads, at least a quarter above the mean, at least the goal where the goal is met.
-`python benchmarks/check.py --record` writes it anew from the files in out/bench.
+`python -m benchmarks.check --record` writes it anew from the files in out/bench.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fleetlab.figures import shown
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.fleetlab.figures import shown
 
 FOLDER = Path(__file__).parent
 THRESHOLDS = FOLDER / "thresholds.json"

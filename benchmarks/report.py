@@ -1,6 +1,6 @@
 """docs/benchmarks.md from the JSON files of the benchmarks and the measured figures of peers: one command, no hand.
 
-`python benchmarks/report.py [--out FILE] [JSON ...]`, by default out/bench/*.json. A benchmark that was not run again
+`python -m benchmarks.report [--out FILE] [JSON ...]`, by default out/bench/*.json. A benchmark that was not run again
 keeps its part of the page; the tables of the operator say when and on what they were made.
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetlab.figures import shown
+from benchmarks.fleetlab.figures import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ def _head(peers: Json) -> str:
     versions = "\n".join(f"- {name}: {text}." for name, text in peers["versions"].items())
     return f"""# Benchmarks
 
-Written by `python benchmarks/report.py` from the files of `make bench`; do not edit.
+Written by `python -m benchmarks.report` from the files of `make bench`; do not edit.
 
 Seconds move with a machine and with what else it does; ratios do not, or much less. So what the machine decides is
 divided by the **floor** of the same run: the same pods, with the same preference for near nodes, created by a plain
@@ -105,7 +105,7 @@ def _figures(title: str, report: Json, peers: Json) -> str:
     lines = [f"## {title}", ""]
     lines.append(
         f"{report['date']}, {machine['cores']} cores ({machine['processor']}), load {machine['load']:.1f}{quick}. "
-        f"Command: `python benchmarks/run.py {report['benchmark']}{' --quick' if report['quick'] else ''}`."
+        f"Command: `python -m benchmarks.run {report['benchmark']}{' --quick' if report['quick'] else ''}`."
     )
     if report["benchmark"] in NOTES:
         lines += ["", NOTES[report["benchmark"]]]

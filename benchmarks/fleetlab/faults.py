@@ -6,15 +6,15 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from fleetlab.floor import fail_pods
+from benchmarks.fleetlab.floor import fail_pods
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from fleetlab.control import AgentsProcess
-    from fleetlab.kube import Json, PodWatch
-    from fleetlab.operator_site import OperatorRun
-    from fleetlab.scenario import FleetRun
+    from benchmarks.fleetlab.agents.control import AgentsProcess
+    from benchmarks.fleetlab.kube import Json, PodWatch
+    from benchmarks.fleetlab.operator_site import OperatorRun
+    from benchmarks.fleetlab.scenario import FleetRun
 
 SPARES = 2
 JOB = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs/fleet"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from fleetlab.operator_site import machine
+from benchmarks.fleetlab.operator_site import machine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fleetlab.kube import PodWatch
+from benchmarks.fleetlab.kube import PodWatch
 from trainium_devcluster.fleet.fake_nodes import timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from fleetlab.kube import Json, Kube
+    from benchmarks.fleetlab.kube import Json, Kube
 
 IN_FLIGHT = 64
 _PODS = "/api/v1/namespaces/default/pods"

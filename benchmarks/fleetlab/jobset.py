@@ -17,7 +17,7 @@ import aiohttp
 import trustme
 import yaml
 
-from fleetlab.operator_site import cpu_seconds, memory_mib
+from benchmarks.fleetlab.operator_site import cpu_seconds, memory_mib
 from trainium_devcluster.binaries import JOBSET_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.controlplane.components import HOST
 from trainium_devcluster.ports import reserved_port
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from fleetlab.kube import Kube
+    from benchmarks.fleetlab.kube import Kube
     from trainium_devcluster.cluster import Cluster
 
 Json = dict[str, Any]

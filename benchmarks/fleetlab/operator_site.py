@@ -23,7 +23,7 @@ import aiohttp
 import yaml
 
 if TYPE_CHECKING:
-    from fleetlab.kube import Kube
+    from benchmarks.fleetlab.kube import Kube
     from trainium_devcluster.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]

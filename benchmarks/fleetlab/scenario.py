@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fleetlab.control import AgentsProcess
-from fleetlab.faults import SPARES, FaultRound
-from fleetlab.floor import Floor, measure_floor
-from fleetlab.job import NAME, training_job, worker_manifests
-from fleetlab.kube import Kube, PodWatch
-from fleetlab.operator_site import SERVER_NAME, OperatorSite
+from benchmarks.fleetlab.agents.control import AgentsProcess
+from benchmarks.fleetlab.faults import SPARES, FaultRound
+from benchmarks.fleetlab.floor import Floor, measure_floor
+from benchmarks.fleetlab.job import NAME, training_job, worker_manifests
+from benchmarks.fleetlab.kube import Kube, PodWatch
+from benchmarks.fleetlab.operator_site import SERVER_NAME, OperatorSite
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.fleet.fake_nodes import FleetShape
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fleetlab.figures import Report
-    from fleetlab.kube import Json
-    from fleetlab.operator_site import OperatorRun
+    from benchmarks.fleetlab.figures import Report
+    from benchmarks.fleetlab.kube import Json
+    from benchmarks.fleetlab.operator_site import OperatorRun
     from trainium_contract.wire.messages import Membership
 
 JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"

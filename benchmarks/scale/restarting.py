@@ -2,7 +2,7 @@
 
 Real: every agent is a process with the rendezvous and the watcher that it has in a pod; they meet in a real store; the
 coordinator's state and its messages. Simulated: the ranks (none is started), TLS and HTTP of the coordinator
-(`benchmarks/coordinator.py` has both, for 1,000).
+(`benchmarks/fleets/coordinator.py` has both, for 1,000).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +12,6 @@ from trainium_devcluster.cluster import Cluster
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # the parts of the fleet benchmark
 NODES = 8
 
 

@@ -72,12 +72,11 @@ def test_the_operator_trains_a_fleet_and_replaces_a_failed_worker_by_the_spare(
 
 async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     """Start a job of four nodes and a spare with simulated agents, fail one pod; the generations that all heard of."""
-    from fleetlab.control import AgentsProcess
-    from fleetlab.job import NAME, training_job
-    from fleetlab.kube import Kube, PodWatch
-    from fleetlab.operator_site import SERVER_NAME, OperatorSite
-    from fleetlab.scenario import JOBS, membership, until_status
-
+    from benchmarks.fleetlab.agents.control import AgentsProcess
+    from benchmarks.fleetlab.job import NAME, training_job
+    from benchmarks.fleetlab.kube import Kube, PodWatch
+    from benchmarks.fleetlab.operator_site import SERVER_NAME, OperatorSite
+    from benchmarks.fleetlab.scenario import JOBS, membership, until_status
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
 
+from benchmarks.run import MODULES
+
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
-PACKAGES = ("trainium_contract", "trainium_operator", "trainium_trainer", "trainium_devcluster", "trainium_client")
+PACKAGES = (
+    "tests",
+    "benchmarks",
+    "trainium_contract",
+    "trainium_operator",
+    "trainium_trainer",
+    "trainium_devcluster",
+    "trainium_client",
+)
 
 
 def has(module: str, name: str) -> bool:
@@ -28,3 +39,8 @@ def test_everything_that_a_benchmark_imports_from_the_packages_is_there(path: Pa
         f"{node.module}.{each.name}" for node in ours for each in node.names if not has(str(node.module), each.name)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_make_bench_finds_each_benchmark(name: str) -> None:
+    assert importlib.util.find_spec(MODULES[name]) is not None

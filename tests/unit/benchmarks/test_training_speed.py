@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from benchmarks.report import page
+from benchmarks.training_speed.runs import RunFailedError, wait_for
 
-from benchmarks.report import page  # noqa: E402
-from benchmarks.training_speed.runs import RunFailedError, wait_for  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def spawn(program: str) -> int:

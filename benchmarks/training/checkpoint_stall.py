@@ -6,7 +6,8 @@ back-to-back durable saves; the same with a store that is throttled so that a sa
 a step of some 50 ms, and with a longer one for the same state.
 Prints a table on stderr and JSON on stdout:
 
-    python benchmarks/checkpoint_stall.py [--ranks 2] [--width 512] [--rounds 6] [--steps 12] [--mebibytes-per-second 8]
+    python -m benchmarks.training.checkpoint_stall
+        [--ranks 2] [--width 512] [--rounds 6] [--steps 12] [--mebibytes-per-second 8]
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import ssl
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fleetlab.agent import Agent, Job, Pod
-from fleetlab.kube import Kube, PodWatch, RefusedError
-from fleetlab.wire import Endpoint
+from benchmarks.fleetlab.agents.agent import Agent, Job, Pod
+from benchmarks.fleetlab.agents.wire import Endpoint
+from benchmarks.fleetlab.kube import Kube, PodWatch, RefusedError
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
 from trainium_devcluster.cluster import Cluster
@@ -25,7 +25,7 @@ from trainium_operator.memory import settle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fleetlab.kube import Seen
+    from benchmarks.fleetlab.kube import Seen
 
 Command = dict[str, Any]
 TOKENS_IN_FLIGHT = 16

@@ -4,7 +4,7 @@ Two workers on a real control plane share this machine's cores. The model is the
 it from a folder, pretraining draws it. Text and its tokens are in a cache that all jobs mount, so that what is measured
 is the start; the first round, which fills it, does not count.
 
-    python benchmarks/first_step.py [--repeat 3] --json FILE
+    python -m benchmarks.cluster.first_step [--repeat 3] --json FILE
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.huggingface import to_config
 from trainium_trainer.tuning.choice import parameter_sizes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VOCABULARY = 1024
 MODEL = {"hiddenSize": 512, "intermediateSize": 1376, "numLayers": 8, "numAttentionHeads": 8, "numKeyValueHeads": 8}
 LORA = {"method": "LoRA", "lora": {"rank": 16, "targets": ["q_proj", "v_proj"]}}
@@ -60,7 +60,7 @@ SHARED: dict[str, Any] = {
 class StartStory(Story):
     """Jobs that are applied, make their first step and go."""
 
-    command = "python benchmarks/first_step.py"
+    command = "python -m benchmarks.cluster.first_step"
 
     def manifest(self, name: str) -> dict[str, Any]:
         """A job of two workers without a configuration of the trainer."""

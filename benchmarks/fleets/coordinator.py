@@ -16,21 +16,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetlab.bare import BareServer
-from fleetlab.control import AgentsProcess
-from fleetlab.figures import Report
-from fleetlab.job import NAME, training_job
-from fleetlab.kube import Kube, PodWatch
-from fleetlab.operator_site import SERVER_NAME, OperatorSite, free_port
-from fleetlab.priority import give_way, go_first
-from fleetlab.scenario import JOBS, cluster_of, say, until_status
-
+from benchmarks.fleetlab.agents.control import AgentsProcess
+from benchmarks.fleetlab.coordinator.bare import BareServer
+from benchmarks.fleetlab.figures import Report
+from benchmarks.fleetlab.job import NAME, training_job
+from benchmarks.fleetlab.kube import Kube, PodWatch
+from benchmarks.fleetlab.operator_site import SERVER_NAME, OperatorSite, free_port
+from benchmarks.fleetlab.priority import give_way, go_first
+from benchmarks.fleetlab.scenario import JOBS, cluster_of, say, until_status
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.processes.process_families import descendants
 
 if TYPE_CHECKING:
-    from fleetlab.operator_site import OperatorRun
-
+    from benchmarks.fleetlab.operator_site import OperatorRun
     from trainium_devcluster.cluster import Cluster
 
 AGENTS = 1000

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
-from fleetlab.stream import StreamWire
-from fleetlab.wire import Endpoint, Wire
+from benchmarks.fleetlab.agents.stream import StreamWire
+from benchmarks.fleetlab.agents.wire import Endpoint, Wire
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
     HEARTBEAT_PATH,
@@ -34,7 +34,7 @@ from trainium_contract.wire.stream import Kind, alive, share_of_pause, tells_new
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fleetlab.wire import Reply
+    from benchmarks.fleetlab.agents.wire import Reply
     from trainium_contract.base import MessageModel
 
 _REQUEST_SECONDS = 15.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainium_devcluster.cluster import Cluster
 
-FOLDER = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 _MORE = 30.0
 
 
@@ -42,11 +42,11 @@ class AgentsProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "fleetlab.agents",
+            "benchmarks.fleetlab.agents.process",
             json.dumps(self._options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         self._reader = asyncio.create_task(self._read())
         return self

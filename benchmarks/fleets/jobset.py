@@ -18,25 +18,23 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetlab.control import AgentsProcess
-from fleetlab.faults import SPARES
-from fleetlab.figures import Report
-from fleetlab.floor import LABEL, fail_pods, measure_floor, of_wave
-from fleetlab.job import NAME, training_job, worker_manifests
-from fleetlab.jobset import JOBSETS, JobSetController, jobset_of
-from fleetlab.kube import Kube, PodWatch
-from fleetlab.operator_site import SERVER_NAME, OperatorSite, cpu_seconds
-from fleetlab.scenario import JOBS, RATIO_GOAL, cluster_of, say, until_status
-
+from benchmarks.fleetlab.agents.control import AgentsProcess
+from benchmarks.fleetlab.faults import SPARES
+from benchmarks.fleetlab.figures import Report
+from benchmarks.fleetlab.floor import LABEL, fail_pods, measure_floor, of_wave
+from benchmarks.fleetlab.job import NAME, training_job, worker_manifests
+from benchmarks.fleetlab.jobset import JOBSETS, JobSetController, jobset_of
+from benchmarks.fleetlab.kube import Kube, PodWatch
+from benchmarks.fleetlab.operator_site import SERVER_NAME, OperatorSite, cpu_seconds
+from benchmarks.fleetlab.scenario import JOBS, RATIO_GOAL, cluster_of, say, until_status
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_operator.plan.model.node_labels import LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from fleetlab.kube import Json
-    from fleetlab.operator_site import OperatorRun
-
+    from benchmarks.fleetlab.kube import Json
+    from benchmarks.fleetlab.operator_site import OperatorRun
     from trainium_devcluster.cluster import Cluster
 
 SIZES = (128, 1000)

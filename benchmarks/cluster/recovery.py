@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_devcluster.story.curves import Fault
     from trainium_devcluster.story.jobs import Run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOALS = {"killed process": 3.0, "lost node": 8.0, "resize 4 to 3": 5.0, "resize 3 to 4": 5.0}
 STEPS = 20_000
 

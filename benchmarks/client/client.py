@@ -21,11 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.testing.api.recorded_jobs import CORE, ApiServer, recorded_answers  # noqa: E402 - after the path
-from trainium_contract.wire.recorded_membership import recorded_membership  # noqa: E402
+from tests.testing.api.recorded_jobs import CORE, ApiServer, recorded_answers
+from trainium_contract.wire.recorded_membership import recorded_membership
 
 SIZES = (2, 128, 1000)
 COMMANDS = ("status llama", "ranks llama --no-steps", "why llama", "goodput llama", "sizes llama")
@@ -82,7 +79,7 @@ def measure(command: str, kubeconfig: Path) -> tuple[float, float]:
 def rows_of(workers: int) -> list[dict[str, Any]]:
     """Every command on a job of this size."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--serve", str(workers), folder]
+        command = [sys.executable, "-m", "benchmarks.client.client", "--serve", str(workers), folder]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             server.stdout.readline()

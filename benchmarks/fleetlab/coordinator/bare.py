@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from fleetlab.control import FOLDER
-from fleetlab.operator_site import SERVER_NAME, free_port
+from benchmarks.fleetlab.agents.control import ROOT
+from benchmarks.fleetlab.operator_site import SERVER_NAME, free_port
 from trainium_operator.coordinator.certificates import renewed
 
 _START_SECONDS = 30.0
@@ -21,7 +21,9 @@ _START_SECONDS = 30.0
 class BareServer:
     """It listens within its `async with` block."""
 
-    def __init__(self, host: str = "127.0.0.3", *, module: str = "fleetlab.bare_server", **options: Any) -> None:
+    def __init__(
+        self, host: str = "127.0.0.3", *, module: str = "benchmarks.fleetlab.coordinator.bare_server", **options: Any
+    ) -> None:
         """`options` are the module's own."""
         self._module = module
         self._more = options
@@ -47,7 +49,7 @@ class BareServer:
             json.dumps(options | self._more),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert self._process.stdout is not None
         async with asyncio.timeout(_START_SECONDS):

@@ -15,16 +15,15 @@ import resource
 import ssl
 from pathlib import Path
 
-from fleetlab.agent import Agent, Job, Pod
-from fleetlab.agents import latency_of
-from fleetlab.alone import NAMESPACE, job_name, pod_name
-from fleetlab.bare import BareServer
-from fleetlab.figures import Report
-from fleetlab.operator_site import SERVER_NAME, cpu_seconds, memory_mib
-from fleetlab.priority import go_first
-from fleetlab.scenario import say
-from fleetlab.wire import Endpoint
-
+from benchmarks.fleetlab.agents.agent import Agent, Job, Pod
+from benchmarks.fleetlab.agents.process import latency_of
+from benchmarks.fleetlab.agents.wire import Endpoint
+from benchmarks.fleetlab.coordinator.alone import NAMESPACE, job_name, pod_name
+from benchmarks.fleetlab.coordinator.bare import BareServer
+from benchmarks.fleetlab.figures import Report
+from benchmarks.fleetlab.operator_site import SERVER_NAME, cpu_seconds, memory_mib
+from benchmarks.fleetlab.priority import go_first
+from benchmarks.fleetlab.scenario import say
 from trainium_operator.memory import settle, use_little_memory_per_connection
 
 TOKEN_LENGTH = 1100
@@ -84,7 +83,7 @@ async def measure(report: Report, jobs: int, each: int, *, streams: bool, second
     count = jobs * each
     how = "" if streams else "as the version before: "
     say(f"{how}{count} agents in {jobs} jobs")
-    async with BareServer(module="fleetlab.alone", jobs=jobs, agents=each) as server:
+    async with BareServer(module="benchmarks.fleetlab.coordinator.alone", jobs=jobs, agents=each) as server:
         empty = memory_mib(server.pid)
         go_first(os.getpid(), server.pid)
         fleet = Fleet(jobs, each, streams=streams)

@@ -6,7 +6,7 @@ merged into the base. Caches of the files are dropped before each, so that reads
 our code reaches of the plain work that was measured right before it, in bytes of the files that are read or written.
 Memory is what a process has beyond its imports at its worst moment, in units of the largest tensor (float32).
 
-    python benchmarks/artifacts.py [--mebibytes 1024] [--rounds 3] [--root DIR] [--json FILE]
+    python -m benchmarks.training.artifacts [--mebibytes 1024] [--rounds 3] [--root DIR] [--json FILE]
 """
 
 from __future__ import annotations

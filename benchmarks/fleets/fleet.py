@@ -12,8 +12,8 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from fleetlab.figures import Report
-from fleetlab.scenario import Plan, run_fleet
+from benchmarks.fleetlab.figures import Report
+from benchmarks.fleetlab.scenario import Plan, run_fleet
 
 SIZES = (128, 1000, 5000)
 QUICK_SIZES = (128, 1000)

@@ -5,7 +5,7 @@ entries trained on it; samples of 4,096 tokens. Speeds are by processor time of 
 else the machine does matters little. `tokenizer alone` is the library on the same text in memory: what no loader can
 beat. HLAT 7B trains at about 26,000 tokens/s on a trn1.32xlarge (arXiv 2404.10630); goal: ten times that per core.
 
-    python benchmarks/loader.py --json out/bench/loader.json
+    python -m benchmarks.training.loader --json out/bench/loader.json
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ save the state (staging, hashing, writing, commit); all load it at the same size
 resharded. Caches of the files are dropped before each read, so that reads come from the device, and each figure is the
 median over rounds. A ratio is what the checkpoint code reaches of the plain copy that was measured right before it.
 
-    python benchmarks/checkpoint_bandwidth.py [--ranks 2] [--mebibytes 512] [--rounds 3] [--root DIR] [--json FILE]
+    python -m benchmarks.training.checkpoint_bandwidth
+        [--ranks 2] [--mebibytes 512] [--rounds 3] [--root DIR] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_stall import Place
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.training.checkpoint_stall import Place
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position

@@ -7,13 +7,13 @@ import zlib
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
-from fleetlab.wire import GZIP
+from benchmarks.fleetlab.agents.wire import GZIP
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameReader, Kind, frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from fleetlab.wire import Endpoint
+    from benchmarks.fleetlab.agents.wire import Endpoint
 
 _LONGEST = 1 << 26
 

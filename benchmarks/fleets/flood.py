@@ -18,22 +18,20 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fleetlab.control import AgentsProcess
-from fleetlab.faults import SPARES, FaultRound
-from fleetlab.figures import Report
-from fleetlab.flood import Flood
-from fleetlab.job import NAME
-from fleetlab.kube import Kube, PodWatch
-from fleetlab.operator_site import SERVER_NAME, OperatorSite
-from fleetlab.priority import go_first
-from fleetlab.scenario import JOBS, FleetRun, Plan, cluster_of, say
-
+from benchmarks.fleetlab.agents.control import AgentsProcess
+from benchmarks.fleetlab.coordinator.flood import Flood
+from benchmarks.fleetlab.faults import SPARES, FaultRound
+from benchmarks.fleetlab.figures import Report
+from benchmarks.fleetlab.job import NAME
+from benchmarks.fleetlab.kube import Kube, PodWatch
+from benchmarks.fleetlab.operator_site import SERVER_NAME, OperatorSite
+from benchmarks.fleetlab.priority import go_first
+from benchmarks.fleetlab.scenario import JOBS, FleetRun, Plan, cluster_of, say
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.processes.process_families import descendants
 
 if TYPE_CHECKING:
-    from fleetlab.operator_site import OperatorRun
-
+    from benchmarks.fleetlab.operator_site import OperatorRun
     from trainium_devcluster.cluster import Cluster
 
 WORKERS = 128

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, Self
 
-from fleetlab.control import FOLDER
+from benchmarks.fleetlab.agents.control import ROOT
 
 _FIRST_LINE_SECONDS = 30.0
 _LAST = 19
@@ -30,11 +30,11 @@ class Flood:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "fleetlab.attackers",
+            "benchmarks.fleetlab.coordinator.attackers",
             json.dumps(self._options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         os.sched_setaffinity(self._process.pid, {self._core})
         os.setpriority(os.PRIO_PROCESS, self._process.pid, _LAST)

@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -22,18 +21,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.testing.api.recorded_jobs import NOW, recorded  # noqa: E402
-from tests.testing.page.browser import browser  # noqa: E402 - after the path
-from trainium_contract.pages.job_page import Report, live_job_html  # noqa: E402
-from trainium_contract.pages.live import HEADERS  # noqa: E402
-from trainium_contract.views.curve import MOST_POINTS, CurvePoint  # noqa: E402
-from trainium_contract.views.events import event_views  # noqa: E402
-from trainium_contract.views.interruptions import interruptions  # noqa: E402
-from trainium_contract.views.job_from_status import job_view  # noqa: E402
-from trainium_contract.views.workers import MemberRow, Members, PodRow, workers_view  # noqa: E402
+from tests.testing.api.recorded_jobs import NOW, recorded
+from tests.testing.page.browser import browser
+from trainium_contract.pages.job_page import Report, live_job_html
+from trainium_contract.pages.live import HEADERS
+from trainium_contract.views.curve import MOST_POINTS, CurvePoint
+from trainium_contract.views.events import event_views
+from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.workers import MemberRow, Members, PodRow, workers_view
 
 SIZES = (2, 128, 1000)
 STEPS = 2_000_000

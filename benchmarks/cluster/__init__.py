@@ -1,0 +1,1 @@
+"""What a development cluster waits for: itself, a first step, a recovery."""

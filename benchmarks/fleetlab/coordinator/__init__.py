@@ -1,0 +1,1 @@
+"""The coordinator without a cluster, its floor, and its attackers."""

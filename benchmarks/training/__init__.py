@@ -1,0 +1,1 @@
+"""What checkpoints, artifacts and data add to training, on one machine."""
