@@ -41,6 +41,8 @@ PACE_SECONDS = 0.15
 """Length of a step: a model that is this small would not notice the difference between 20 ms and 150 ms."""
 NODES = 7
 """Three for members, two for spares, and two that are free; the operator has one of its own."""
+ROOMY = 6
+"""Nodes for three members, two spares and the operator; on fewer a job has two members and one spare."""
 HERE = Path(__file__).parent
 SPEC = f"""
 workers: {{accelerator: {{device: cpu}}}}
@@ -75,6 +77,7 @@ class Stage:
         self.out = out
         self.say = say
         self.api = Api(site)
+        self._roomy = self.local or len(site.worker_nodes()) >= ROOMY
         self._references: dict[str, dict[int, float]] = {}
         self._numbers = itertools.count(int(time.time()) % 1_000_000)
 
@@ -114,13 +117,18 @@ class Stage:
 
     @property
     def size(self) -> int:
-        """Workers of a job: one node is left for a spare, and locally some for more."""
-        return 3 if self.local else 2
+        """Workers of a job: on a small cluster one node is left for a spare."""
+        return 3 if self._roomy else 2
 
     @property
     def spares(self) -> str:
         """Workers outside the membership, as a part of a spec: a second one warms up while the first is used."""
-        return f"workers: {{spares: {2 if self.local else 1}}}"
+        return f"workers: {{spares: {2 if self._roomy else 1}}}"
+
+    def needs_room(self) -> None:
+        """For rows with three members and two spares; raises SkipRowError where there are too few nodes."""
+        if not self._roomy:
+            raise SkipRowError(f"{ROOMY} nodes are needed")
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 
@@ -248,6 +256,29 @@ class Stage:
     def untaint(self, node: str, key: str) -> None:
         """Take it away; nothing happens where it is not."""
         self.site.run("kubectl", "taint", "node", node, f"{key}-")
+
+    def call_bad(self, node: str, *, bad: bool = True) -> None:
+        """A health monitor's condition on the Node object, or its end."""
+        kind, reason = "NeuronHealth", "NeuronHasError_HBM_UNCORRECTABLE_ERROR"
+        if self.site.cluster is not None and bad:
+            self.site.cluster.faults.set_condition(node, kind, "True", reason)
+        elif self.site.cluster is not None:
+            self.site.cluster.faults.clear_condition(node, kind)
+        else:
+            said = {"status": "True", "reason": reason} if bad else {"$patch": "delete"}
+            change = json.dumps({"status": {"conditions": [{"type": kind, **said}]}})
+            self.site.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "-p", change)
+
+    def cut_off(self, node: str, *, off: bool = True) -> None:
+        """Cut a node's links to the API and to its peers, or mend them; raises SkipRowError where there is no way."""
+        if self.site.cluster is not None:
+            faults = self.site.cluster.faults
+            (faults.partition_node if off else faults.heal_node)(node)
+            return
+        command = self.site.settings.get("cutOff" if off else "mend")
+        if not command:
+            raise SkipRowError("the site's settings have no cutOff and mend commands")
+        subprocess.run(command.format(node=node), shell=True, check=True, timeout=60)
 
     @property
     def faults(self) -> Faults:

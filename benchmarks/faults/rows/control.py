@@ -129,7 +129,7 @@ def _leader_with_member(stage: Stage, session: Session) -> Iterator[Outcome]:
 
             def inject() -> float:
                 moment = time.time()
-                stage.faults.kill_node(node)
+                stage.site.power_off(node)
                 return moment
 
             try:
@@ -242,6 +242,7 @@ ROWS = (
         judged=f"as row 5; detected within {TAKE_OVER_SECONDS + NOT_FOUND_SECONDS:.0f} s of the loss itself",
         play=_leader_with_member,
         most=5,
+        kubelet=True,
     ),
     Row(
         number=34,

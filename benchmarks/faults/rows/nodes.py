@@ -10,7 +10,7 @@ from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import Row, Session, in_one_job
 from benchmarks.faults.rows.pods import TAKEN_OVER, TWO_SPARES
 from benchmarks.faults.rows.processes import somebody
-from benchmarks.faults.stage import NODES, SkipRowError
+from benchmarks.faults.stage import SkipRowError
 from benchmarks.faults.trial import Before, Expect, strike
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ KERNEL_LOG = "/dev/shm/kmsg"
 def _two_at_once(
     stage: Stage, session: Session, change: str, *, tolerance: float = 0.0, **more: object
 ) -> Iterator[Outcome]:
+    stage.needs_room()
+
     def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
         victims = dice.sample(patient.members(), 2)
         time.sleep(dice.uniform(0.0, 0.5))
@@ -227,7 +229,8 @@ def _shrunk(stage: Stage, patient: Patient, run: int, node: str, size: int, pass
 
 
 def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
-    faults = stage.faults
+    if not stage.local and not {"cutOff", "mend"} <= stage.site.settings.keys():
+        raise SkipRowError("the site's settings have no cutOff and mend commands")
 
     def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
         victim = somebody(patient, dice)
@@ -235,7 +238,7 @@ def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
 
         def inject() -> float:
             moment = time.time()
-            faults.partition_node(node)
+            stage.cut_off(node)
             return moment
 
         def shut_out(found: Findings, last: Json) -> bool:
@@ -256,7 +259,7 @@ def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
         try:
             outcome = strike(patient, run, inject, expect, note=node)
         finally:
-            faults.heal_node(node)
+            stage.cut_off(node, off=False)
         # What was cut off comes back and must find itself shut out.
         before = patient.step()
         patient.until_step(before + 10)
@@ -270,7 +273,8 @@ def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
 
 def _storm(stage: Stage, session: Session) -> Iterator[Outcome]:
     """Near half of the fleet is called bad, one node after the other: the breaker lets through a fifth of it."""
-    faults = stage.faults
+    stage.needs_room()
+    fleet = len(stage.site.worker_nodes())
 
     def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
         inside = [member["nodeName"] for member in patient.members()]
@@ -285,7 +289,7 @@ def _storm(stage: Stage, session: Session) -> Iterator[Outcome]:
         begun = patient.step()
         moment = time.time()
         for node in bad:
-            faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
+            stage.call_bad(node)
         found = Findings()
         try:
             patient.until("word of the breaker", lambda: _is_frozen(patient), 30)
@@ -293,7 +297,7 @@ def _storm(stage: Stage, session: Session) -> Iterator[Outcome]:
             time.sleep(8)
             patient.until_step(begun + 20)
             left = before.uids - {pod["metadata"]["uid"] for pod in patient.pods()}
-            most = max(1, int(NODES * 0.2))
+            most = max(1, int(fleet * 0.2))
             if not found.expect(
                 len(left) <= most, f"{len(left)} pods were replaced on a mass diagnosis, allowed is {most}"
             ):
@@ -303,7 +307,7 @@ def _storm(stage: Stage, session: Session) -> Iterator[Outcome]:
             found.expect(not stage.cordoned(), f"nodes were cordoned: {stage.cordoned()}")
         finally:
             for node in bad:
-                faults.clear_condition(node, "NeuronHealth")
+                stage.call_bad(node, bad=False)
         patient.until("an end of the alarm", lambda: not _is_frozen(patient), 30)
         moved = ", ".join(sorted(where[uid] for uid in left)) or "none"
         note = f"bad {', '.join(bad)}; left {moved}"
@@ -333,6 +337,7 @@ ROWS = (
         expected="handed over to the spare, the node suspected; 0 or 1 step lost",
         judged="history: Device, Spare or Replace, that pod and node; curve",
         play=_kernel_line,
+        kubelet=True,
     ),
     Row(
         number=15,
@@ -342,6 +347,7 @@ ROWS = (
         judged="history: NodeLost, Spare or Replace, one of the two named; curve within 1e-5 of the replicated one",
         play=_two_sharded,
         most=5,
+        kubelet=True,
     ),
     Row(
         number=16,
@@ -351,6 +357,7 @@ ROWS = (
         judged="history: NodeLost, Spare or Replace, one of the two named; curve",
         play=_two_replicated,
         most=10,
+        kubelet=True,
     ),
     Row(
         number=17,
@@ -371,6 +378,7 @@ ROWS = (
         judged="history: NodeLost, Shrink, that node; sizes and passes; curve within 1e-5; samples",
         play=_uneven,
         most=3,
+        kubelet=True,
     ),
     Row(
         number=24,
@@ -390,6 +398,7 @@ ROWS = (
         judged="history: last NodeLost, that pod and node; what was cut off is no member afterwards; curve, samples",
         play=_partition,
         most=3,
+        kubelet=True,
     ),
     Row(
         number=31,
@@ -399,5 +408,6 @@ ROWS = (
         judged="condition NodesHealthy (its reason, as detection); uids; nodes; curve",
         play=_storm,
         most=5,
+        kubelet=True,
     ),
 )

@@ -93,6 +93,8 @@ def _notice(stage: Stage, session: Session) -> Iterator[Outcome]:
 
 
 def _spare_dies(stage: Stage, session: Session) -> Iterator[Outcome]:
+    stage.needs_room()
+
     def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
         victim = somebody(patient, dice)["podName"]
         patient.until("two warm spares", lambda: patient.status().get("spares", 0) >= 2, 120)
@@ -151,5 +153,6 @@ ROWS = (
         judged="history: PodLost or Preempted, twice at most, Spare or Replace, no node suspected; curve",
         play=_spare_dies,
         most=10,
+        kubelet=True,
     ),
 )

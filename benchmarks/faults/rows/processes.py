@@ -156,6 +156,7 @@ ROWS = (
         judged="history: Hang, InPlace; last that pod, Spare or Replace; only that node suspected; curve bit for bit",
         play=_hidden,
         most=3,
+        kubelet=True,
     ),
     Row(
         number=20,

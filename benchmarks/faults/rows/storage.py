@@ -165,5 +165,6 @@ ROWS = (
         judged="steps during the stall, none longer than 2 s; no interruption; CheckpointHealthy False; later commits",
         play=_stalled,
         most=3,
+        kubelet=True,
     ),
 )
