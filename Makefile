@@ -17,6 +17,8 @@ ARGS ?=
 TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 # What starts no training process and no cluster.
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
+# Programs of fake ranks, which find each other as workers find a user's code; one cannot be imported, on purpose.
+FAKES = fake_check fake_figures fake_lockstep fake_pairing fake_rank
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage parity learn proof soak bench-training clean
@@ -61,7 +63,7 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/mypy tests/wire/agent/fakes/fake_[!b]*.py tests/wire/agent/agent_factory.py
+	@MYPYPATH=tests/wire/agent/fakes:tests/wire/agent $(BIN)/mypy $(FAKES:%=-m %) -m agent_factory
 	@$(BIN)/mypy benchmarks/faults/trainium_saboteur.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
