@@ -1,6 +1,7 @@
 """A failed job runs again: it is deleted and made anew under its name, so it resumes from its newest checkpoint.
 
-Invariant: what cannot be made anew is not deleted.
+Invariants: what cannot be made anew is not deleted; who owned which field owns it afterwards (`ownership.py`), so the
+next apply of the job's author, or of a tool that keeps it as git says, neither conflicts nor leaves anything behind.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.errors import ClientError, NotFoundError
+from trainium_client.errors import ClientError, ConflictError, NotFoundError
+from trainium_client.ownership import hand_over, owner_after, owners_before, says
 from trainium_contract.views.raw import mapping, text
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ def run_again(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
     name, phase = text(mapping(job, "metadata"), "name"), text(mapping(job, "status"), "phase")
     if phase != "Failed":
         raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
+    as_it_is = manifest is None
     manifest = written_again(job) if manifest is None else manifest
     probe = copy.deepcopy(manifest)
     probe["metadata"] |= {"name": f"{name[:40]}-probe"}
@@ -42,7 +45,25 @@ def run_again(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
                 f"make it anew with kubectl apply"
             )
         time.sleep(_POLL_SECONDS)
-    return api.create_job(manifest)
+    try:
+        made = api.create_job(manifest)
+    except ConflictError as error:
+        return _made_by_another(api, name, None if as_it_is else manifest, error)
+    return hand_over(api, made, owners_before(job) if as_it_is else owner_after(job, made))
+
+
+def _made_by_another(api: Api, name: str, manifest: Json | None, error: ConflictError) -> Json:
+    """A tool that keeps jobs as git says was faster: what it made runs, and is to say what was asked for."""
+    found = api.job(name)
+    if manifest is None or says(found.get("spec"), manifest.get("spec")):
+        return found
+    entries = mapping(found, "metadata").get("managedFields")
+    managers = {text(each, "manager") for each in entries if "subresource" not in each} if entries else set()
+    who = " or ".join(sorted(managers)) or "somebody else"
+    raise ClientError(
+        f"{name} was made anew by {who} when it was gone, and not as it was to be corrected: it runs as its source "
+        f"says. Correct it there, or stop that tool for as long as the retry takes"
+    ) from error
 
 
 def written_again(job: Json) -> dict[str, Any]:

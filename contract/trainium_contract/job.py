@@ -25,6 +25,7 @@ from trainium_contract.spec.scheduling import GangStatus, SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.spec.workers import WorkersSpec
 from trainium_contract.status.activity import ActivityStatus, DeadlineSeconds
+from trainium_contract.status.failed_spec import FailedSpecStatus
 from trainium_contract.status.ledger import GoodputStatus, StageSeconds
 from trainium_contract.status.refusals import RefusalsStatus
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
@@ -249,6 +250,8 @@ class Interruption(StatusModel):
     """Unix seconds at which the next generation was decided on; absent for a restart in place."""
     stages: StageSeconds | None = None
     """What the ledger puts to it so far; less than recoveredSeconds where interruptions overlap."""
+    rank: int | None = None
+    """First rank of the worker that failed, in that generation; absent when none is known, or it had none."""
 
 
 class MembershipStatus(StatusModel):
@@ -423,3 +426,5 @@ class TrainingJobStatus(StatusModel):
     """When the job completed or failed, RFC 3339; empty before."""
     verdict: Text = ""
     """Why the job failed and what to do; empty unless it did."""
+    failed_spec: FailedSpecStatus | None = None
+    """What it failed with, and what was changed since; absent unless it failed."""

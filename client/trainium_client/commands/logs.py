@@ -15,12 +15,14 @@ from trainium_client.commands.options import Context, JobName, Kubeconfig, Names
 from trainium_client.errors import ClientError
 from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members, read_members
+from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.raw import mapping, plain, text
 from trainium_contract.views.workers import pod_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.workers import MemberRow, Members
 
 _POLL_SECONDS = 2.0
@@ -71,7 +73,7 @@ def logs(
         raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
     printer = _Printer(rank, every=every, timestamps=timestamps)
     if previous:
-        _previous(api, name, members, printer)
+        _previous(api, name, rank, members, printer)
     elif follow:
         _follow(api, name, member, printer, tail)
     else:
@@ -115,21 +117,36 @@ def _no_log(status: int, member: MemberRow, namespace: str) -> str:
     return f"the log of {member.pod}{where} cannot be read (the API server answered {status}): its node may be gone"
 
 
-def _previous(api: Api, name: str, members: Members, printer: _Printer) -> None:
-    """The newest pod that is no member any more and whose log has lines of the rank."""
+def holders_before(entries: Sequence[InterruptionView], rank: int, members: Members) -> list[str]:
+    """Pods that had the rank when they were interrupted and are no members any more, the newest first."""
+    there, per = {row.pod for row in members.rows}, members.processes_per_node
+    had = [each.pod for each in entries if each.rank is not None and each.rank <= rank < each.rank + per]
+    return [pod for pod in dict.fromkeys(reversed(had)) if pod and pod not in there]
+
+
+def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printer) -> None:
+    """The pod that had the rank before, by the history; else the newest one whose log has lines of the rank."""
     table = api.pod_table(name)
     if isinstance(table, Missing):
         raise ClientError(table.why)
     there = {row.pod for row in members.rows}
     old = [row.name for row in pod_rows(table) if row.name not in there]
     old.sort(key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True)
-    found = ask_all(old[:_OLD_PODS], lambda pod: api.log(pod, query={"timestamps": "true"}))
-    for pod in old[:_OLD_PODS]:
+    known = holders_before(interruptions(mapping(api.job(name), "status")), rank, members)
+    # Who is gone already is not asked for; a rank that has changed hands since is found in the others.
+    old = ([pod for pod in known if pod in old] + [pod for pod in old if pod not in known])[:_OLD_PODS]
+    found = ask_all(old, lambda pod: api.log(pod, query={"timestamps": "true"}))
+    for pod in old:
         log = found[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
         if sum(printer.write(line) for line in lines):
             say(f"-- that was {pod}")
             return
+    if known:
+        raise ClientError(
+            f"rank {rank} was in {known[0]} before, which is gone with its log: what it said last is in "
+            f"`kubectl trn why {name}` (`kubectl trn history {name}` has its number for --entry)"
+        )
     raise ClientError(
         "no pod is left that had this rank before: earlier attempts in the same pod are in its log "
         f"(`kubectl trn logs {name}` without --previous), what a lost pod said last is in `kubectl trn why {name}`"

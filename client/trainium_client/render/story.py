@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trainium_client.views.story import Story
+    from trainium_contract.views.interruptions import InterruptionView
 
 
 _LONGEST = 240
@@ -42,7 +43,7 @@ def story_page(story: Story) -> RenderableType:
         labelled([
             ("When", f"{clock(entry.at)} UTC" + (f", known {duration(entry.detected_seconds)} later"
                                                    if entry.detected_seconds is not None else "")),
-            ("Who", " on ".join(each for each in (entry.pod, entry.node) if each) or "no one worker"),
+            ("Who", _who(entry)),
             ("Cause", entry.cause),
             ("Seen", shortened(entry.message, _LONGEST) if story.log_lines else entry.message),
             ("Answer", ", ".join([entry.answer, *joined])),
@@ -62,6 +63,11 @@ def _title(story: Story) -> str:
     if entry.stopped:
         return f"{story.namespace}/{story.name} stopped for good in {where}"
     return f"{story.namespace}/{story.name} was interrupted in {where} (entry {story.number} of {story.kept})"
+
+
+def _who(entry: InterruptionView) -> str:
+    who = " on ".join(each for each in (entry.pod, entry.node) if each) or "no one worker"
+    return who if entry.rank is None else f"{who}, whose first rank was {entry.rank}"
 
 
 def _steps(before: int | None, resumed: int | None, lost: int | None) -> str:

@@ -16,6 +16,7 @@ from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.worker_times import worker_times_html
+from trainium_contract.views.interruptions import ranks_text
 from trainium_contract.views.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -182,7 +183,10 @@ def _times(report: Report, now: float) -> str:
 
 def _ranks_of(report: Report) -> dict[str, str]:
     members = report.members
-    return {row.pod: _ranks(row.rank, members.processes_per_node) for row in members.rows} if members else {}
+    if members is None:
+        return {}
+    per = members.processes_per_node
+    return {row.pod: ranks_text(row.rank * per, per) for row in members.rows}
 
 
 def _workers(report: Report) -> str:
@@ -200,11 +204,6 @@ def _workers(report: Report) -> str:
         more = f"<p class=soft>… and {left} more</p>" if left else ""
         shown += f"<h2>{title}</h2>{table(('Ranks', 'Worker', 'Node'), rows)}{more}"
     return shown
-
-
-def _ranks(node_rank: int, per: int) -> str:
-    first = node_rank * per
-    return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
 
 
 def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from trainium_contract.base import StatusModel
+
+MAX_NODES = 32
+
+
+class RefusingNode(StatusModel):
+    """A node on which worker pods ended before a container of them ran."""
+
+    node: Annotated[str, Field(max_length=253)]
+    """Its name."""
+    times: int
+    """How many did."""
+    at: float
+    """Unix seconds of the newest."""
+    ordinal: int
+    """Ordinal of the newest pod that is counted."""
 
 
 class RefusalsStatus(StatusModel):
@@ -13,4 +32,8 @@ class RefusalsStatus(StatusModel):
     at: float | None = None
     """Unix seconds of the newest."""
     next_ordinal: int = 0
-    """Ordinal from which on pods were made after it."""
+    """Ordinal from which on pods were made after it, or after the last batch that lives."""
+    batch: int = 0
+    """Pods that are made at once since then: 4, and four times as many after each batch that lives; 0 for all."""
+    nodes: Annotated[tuple[RefusingNode, ...], Field(max_length=MAX_NODES)] = ()
+    """Nodes that refused; new workers keep away from those that did so twice, a quarter of the job's size at most."""

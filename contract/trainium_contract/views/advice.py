@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_contract.views.job import ConditionView, JobView
+    from trainium_contract.views.job import ChangeView, ConditionView, JobView
 
+_MOST_CHANGES = 6
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
 
 
@@ -34,13 +35,34 @@ def advise(view: JobView) -> tuple[str, ...]:
 
 
 def run_again(view: JobView) -> str:
-    """How a failed job gets another run: as it is, or corrected."""
+    """How a failed job gets another run: as it is, or corrected; and whether it was corrected already."""
     saved = view.checkpoints.durable_step
     start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
+    file = f"kubectl trn retry {view.name} -f FILE"
+    if view.changes:
+        return (
+            f"Changed since it failed: {_changed(view.changes)}. That counts when it runs again, {start}: "
+            f"kubectl trn retry {view.name}. To change more: correct its file, {file}"
+        )
+    same = "" if view.changes is None else "Nothing in it has changed since it failed. "
     return (
-        f"Run it again as it is, {start}: kubectl trn retry {view.name}. To change the job itself: correct its file, "
-        f"kubectl trn retry {view.name} -f FILE"
+        f"{same}Run it again as it is, {start}: kubectl trn retry {view.name}. To change the job itself: "
+        f"correct its file, {file}"
     )
+
+
+def _changed(changes: tuple[ChangeView, ...]) -> str:
+    told = [f"{each.field} ({_from_to(each)})" if _from_to(each) else each.field for each in changes[:_MOST_CHANGES]]
+    more = len(changes) - len(told)
+    return ", ".join(told) + (f" and {more} more" if more else "")
+
+
+def _from_to(change: ChangeView) -> str:
+    """What it was and is, where both may be told: a digest alone says nothing to a person."""
+    was, now = (value.partition("#")[0] if value.startswith("#") else value for value in (change.was, change.now))
+    if not was and not now:
+        return ""
+    return f"was {was or 'not set'}, is {now or 'not set'}"
 
 
 def _troubles(view: JobView) -> list[str]:

@@ -47,6 +47,8 @@ class InterruptionView:
     steps_lost: int | None
     pods_replaced: int
     stages: dict[str, float]
+    rank: int | None = None
+    """First rank of the worker in that generation."""
 
     @property
     def stopped(self) -> bool:
@@ -67,6 +69,16 @@ class InterruptionView:
 def interruptions(status: Mapping[str, Any]) -> tuple[InterruptionView, ...]:
     """The history, oldest first."""
     return tuple(_entry(raw) for raw in objects(status, "history"))
+
+
+def ranks_text(first: int, per: int) -> str:
+    """The ranks of a worker: `3`, or `96-127`."""
+    return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
+
+
+def _rank(raw: Mapping[str, Any]) -> int | None:
+    rank = whole(raw, "rank", -1)
+    return None if rank < 0 else rank
 
 
 def _entry(raw: Mapping[str, Any]) -> InterruptionView:
@@ -90,4 +102,5 @@ def _entry(raw: Mapping[str, Any]) -> InterruptionView:
         steps_lost=None if number(raw, "stepsLost") is None else whole(raw, "stepsLost"),
         pods_replaced=whole(raw, "podsReplaced"),
         stages={name: stages[name] for name in STAGES if name in stages} if mapping(raw, "stages") else {},
+        rank=_rank(raw),
     )

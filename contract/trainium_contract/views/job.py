@@ -61,6 +61,15 @@ class AlertView:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeView:
+    """A field of a failed job that was changed since; empty for not set."""
+
+    field: str
+    was: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointsView:
     """Newest steps that a resume could use; None for none."""
 
@@ -111,6 +120,8 @@ class JobView:
     restarts: int
     restarts_by_cause: dict[str, float]
     verdict: str
+    changes: tuple[ChangeView, ...] | None
+    """What differs from the spec that failed; None where that is not known, and of a job that has not failed."""
     conditions: tuple[ConditionView, ...]
     alerts: tuple[AlertView, ...]
     artifacts: tuple[ArtifactView, ...]

@@ -9,7 +9,15 @@ from trainium_contract.spec.managed_by import is_ours
 from trainium_contract.views.advice import advise
 from trainium_contract.views.goodput import GoodputView, goodput_view
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import AlertView, ArtifactView, CheckpointsView, ConditionView, FigureView, JobView
+from trainium_contract.views.job import (
+    AlertView,
+    ArtifactView,
+    ChangeView,
+    CheckpointsView,
+    ConditionView,
+    FigureView,
+    JobView,
+)
 from trainium_contract.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
 
 if TYPE_CHECKING:
@@ -65,6 +73,7 @@ def job_view(
         restarts=whole(mapping(status, "restarts"), "total"),
         restarts_by_cause=numbers(mapping(status, "restarts"), "byCause"),
         verdict=text(status, "verdict"),
+        changes=_changes(metadata, status),
         conditions=tuple(_condition(each, now) for each in objects(status, "conditions")),
         alerts=tuple(
             AlertView(text(each, "kind"), whole(each, "step"), text(each, "message"))
@@ -114,6 +123,17 @@ def _condition(raw: Mapping[str, Any], now: float) -> ConditionView:
 def _artifact(raw: Mapping[str, Any]) -> ArtifactView:
     return ArtifactView(
         text(raw, "kind"), text(raw, "path"), whole(raw, "step"), whole(raw, "bytes"), text(raw, "digest")
+    )
+
+
+def _changes(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[ChangeView, ...] | None:
+    """As the operator compared them; what it has not seen yet it has not compared."""
+    record = mapping(status, "failedSpec")
+    seen = whole(status, "observedGeneration") >= whole(metadata, "generation")
+    if not seen or not isinstance(record.get("changes"), list):
+        return None
+    return tuple(
+        ChangeView(text(each, "field"), text(each, "was"), text(each, "now")) for each in objects(record, "changes")
     )
 
 

@@ -2,7 +2,8 @@
 
 Nobody records the past of every worker: a thousand of them in a week would not fit a status. What is known for certain
 is who trains since the generation in force began, which pods are there since when, and whom each interruption names, in
-which generation. What is between is `HERE`: the pod was there, what it did is not recorded.
+which generation, with which ranks (an operator of before did not write these). What is between is `HERE`: the pod was
+there, what it did is not recorded.
 Invariants: pure; segments of a row ascend and do not overlap; at most `MOST_ROWS` rows, the most telling first.
 """
 
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from trainium_contract.views.interruptions import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,11 +93,12 @@ def timeline_of(
             named.setdefault(each.pod, []).append(each)
     rank_of = {} if members is None else {row.pod: ranks.get(row.pod, "") for row in members.rows}
     now_since = None if members is None else starts.get(members.generation, max(starts.values()))
+    per = 1 if members is None else members.processes_per_node
     rows: list[tuple[int, float, WorkerRow]] = []
     for name in dict.fromkeys([*named, *here, *rank_of]):
         pod, known = here.get(name), named.get(name, [])
         now = rank_of.get(name) if now_since is not None and (over or pod is not None) else None
-        made = _row(name, pod, known, now, now_since, starts, begin, end, told=members is not None)
+        made = _row(name, pod, known, now, now_since, starts, begin, end, told=members is not None, per=per)
         newest = max((each.at or 0.0 for each in known), default=0.0)
         rows.append((_weight(pod, known, name in rank_of, begin), -newest, made))
     rows.sort(key=lambda each: each[:2])
@@ -140,6 +144,7 @@ def _row(
     end: float,
     *,
     told: bool,
+    per: int,
 ) -> WorkerRow:
     created = pod.created if pod is not None else None
     first = begin if created is None or any((each.at or end) < created for each in known) else max(begin, created)
@@ -148,17 +153,23 @@ def _row(
         at = each.at if each.at is not None else begin
         since = max(starts.get(each.generation, at), first)
         lost = each.recovered_seconds if each.recovered_seconds is not None else 0.0 if each.stopped else end - at
-        told_of = f"{name}: member of generation {each.generation}, rank not recorded"
-        kept = rank is not None and now_since is not None and since >= now_since
         parts += [
-            Segment(since, at, Was.TRAINED, f"{name}: ranks {rank}")
-            if kept
-            else Segment(since, at, Was.MEMBER, told_of),
+            _before(name, each, since, at, rank if now_since is not None and since >= now_since else None, per),
             Segment(at, at + lost, Was.LOST, f"{name} on {each.node or 'no node'}: {each.cause} -> {each.rung}"),
         ]
     if pod is not None or rank is not None:
         parts += _present(name, pod, rank, now_since, max(first, created or first), end, told=told)
     return WorkerRow(name, _joined(parts, first, end, pod))
+
+
+def _before(name: str, each: InterruptionView, since: float, at: float, kept: str | None, per: int) -> Segment:
+    """A member until an interruption: with the ranks that it still has, or those that were written down."""
+    if kept is not None:
+        return Segment(since, at, Was.TRAINED, f"{name}: ranks {kept}")
+    if each.rank is None:
+        return Segment(since, at, Was.MEMBER, f"{name}: member of generation {each.generation}, rank not recorded")
+    told = f"{name}: ranks {ranks_text(each.rank, per)} of generation {each.generation}"
+    return Segment(since, at, Was.TRAINED, told)
 
 
 def _present(

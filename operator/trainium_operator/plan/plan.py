@@ -32,6 +32,7 @@ from trainium_operator.plan.pods.configuration import converge_configuration
 from trainium_operator.plan.pods.device_claims import converge_templates
 from trainium_operator.plan.pods.disruption_budget import limit_disruptions
 from trainium_operator.plan.pods.gang_policy import withhold_pods
+from trainium_operator.plan.pods.refused_pods import with_refusing
 from trainium_operator.plan.pods.replicas import converge_pods
 from trainium_operator.plan.quota.ask import end_quota, keep_quota
 from trainium_operator.plan.report.compiled_sizes import note_compiled
@@ -144,6 +145,7 @@ def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
     desired = _within_quota(facts) or status.desired
     status = note_nodes(facts, note_request(facts, status, desired))
     avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
+    avoided = with_refusing(avoided, status, facts.now)
     idle = status.idle_nodes.replaced(taken=0)
     status = status.replaced(
         desired=desired, idle_nodes=idle, avoided_nodes=avoided, leaving_since=diagnosis.leaving_since

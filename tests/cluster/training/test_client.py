@@ -115,11 +115,15 @@ def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., 
     trn(job, "retry", "-f", str(file), as_json=False)
     assert job.object()["metadata"]["uid"] != uid
     assert "/elsewhere.parquet" in job.until_phase("Failed")["verdict"]
+    assert trn(job, "status")["changes"] == []
 
     job.change = "workers: {replicas: 1}\ntrainer: {steps: 6}"
     generation = job.apply().object()["metadata"]["generation"]
     job.until("the change is seen", lambda status: status["observedGeneration"] == generation)
     assert job.status()["phase"] == "Failed", "nothing starts before it is asked for"
+    said = " ".join(trn(job, "status", as_json=False).split())
+    assert 'Changed since it failed: trainer.data.source (was "/elsewhere.parquet", is' in said
+    assert trn(job, "why")["entry"]["rank"] == 0
     trn(job, "retry", as_json=False)
     assert job.until_phase("Completed")["progress"]["step"] == 6
 

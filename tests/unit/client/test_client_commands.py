@@ -165,6 +165,26 @@ def test_the_log_of_a_pod_that_is_gone_is_one_sentence(trn: Callable[..., Run]) 
     assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous")[2]
 
 
+def test_the_pod_that_had_a_rank_before_is_taken_from_the_history_and_named_when_it_is_gone(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    entry = server.answers[f"{JOBS}/llama"]["status"]["history"][-1]
+    entry |= {"pod": "llama-w-7", "rank": 1}
+    _, _, err = trn("logs", "llama", "--rank", "1", "--previous")
+    assert "rank 1 was in llama-w-7 before, which is gone" in err
+    assert "no pod is left" in trn("logs", "llama", "--rank", "0", "--previous")[2]
+    assert "llama-w-7" in trn("why", "llama")[1]
+    assert "whose first rank was 1" in " ".join(trn("why", "llama")[1].split())
+
+    row = json.loads(json.dumps(server.answers[f"{CORE}/pods"]["rows"][0]))
+    rows = server.answers[f"{CORE}/pods"]["rows"]
+    rows += [{**row, "cells": [pod, *row["cells"][1:]]} for pod in ("llama-w-7", "llama-w-9")]
+    for pod in ("llama-w-7", "llama-w-9"):
+        server.answers[f"{CORE}/pods/{pod}/log"] = f"2026-01-01T00:00:00.0Z [rank 1] in {pod}\n"
+    code, out, err = trn("logs", "llama", "--rank", "1", "--previous")
+    assert (code, out) == (0, "in llama-w-7\n"), "not the newest pod, the one that had it"
+
+
 def test_acting_on_a_job_patches_exactly_what_was_asked(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
 

@@ -102,6 +102,29 @@ def test_a_status_that_nobody_writes_any_more_is_called_old() -> None:
     assert not screen().stale
 
 
+def test_a_failed_job_says_what_was_changed_since_or_that_nothing_was_and_what_to_type() -> None:
+    job = recorded("failed")
+
+    def advice(generation: int = 1, **record: Any) -> str:
+        job["metadata"]["generation"], job["status"]["observedGeneration"] = generation, 1
+        job["status"]["failedSpec"] = record
+        return job_view(job, now=NOW).advice[-1]
+
+    name = job["metadata"]["name"]
+    assert advice(changes=[]).startswith("Nothing in it has changed since it failed. Run it again as it is, ")
+    source = {"field": "trainer.data.source", "was": '"/a"', "now": '"/b"'}
+    changes = [source, {"field": "trainer.seed", "was": "", "now": "7"}, {"field": "x", "was": "#1", "now": "#2"}]
+    said = advice(changes=changes)
+    assert said.startswith(
+        'Changed since it failed: trainer.data.source (was "/a", is "/b"), trainer.seed (was not set, is 7), x. '
+    )
+    assert f"kubectl trn retry {name}." in said
+    assert "and 4 more" in advice(changes=[source] * 10)
+    for unknown in (advice(), advice(generation=2, changes=[])):
+        assert unknown.startswith("Run it again as it is, "), "nobody has compared them"
+    assert "kubectl trn retry" in page(job_view(job, now=NOW))
+
+
 def test_an_ended_or_suspended_job_is_not_called_old() -> None:
     assert not job_view(recorded("failed"), now=NOW + 1e6).stale
 

@@ -71,6 +71,15 @@ def test_all_that_is_known_is_on_the_page() -> None:
     assert len(marks) == 3
 
 
+def test_the_page_of_a_failed_job_says_what_was_changed_since() -> None:
+    job = recorded("failed")
+    job["metadata"]["generation"] = job["status"]["observedGeneration"] = 2
+    change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
+    job["status"]["failedSpec"] = {"changes": [change]}
+    html = report_html(Report(job_view(job, now=NOW), (), None, None, (), ()), NOW)
+    assert "Changed since it failed: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
+
+
 def test_a_job_that_has_only_begun_has_a_page_too() -> None:
     job = {key: value for key, value in recorded("job").items() if key != "status"}
 

@@ -58,6 +58,14 @@ def test_a_lost_worker_was_a_member_until_then_and_the_spare_that_took_over_is_k
     assert found.rows[0].name == "w-1", "whom the history names comes first"
 
 
+def test_a_lost_worker_whose_rank_was_written_down_trained_with_it() -> None:
+    who = replace(members("w-0", "w-2", generation=2), processes_per_node=4)
+    found = shown([replace(entry(5_000.0, "w-1"), rank=4)], [pod("w-0"), pod("w-2")], who)
+    assert times(found, "w-1")[0] == (Was.TRAINED, BEGIN, 5_000.0)
+    (row,) = [row for row in found.rows if row.name == "w-1"]
+    assert row.segments[0].told == "w-1: ranks 4-7 of generation 1"
+
+
 def test_a_restart_in_place_is_a_short_stop_of_one_that_trains() -> None:
     found = shown([entry(5_000.0, "w-0", "InPlace")], [pod("w-0")], members("w-0"))
     assert [each[0] for each in times(found, "w-0")] == [Was.TRAINED, Was.LOST, Was.TRAINED]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import kernel_sign, lines_near, row_of, rule_verdict, verdict_of
 from trainium_contract.faults.responses import Response
+from trainium_contract.job import Rung
 from trainium_contract.wire.nonfinite_origin import origin_in
 from trainium_operator.plan.diagnose.culprits import signs_of
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure
@@ -246,9 +247,24 @@ def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | Non
     if message is None:
         return None
     last = status.failures[-1]
-    seen = next((entry.message for entry in reversed(status.history) if entry.message), "")
+    node, seen = _last_words(facts, status, last.pod)
     told = f"{message}. Last seen: {seen}" if seen else message
-    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod)
+    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod, node=node)
+
+
+def _last_words(facts: Facts, status: TrainingJobStatus, pod: str) -> tuple[str, str]:
+    """Node and last words of the pod that failed last: its log goes with it, and it may never have been a member."""
+    faults = [entry for entry in status.history if entry.message and entry.rung not in (Rung.RESIZE, Rung.GROW)]
+    named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
+    if named is not None:
+        return named.node, named.message
+    worker = next((each for each in facts.workers.values() if pod and each.pod.name == pod), None)
+    if worker is not None:
+        given_up = worker.heartbeat.verdict if worker.heartbeat is not None else None
+        said = given_up.message if given_up is not None else worker.pod.message
+        if said:
+            return worker.pod.node, said
+    return "", faults[-1].message if faults else ""
 
 
 def _failed(worker: Worker) -> bool:

@@ -50,6 +50,7 @@ def open_interruption(
         detected_seconds=round(max(0.0, facts.now - failed_at) if detected_seconds is None else detected_seconds, 3),
         step_before=last_step(facts) if step_before is None else step_before,
         failed_at=failed_at,
+        rank=first_rank(facts, pod),
     )
     failures = status.failures
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
@@ -62,6 +63,15 @@ def open_interruption(
         return status
     failures = record_failure(failures, at=facts.now, cause=cause, pod=pod, node=suspect, recovery=recovery)
     return status.replaced(failures=failures)
+
+
+def first_rank(facts: Facts, pod: str) -> int | None:
+    """The first rank of this pod in the generation in force; None when it has none there."""
+    if facts.current is None or not pod:
+        return None
+    places = (member.node_rank for member in facts.current.members if member.pod_name == pod)
+    place = next(places, None)
+    return None if place is None else place * facts.current.processes_per_node
 
 
 def open_membership_entry(status: TrainingJobStatus, generation: int) -> int | None:

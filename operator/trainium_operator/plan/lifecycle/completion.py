@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.read import says_stop
 from trainium_contract.job import CleanPodPolicy, ConditionType, Interruption, Phase, Rung
+from trainium_contract.status.failed_spec import compared, recorded_spec
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.history.interruptions import HISTORY_LENGTH
+from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition
@@ -24,6 +25,7 @@ from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.failed_spec import FailedSpecStatus
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.actions import DeletePod
@@ -63,10 +65,14 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
         pod=verdict.pod,
         message=verdict.message,
         step_before=last_step(facts),
+        rank=first_rank(facts, verdict.pod),
     )
     status = with_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)
     status = status.replaced(
-        phase=Phase.FAILED, verdict=verdict.message, history=(*status.history, entry)[-HISTORY_LENGTH:]
+        phase=Phase.FAILED,
+        verdict=verdict.message,
+        history=(*status.history, entry)[-HISTORY_LENGTH:],
+        failed_spec=recorded_spec(facts.job.spec.to_wire()),
     )
     status = _closed(facts, status, verdict.reason)
     return Answer(status=status).then(clean_up(facts, status))
@@ -77,8 +83,16 @@ def note_change(facts: Facts) -> Answer:
     status = facts.job.status.replaced(observed_generation=facts.job.generation)
     if status == facts.job.status or status.phase is not Phase.FAILED:
         return Answer(status=status)
+    status = status.replaced(failed_spec=_compared(facts, status.failed_spec))
     text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
     return Answer(status=status, notes=(event(Reason.SPEC_CHANGED, text),))
+
+
+def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
+    """What differs from the spec that failed; of fields that this version does not know it cannot say."""
+    if record is None:
+        return None
+    return record.replaced(changes=None) if facts.job.unknown else compared(record, facts.job.spec.to_wire())
 
 
 def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:

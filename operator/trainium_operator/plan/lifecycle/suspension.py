@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.job import ConditionType
 from trainium_contract.status.refusals import RefusalsStatus
+from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 def release(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Delete all pods; on SIGTERM the ranks save and leave."""
     membership = status.membership.replaced(size=0)
-    status = status.replaced(membership=membership, waiting_since=None, refusals=RefusalsStatus())
+    avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)  # without those that refused
+    status = status.replaced(
+        membership=membership, waiting_since=None, refusals=RefusalsStatus(), avoided_nodes=avoided
+    )
     deletions = tuple(action for worker in facts.workers.values() for action in deletion(worker, force=worker.node_bad))
     return Answer(status=status, actions=deletions)
 

@@ -102,6 +102,11 @@ def create_pods(facts: Facts, status: TrainingJobStatus, manifests: list[dict[st
     return Answer(status=status, actions=(ApplyGroup(group), *map(CreatePod, marked)))
 
 
+def waits_as_gang(facts: Facts, status: TrainingJobStatus) -> bool:
+    """Whether no pod that is made now gets a node before all of its group are there."""
+    return status.membership.size == 0 and _group(facts) is not None
+
+
 def is_misplaced(facts: Facts, status: TrainingJobStatus, worker: Worker) -> bool:
     """Whether a pod without a node waits in a group that can no longer bring it onto one."""
     pod = worker.pod

@@ -1,7 +1,8 @@
 """Policy: which nodes new pods are kept away from, and from when on one that finds no node may have them again.
 
-Nodes that are bad by what is known of them or in quarantine, and one that has just gone dark for as long as Kubernetes
-may still take it for ready. Invariant: while the fleet is frozen no node is avoided for what its own signals say.
+Nodes that are bad by what is known of them or in quarantine, one that has just gone dark for as long as Kubernetes may
+still take it for ready, and those that refused pods. Invariant: while the fleet is frozen no node is avoided for what
+its own signals say.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.node_labels import LABEL_HOST
+from trainium_operator.plan.pods.refused_pods import refusing_nodes
 from trainium_operator.plan.view.facts import Facts, quarantined_nodes
 from trainium_operator.plan.view.node_problems import problem_of
 
@@ -28,7 +30,8 @@ away by itself (after --node-monitor-grace-period of kube-controller-manager: 50
 def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
     """Host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
     bad = _bad_nodes(facts)
-    dark = _dark_nodes(facts, status) - set(bad)
+    refusing = (_host_name(facts, node) for node in refusing_nodes(status, facts.now))
+    dark = (_dark_nodes(facts, status) | frozenset(refusing)) - set(bad)
     if dark and released_nodes(facts):
         # All of them, not those of one pod: the pod that is made anew must not wait in vain for another of them.
         there = _there(facts)
@@ -39,7 +42,8 @@ def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
 def released_nodes(facts: Facts) -> frozenset[str]:
     """Host names of nodes that pods which find no node keep away from, and need not any longer.
 
-    Among them those that are merely dark: such a pod has nowhere else to go, and is made anew without that demand.
+    Among them those that are merely dark, or that refuse: such a pod has nowhere else to go, and is made anew without
+    that demand.
     """
     pods = (worker.pod for worker in facts.outsiders)
     waiting = [pod for pod in pods if pod.kept_from and pod.unschedulable_message and not pod.node]

@@ -1,21 +1,25 @@
-"""Policy: pods that end before their agent was heard make the next ones wait, longer each time until one is heard.
+"""Policy: pods that end before their agent was heard make the next ones fewer and later, until one is heard.
 
 Whoever ends them (a kubelet that does not admit them, a container that cannot be made, an eviction at once) does so
-within a second, so the pods that replace them would be made as fast. Nodes are no way out: many of these ends are
-blamed on none.
-Invariants: what is counted is rounds, not pods: a batch counts once, however many of it end so and whenever; the first
-rounds cost no wait, so whoever is lost is replaced as fast as ever; a change of the job, a suspension or a pod that is
-heard ends the wait.
+within a second, so the pods that replace them would be made as fast, and all of them at once.
+Invariants: what is counted is rounds, not pods: a batch counts once, however many of it end so and whenever. The first
+rounds cost no wait, so a few who are lost are replaced as fast as ever. After a round pods are made in batches that
+begin with a few and grow while all of a batch live; who waits for a node holds none of them up.
+A node that refused twice is kept away from for a while (`refusing_nodes`), a few of them at most: where all refuse, it
+is not the nodes. A change of the job, a suspension or a pod that is heard ends the wait.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.refusals import RefusalsStatus
+from trainium_contract.status.refusals import MAX_NODES, RefusalsStatus, RefusingNode
 from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.pods.gang_policy import waits_as_gang
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -25,25 +29,40 @@ _FIRST_PAUSE_SECONDS = 4.0
 _LONGEST_PAUSE_SECONDS = 300.0
 _FORGOTTEN_SECONDS = 600.0
 """After the longest pause, so that a job to which it happens again and again does not begin anew each time."""
+_AT_ONCE_SECONDS = 20.0
+"""Whoever has not ended by then was not refused at once, though its image may take longer."""
+_FIRST_BATCH = 4
+_GROWTH = 4
+_ALL = 256
+"""A batch of so many is not held back any more."""
+_REFUSALS_OF_A_NODE = 2
+_LARGEST_SHARE = 4
+"""Of the job's nodes at most the fourth part is kept away from, and always one."""
 
 
 def note_refused(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Count the round in which pods ended so, or forget the rounds before."""
     known = status.refusals
     since = known.next_ordinal if known.next_ordinal <= status.next_pod_ordinal else 0  # ordinals began anew
-    heard = known.rounds > 0 and any(
-        worker.pod.ordinal >= since and worker.agent is not None and not worker.ended
-        for worker in facts.workers.values()
-    )
+    made = [worker for worker in facts.workers.values() if worker.pod.ordinal >= since and not worker.pod.extra]
+    heard = known.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in made)
     changed = facts.job.status.observed_generation != facts.job.generation
     old = known.at is not None and facts.now >= known.at + _FORGOTTEN_SECONDS
     rounds = 0 if heard or changed or old else max(0, known.rounds)
+    nodes = () if changed else _counted(facts, known.nodes)
     if any(worker.pod.ordinal >= since and _is_refused(worker) for worker in facts.outsiders):
-        found = RefusalsStatus(rounds=rounds + 1, at=facts.now, next_ordinal=status.next_pod_ordinal)
-        return status.replaced(refusals=found)
-    if known.rounds and not rounds:
-        return status.replaced(refusals=RefusalsStatus(next_ordinal=since))
-    return status
+        return status.replaced(
+            refusals=RefusalsStatus(
+                rounds=rounds + 1, at=facts.now, next_ordinal=status.next_pod_ordinal, batch=_FIRST_BATCH, nodes=nodes
+            )
+        )
+    batch, at = (0 if changed or old else max(0, known.batch)), known.at if rounds else None
+    if batch and made and all(_lives(worker, facts.now) for worker in made):
+        batch = 0 if batch >= _ALL else batch * _GROWTH
+        since = status.next_pod_ordinal
+    found = RefusalsStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, nodes=nodes)
+    told = known.rounds or known.batch or known.nodes
+    return status.replaced(refusals=found) if told and found != known else status
 
 
 def made_from(status: TrainingJobStatus, now: float) -> float:
@@ -55,7 +74,68 @@ def made_from(status: TrainingJobStatus, now: float) -> float:
     return min(known.at, now) + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(late - 1, 16))
 
 
+def made_at_once(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
+    """How many of those that are missing may be made now, and when to look again for more (Unix seconds).
+
+    A gang waits for its last pod, so a part of it would never be heard: it is made as a whole.
+    """
+    known = status.refusals
+    if known.batch <= 0 or waits_as_gang(facts, status):
+        return missing, ()
+    under_way = [
+        worker.pod.created + _AT_ONCE_SECONDS
+        for worker in facts.workers.values()
+        if worker.pod.ordinal >= known.next_ordinal
+        and not (worker.pod.extra or worker.ended or _lives(worker, facts.now))
+    ]
+    return min(missing, max(0, known.batch - len(under_way))), tuple(sorted(under_way)[-1:])
+
+
+def refusing_nodes(status: TrainingJobStatus, now: float) -> tuple[str, ...]:
+    """Nodes that refused twice within a while, those that refused last first: a share of the job's nodes at most."""
+    nodes = [
+        each
+        for each in status.refusals.nodes
+        if each.times >= _REFUSALS_OF_A_NODE and now - _FORGOTTEN_SECONDS < each.at <= now
+    ]
+    most = max(1, min(MAX_NODES, status.desired // _LARGEST_SHARE))
+    return tuple(each.node for each in sorted(nodes, key=lambda each: (-each.at, each.node))[:most])
+
+
+def with_refusing(avoided: tuple[str, ...], status: TrainingJobStatus, now: float) -> tuple[str, ...]:
+    """The nodes that new workers keep away from, with those that refuse; at most 32, as the status has them."""
+    return tuple(dict.fromkeys((*refusing_nodes(status, now), *reversed(avoided))))[:MAX_NODES][::-1]
+
+
+def _counted(facts: Facts, known: tuple[RefusingNode, ...]) -> tuple[RefusingNode, ...]:
+    """Who refused how often: a pod once, at the moment that its node said so."""
+    nodes = {each.node: each for each in known if facts.now - _FORGOTTEN_SECONDS < each.at <= facts.now}
+    for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
+        pod = worker.pod
+        before = nodes.get(pod.node)
+        if not pod.node or pod.exit_code is not None or not _is_refused(worker):
+            continue
+        if before is None or before.ordinal < pod.ordinal:
+            times = 1 if before is None else min(before.times + 1, 1000)
+            nodes[pod.node] = RefusingNode(node=pod.node, times=times, at=facts.now, ordinal=pod.ordinal)
+    return tuple(_newest(nodes.values()))
+
+
+def _newest(nodes: Iterable[RefusingNode]) -> list[RefusingNode]:
+    """So many as are kept: those that refused often, then those that refused last."""
+    return sorted(sorted(nodes, key=lambda each: (-each.times, -each.at, each.node))[:MAX_NODES], key=lambda e: e.node)
+
+
 def _is_refused(worker: Worker) -> bool:
     """It ended, nobody asked it to, and nobody was in it. Extras have a pause of their own (`idle_nodes`)."""
     pod = worker.pod
     return pod.phase is PodPhase.FAILED and worker.agent is None and not pod.deleting and not pod.extra
+
+
+def _lives(worker: Worker, now: float) -> bool:
+    """Nobody will refuse it any more, or nobody can yet: it was heard or runs, or there is no node for it."""
+    pod = worker.pod
+    if worker.ended:
+        return False
+    running = worker.agent is not None or pod.phase is PodPhase.RUNNING
+    return running or (bool(pod.unschedulable_message) and not pod.node) or now >= pod.created + _AT_ONCE_SECONDS

@@ -29,7 +29,7 @@ from trainium_operator.plan.pods.deletion import deletion, ended_last
 from trainium_operator.plan.pods.device_claims import cannot_claim
 from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
-from trainium_operator.plan.pods.refused_pods import made_from, note_refused
+from trainium_operator.plan.pods.refused_pods import made_at_once, made_from, note_refused, with_refusing
 from trainium_operator.plan.view.facts import is_unfit
 from trainium_operator.plan.view.progress import is_settled
 
@@ -59,7 +59,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
     status = note_refused(facts, answer.status)
     # Failures that this very plan has counted: their nodes must not get the replacements.
     avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
-    status = status.replaced(avoided_nodes=avoid)
+    status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     staying = len(facts.member_uids - lost)
     moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
@@ -200,6 +200,9 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     allowed = max(paused, facts.observed.creations_from)
     if facts.now < allowed:
         return Answer(status=status, looks=(allowed,))
+    missing, looks = made_at_once(facts, status, missing)
+    if missing + extras == 0:
+        return Answer(status=status, looks=looks)
     highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
     planned = status.next_pod_ordinal
     first = max(planned if planned <= names.LAST_ORDINAL else 0, highest + 1)

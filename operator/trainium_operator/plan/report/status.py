@@ -25,7 +25,7 @@ from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.device_claims import cannot_claim, free_devices
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import note_admission
-from trainium_operator.plan.pods.refused_pods import made_from
+from trainium_operator.plan.pods.refused_pods import made_from, refusing_nodes
 from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import doing, note_results, total_steps
@@ -171,9 +171,19 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     if (begins := made_from(status, facts.now)) > facts.now:
         return Reason.WORKER_NOT_STARTING, (
             f"Pods ended before their agent was heard, {status.refusals.rounds} times in a row (the events "
-            f"WorkerFailed say why); the next are made at {rfc3339(begins)}"
+            f"WorkerFailed say why); the next are made at {rfc3339(begins)}{_kept_away(facts, status)}"
+        )
+    if status.refusals.batch > 0:
+        return Reason.WORKER_NOT_STARTING, (
+            f"Pods ended before their agent was heard (the events WorkerFailed say why): the next are made "
+            f"{status.refusals.batch} at a time until they live{_kept_away(facts, status)}"
         )
     return Reason.WAITING_FOR_WORKERS, ""
+
+
+def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:
+    nodes = refusing_nodes(status, facts.now)
+    return f"; new pods keep away from {listed(nodes)}, which refused twice or more" if nodes else ""
 
 
 def _running(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:

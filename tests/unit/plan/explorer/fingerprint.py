@@ -99,7 +99,8 @@ class _Relative:
             self.age(status.leaving_since),
             self.age(status.activity.since) if self.has_deadline() else None,
             status.activity.stepped,
-            (status.refusals.rounds, self.age(status.refusals.at)),
+            (status.refusals.rounds, self.age(status.refusals.at), status.refusals.batch),
+            tuple((self.nodes.get(each.node), each.times, self.age(each.at)) for each in status.refusals.nodes),
             bool(status.start_time),
             bool(status.progress.step),
         )

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import NOW, failure, planned, restart, running, spec, training
+from plan_builders import NOW, failure, planned, pod, restart, running, spec, training
 
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.read import budget_of
-from trainium_contract.job import FailureRecord, Phase
+from trainium_contract.job import FailureRecord, Interruption, Phase, Rung
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_operator.plan.faults.failure_budgets import (
     MAX_RECORDS,
@@ -18,6 +19,7 @@ from trainium_operator.plan.faults.failure_budgets import (
     is_recorded,
     record_failure,
 )
+from trainium_operator.plan.model.observed import PodPhase
 
 
 def recovery(**budgets: Any) -> RecoverySpec:
@@ -104,6 +106,22 @@ def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
     assert result.status.phase is Phase.FAILED
     for part in ("1 process failures", "budgets.process allows 0", "demo-w-1", "boom in line 7", "raise the budget"):
         assert part in result.status.verdict
+
+
+def test_a_verdict_over_a_budget_keeps_the_last_words_of_a_worker_that_never_was_a_member() -> None:
+    ended = pod(7, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="the disk of node-7 is on fire")
+    seen = running(4, job_spec=spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}}))
+    grown = Interruption(
+        generation=0, time="", cause=Cause.RESIZE, rung=Rung.GROW, message="more workers joined", recovered_seconds=1.0
+    )
+    status = seen.job.status.replaced(history=(grown,))
+    seen = replace(seen, pods=(*seen.pods, ended), job=replace(seen.job, status=status))
+    counted = planned(seen).status
+    status = planned(replace(seen, job=replace(seen.job, status=counted))).status
+    assert status.phase is Phase.FAILED
+    assert (status.history[-1].pod, status.history[-1].node) == ("demo-w-7", "node-7")
+    assert "the disk of node-7 is on fire" in status.history[-1].message
+    assert "more workers joined" not in status.verdict
 
 
 def test_a_budget_beyond_the_records_that_are_kept_is_used_up_when_all_of_them_are_in_its_window() -> None:

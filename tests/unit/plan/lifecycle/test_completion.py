@@ -190,6 +190,28 @@ def test_whoever_changes_a_failed_job_hears_once_what_starts_it_and_tools_see_th
     assert (second.events, second.status) == ((), first.status)
 
 
+def test_a_failed_job_tells_which_fields_differ_from_what_failed_and_forgets_what_was_taken_back() -> None:
+    failed = planned(failing(codes={0: 64}))
+    record = failed.status.failed_spec
+    assert record is not None
+    assert record.changes == ()
+    assert (failed.status.history[-1].pod, failed.status.history[-1].rank) == ("demo-w-0", 0)
+    seen = failing(codes={0: 64})
+
+    def changed(generation: int, unknown: tuple[str, ...] = (), **wish: Any) -> Any:
+        job = replace(
+            seen.job, spec=seen.job.spec.replaced(**wish), generation=generation, status=failed.status, unknown=unknown
+        )
+        found = planned(replace(seen, job=job)).status.failed_spec
+        assert found is not None
+        return found.changes
+
+    [change] = changed(7, suspend=True)
+    assert (change.field, change.was, change.now) == ("suspend", "false", "true")
+    assert changed(8) == ()
+    assert changed(9, ("spec.newer",), suspend=True) is None, "what differs besides is not known here"
+
+
 def test_a_change_of_a_completed_job_is_seen_and_nothing_starts_it() -> None:
     seen = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
     changed = planned(replace(seen, job=replace(seen.job, generation=seen.job.generation + 1)))

@@ -54,6 +54,7 @@ def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> 
     assert ranks(found) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert (found.generation, found.transition, found.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
     assert (newest(result).rung, newest(result).pods_replaced) == (Rung.SPARE, 1)
+    assert (newest(result).pod, newest(result).rank) == ("demo-w-1", 1)
     assert created(result) == ["demo-w-5"]
     assert result.status.membership == MembershipStatus(
         generation=2, size=4, data_parallel=4, passes=6, batch=24, speed=1.0

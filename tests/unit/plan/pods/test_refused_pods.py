@@ -134,7 +134,7 @@ def test_a_batch_of_which_many_are_refused_one_after_the_other_is_one_round() ->
     cluster.reason = "OutOfcpu"
     cluster.run(60, TICK)
     assert cluster.status.refusals.rounds == 6
-    assert len(cluster.made) == 6 * 8
+    assert len(cluster.made) == 8 + 5 * 4, "a few of each batch after the first: it was 48"
 
 
 def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for_long() -> None:
@@ -142,3 +142,79 @@ def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for
     for rounds, at in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
         edited = status.replaced(refusals=RefusalsStatus(rounds=rounds, at=at))
         assert made_from(edited, 100.0) <= 400.0
+
+
+class Choosy(Refusing):
+    """Only these nodes refuse."""
+
+    bad: frozenset[str] = frozenset()
+
+    def _kubelets(self) -> None:
+        refusing, self.reason = self.reason, ""
+        for each in self.pods.values():
+            if refusing and each.view.node in self.bad and each.view.phase is PodPhase.PENDING:
+                each.view = replace(each.view, phase=PodPhase.FAILED, reason=refusing, finished=self.now)
+        super()._kubelets()
+        self.reason = refusing
+
+
+def choosy(replicas: int, nodes: int, bad: int) -> Choosy:
+    found = Choosy(spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
+    found.reason, found.bad = "UnexpectedAdmissionError", frozenset(sorted(found.nodes)[:bad])
+    return found
+
+
+def test_of_many_workers_that_are_refused_a_few_are_tried_until_they_live_and_then_ever_more() -> None:
+    cluster = job(replicas=80, nodes=80)
+    cluster.reason = "UnexpectedAdmissionError"
+    cluster.run(12, TICK)
+    assert 80 < len(cluster.made) <= 80 + 4 * 4, "it was 320"
+    cluster.reason = ""
+    cluster.made = ()
+    cluster.run(40, TICK)
+    assert cluster.status.phase is Phase.RUNNING
+    batches = [cluster.made.count(at) for at in sorted(set(cluster.made))]
+    assert batches[:3] == [4, 16, 60]
+    assert sum(batches[3:]) <= 16, "those that were to keep away from nodes which are needed after all"
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_node_that_refuses_twice_is_kept_away_from_and_named(bad: int) -> None:
+    cluster = choosy(8, 8 + bad, bad)
+    cluster.run(60, TICK)
+    assert cluster.status.phase is Phase.RUNNING
+    assert len(cluster.made) <= 8 + 4 * bad
+    assert set(cluster.status.avoided_nodes) == cluster.bad
+    assert {each.node: each.times for each in cluster.status.refusals.nodes} == dict.fromkeys(cluster.bad, 2)
+    cluster.run(700, 10.0)
+    assert cluster.status.avoided_nodes == (), "it is forgotten"
+
+
+def test_of_a_job_that_all_nodes_refuse_a_quarter_of_its_size_is_kept_away_from() -> None:
+    cluster = job(replicas=8, nodes=8)
+    cluster.reason = "OutOfcpu"
+    cluster.run(120, TICK)
+    assert len(cluster.status.avoided_nodes) <= 2
+    ready = find_condition(cluster.status, ConditionType.PODS_READY)
+    assert ready is not None
+    assert "new pods keep away from node-" in ready.message
+
+
+def test_a_node_that_refuses_is_used_again_where_there_is_no_other() -> None:
+    cluster = choosy(2, 2, 1)
+    cluster.run(30, TICK)
+    assert cluster.status.avoided_nodes
+    cluster.reason = ""
+    cluster.run(330, TICK)
+    assert cluster.status.phase is Phase.RUNNING
+
+
+def test_who_waits_for_a_node_holds_no_batch_up() -> None:
+    cluster = job(replicas=8, nodes=8)
+    cluster.reason = "OutOfcpu"
+    cluster.run(2, TICK)
+    cluster.reason = ""
+    cluster.nodes.clear()
+    cluster.run(60, TICK)
+    waiting = [each for each in cluster.pods.values() if not each.view.node]
+    assert len(waiting) == 8, "a cluster autoscaler counts them"

@@ -1,0 +1,114 @@
+"""The spec that a job failed with, field by field, and what differs from it since.
+
+Bounded, whatever a spec holds: so many fields, so many characters of each. A longer value is cut and a secret is left
+out; both are followed by a digest, so that a change of them is seen. Of a pod template no value is kept: its variables
+may hold secrets of any form.
+Invariant: two specs with the same record are the same spec, but for collisions of 32 bits of SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from trainium_contract.base import StatusModel
+from trainium_contract.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MAX_FIELDS = 256
+MAX_CHANGES = 32
+_LONGEST_PATH = 160
+_LONGEST_VALUE = 100
+_REST = "…"
+"""All fields beyond those that are kept, as one."""
+_NEVER_SHOWN = "workers.template."
+
+
+class SpecField(StatusModel):
+    """One field of a spec."""
+
+    field: Annotated[str, Field(max_length=256)]
+    """Its path below `spec`, for instance trainer.data.source."""
+    value: Annotated[str, Field(max_length=256)]
+    """As JSON; what is cut or left out is followed by `#` and a digest."""
+
+
+class SpecChange(StatusModel):
+    """One field that differs from what failed."""
+
+    field: Annotated[str, Field(max_length=256)]
+    """Its path below `spec`."""
+    was: Annotated[str, Field(max_length=256)] = ""
+    """What failed; empty where it was not set."""
+    now: Annotated[str, Field(max_length=256)] = ""
+    """What it is since; empty where it is not set."""
+
+
+class FailedSpecStatus(StatusModel):
+    """What a failed job was, and what was changed since: it counts from a retry on."""
+
+    fields: Annotated[tuple[SpecField, ...], Field(max_length=MAX_FIELDS)] = ()
+    """The spec that failed; empty where that is not known."""
+    changes: Annotated[tuple[SpecChange, ...], Field(max_length=MAX_CHANGES)] | None = None
+    """What differs from it, by field; empty for nothing, absent where that is not known."""
+
+
+def recorded_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
+    """The record of a spec in its wire form, from which nothing differs."""
+    return FailedSpecStatus(fields=_fields(spec), changes=())
+
+
+def compared(record: FailedSpecStatus, spec: Mapping[str, Any]) -> FailedSpecStatus:
+    """The record with what differs from it in this spec."""
+    if not record.fields:
+        return record
+    was, now = ({each.field: each.value for each in fields} for fields in (record.fields, _fields(spec)))
+    changes = (
+        SpecChange(field=name, was=was.get(name, ""), now=now.get(name, ""))
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    )
+    return record.replaced(changes=tuple(changes)[:MAX_CHANGES])
+
+
+def _fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
+    leaves = sorted(_leaves("", spec))
+    shown, rest = leaves[:MAX_FIELDS], leaves[MAX_FIELDS:]
+    if rest:
+        shown, rest = leaves[: MAX_FIELDS - 1], leaves[MAX_FIELDS - 1 :]
+    fields = [SpecField(field=_short(path, _LONGEST_PATH), value=_value(path, text)) for path, text in shown]
+    if rest:
+        fields.append(SpecField(field=_REST, value=f"#{_digest(json.dumps(rest))}"))
+    return tuple(fields)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Paths of what holds no other, each with its JSON; lists of plain values count as one."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), each)
+    elif isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):
+        for at, each in enumerate(value):
+            yield from _leaves(f"{path}[{at}]", each)
+    elif path:
+        yield path, json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _value(path: str, text: str) -> str:
+    if path.startswith(_NEVER_SHOWN):
+        return f"#{_digest(text)}"
+    told = without_secrets(text)
+    return _short(told, _LONGEST_VALUE) if told == text else f"{told[:_LONGEST_VALUE]}#{_digest(text)}"
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 10]}…#{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

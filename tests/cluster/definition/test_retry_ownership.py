@@ -1,0 +1,128 @@
+"""A failed job that is made anew keeps who owns which field: server-side apply of a real API server, as people and
+GitOps tools use it, neither conflicts with a retry nor is undone by one."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+from trainium_client.again import corrected, run_again
+from trainium_client.commands.options import open_api
+from trainium_client.errors import ClientError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Api
+    from trainium_client.api import Api as Client
+
+pytestmark = pytest.mark.cluster
+
+NAME = "again"
+SPEC: dict[str, Any] = {
+    "workers": {"replicas": 4, "maxReplicas": 8, "accelerator": {"device": "cpu"}},
+    "trainer": {"batch": {"globalSize": 24}, "data": {"source": "/nowhere.txt"}, "steps": 100},
+}
+
+
+def written(**trainer: Any) -> dict[str, Any]:
+    spec = {**SPEC, "trainer": {**SPEC["trainer"], **trainer}}
+    return {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": NAME}, "spec": spec}
+
+
+@pytest.fixture
+def client(defined: Api) -> Iterator[Client]:
+    with patch.dict(os.environ, defined.variables):
+        yield open_api(defined.namespace, None, None)
+    defined.run("kubectl", "-n", defined.namespace, "delete", "trn", NAME, "--wait=false", "--ignore-not-found")
+
+
+def applied(api: Api, document: dict[str, Any], *options: str) -> str:
+    """What server-side apply says against it; empty when it takes it."""
+    return api.refusal(document, "--server-side", *options)
+
+
+def failed(api: Api, client: Client) -> dict[str, Any]:
+    status = json.dumps({"status": {"phase": "Failed"}})
+    api.kubectl("patch", "trn", NAME, "--subresource=status", "--type=merge", "-p", status)
+    return client.job(NAME)
+
+
+def trainer(client: Client) -> dict[str, Any]:
+    return dict(client.job(NAME)["spec"]["trainer"])
+
+
+@pytest.mark.parametrize("tool", [(), ("--field-manager=argocd-controller",)])
+def test_server_side_apply_after_a_retry_changes_and_takes_out_without_a_conflict(
+    defined: Api, client: Client, tool: tuple[str, ...]
+) -> None:
+    assert applied(defined, written(seed=7), *tool) == ""
+    made = run_again(client, failed(defined, client))
+    owners = [(each["manager"], each["operation"]) for each in made["metadata"]["managedFields"]]
+    assert owners == [(tool[0].partition("=")[2] if tool else "kubectl", "Apply")]
+
+    failed(defined, client)
+    assert applied(defined, written(steps=50), *tool) == ""
+    assert trainer(client)["steps"] == 50
+    assert trainer(client).get("seed", 0) != 7, "the file no longer says it"
+
+
+def test_server_side_apply_after_a_corrected_retry_finds_the_job_as_its_own(defined: Api, client: Client) -> None:
+    assert applied(defined, written(seed=7)) == ""
+    job = failed(defined, client)
+    right = written(data={"source": "/there.txt"})
+    made = run_again(client, job, corrected(job, right, "the file"))
+    assert made["spec"]["trainer"]["data"]["source"] == "/there.txt"
+
+    assert applied(defined, right) == "", "the same again"
+    assert trainer(client)["data"]["source"] == "/there.txt"
+    failed(defined, client)
+    assert applied(defined, written(data={"source": "/other.txt"}, steps=90)) == ""
+    assert (trainer(client)["data"]["source"], trainer(client)["steps"]) == ("/other.txt", 90)
+
+
+def test_who_scaled_a_job_is_still_asked_after_a_retry(defined: Api, client: Client) -> None:
+    assert applied(defined, written()) == ""
+    client.scale_job(NAME, 6)
+    made = run_again(client, failed(defined, client))
+    assert made["spec"]["workers"]["replicas"] == 6
+    assert "conflict" in applied(defined, written()), "as it would have been without the retry"
+
+
+def test_a_job_that_was_applied_by_the_client_may_be_applied_by_the_server_after_a_retry(
+    defined: Api, client: Client
+) -> None:
+    assert defined.refusal(written(seed=7)) == ""
+    run_again(client, failed(defined, client))
+    failed(defined, client)
+    assert applied(defined, written(steps=50)) == ""
+    assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (50, 0)
+
+    job = failed(defined, client)
+    run_again(client, job, corrected(job, written(steps=60, seed=8), "the file"))
+    failed(defined, client)
+    assert applied(defined, written(steps=70)) == ""
+    assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (70, 0)
+
+
+def test_a_tool_that_makes_the_job_anew_first_keeps_it_and_a_correction_says_so(defined: Api, client: Client) -> None:
+    assert applied(defined, written(), "--field-manager=argocd-controller") == ""
+    deleted = client.delete_job
+
+    def and_made_anew(name: str, uid: str, *, foreground: bool) -> None:
+        deleted(name, uid, foreground=foreground)
+        assert applied(defined, written(), "--field-manager=argocd-controller") == ""
+
+    with patch.object(client, "delete_job", and_made_anew):
+        job = failed(defined, client)
+        assert run_again(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
+        job = failed(defined, client)
+        with pytest.raises(ClientError, match="made anew by argocd-controller"):
+            run_again(client, job, corrected(job, written(steps=50), "the file"))
+        job = failed(defined, client)
+        run_again(client, job, corrected(job, written(), "the file"))
+    assert trainer(client)["steps"] == 100
