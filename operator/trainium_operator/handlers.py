@@ -36,6 +36,15 @@ class _Backoffs:
             yield min(15.0, 0.2 * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load
 
 
+class _NothingCompared(kopf.AnnotationsDiffBaseStorage):
+    """Nobody asks kopf what has changed, and for an answer it copies each job several times at each event."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        """See kopf.DiffBaseStorage."""
+        del body, extra_fields
+        return kopf.BodyEssence()
+
+
 def make_registry(
     *,
     observe: Callable[[dict[str, Any], bool], None],
@@ -83,6 +92,7 @@ def apply_settings(settings: kopf.OperatorSettings) -> None:
     settings.networking.error_backoffs = _Backoffs()
     settings.networking.enforce_retry_after = True
     settings.process.ultimate_exiting_timeout = 20
+    settings.persistence.diffbase_storage = _NothingCompared()
 
 
 async def run_kopf(registry: kopf.OperatorRegistry, *, stop: asyncio.Event, ready: asyncio.Event) -> None:

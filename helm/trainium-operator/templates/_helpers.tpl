@@ -95,3 +95,8 @@ authorization:
 {{- printf "%s-idle-nodes" (include "trainium-operator.fullname" .) -}}
 {{- end }}
 {{- end }}
+
+{{- /* CEL: whether a TrainingJob controls this object and its labels say the same; the argument is the variable's name. */}}
+{{- define "trainium-operator.ofAJob" -}}
+has({{ . }}.metadata.ownerReferences) && has({{ . }}.metadata.labels) && 'trainium.dev/job-name' in {{ . }}.metadata.labels && {{ . }}.metadata.ownerReferences.exists(o, o.kind == 'TrainingJob' && o.apiVersion.startsWith('trainium.dev/') && has(o.controller) && o.controller && o.name == {{ . }}.metadata.labels['trainium.dev/job-name'])
+{{- end }}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from conftest import Api
+
     from trainium_client.api import Api as Client
 
 pytestmark = pytest.mark.cluster

@@ -20,6 +20,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
+from trainium_operator.cluster.api.client_library import import_only_parts
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
@@ -108,7 +110,8 @@ class KubernetesTransport:
     """Transport on aiohttp through `kubernetes.aio`; made by `connect`."""
 
     def __init__(self, configuration: Any, namespace: str) -> None:
-        # Imported here: it takes half a second, and the command line's help does not need it.
+        import_only_parts()
+        # Imported here: it takes time, and the command line's help does not need it.
         from kubernetes.aio.client.rest import RESTClientObject  # noqa: PLC0415
 
         self._configuration = configuration
@@ -214,6 +217,7 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
 
     Raises NoClusterError with what to set.
     """
+    import_only_parts()
     # Imported here for the same reason as above; the package's own annotations are incomplete.
     from kubernetes.aio import config as kubernetes_config  # noqa: PLC0415
     from kubernetes.aio.client.configuration import Configuration  # noqa: PLC0415

@@ -169,6 +169,8 @@ class Lister(Generic[V]):
 
     def write_through(self, raw: Json) -> None:
         """An object that a write of our own returned."""
+        if self.store.has_passed(_key(raw), int(raw["metadata"]["resourceVersion"])):
+            return
         entry = self._entry(raw)
         if entry is not None:
             self.store.write_through(_key(raw), entry)

@@ -80,6 +80,10 @@ class Store(Generic[V]):
         self._saw(key, version)
         return True
 
+    def has_passed(self, key: Key, version: int) -> bool:
+        """Whether the watch has brought this version or a younger one, of whatever object: a write's answer is late."""
+        return version <= self._seen.get(self._scope(key), 0)
+
     def put(self, key: Key, entry: Entry[V]) -> bool:
         """Take an object from the watch; False when we know a newer version."""
         self._saw(key, entry.version)
@@ -87,7 +91,7 @@ class Store(Generic[V]):
 
     def write_through(self, key: Key, entry: Entry[V]) -> bool:
         """Take an object from the answer to our own write, unless the watch has passed that version already."""
-        return entry.version > self._seen.get(self._scope(key), 0) and self._put(key, entry, tell=False)
+        return not self.has_passed(key, entry.version) and self._put(key, entry, tell=False)
 
     def remove(self, key: Key, version: int) -> None:
         """The watch said that the object was deleted, at `version`."""

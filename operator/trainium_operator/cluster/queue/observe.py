@@ -270,8 +270,9 @@ def _comes_up(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
         return False
     if new.view.reason and new.view.reason not in STARTING_REASONS:
         return False
-    starts = old is None or old.view.phase is PodPhase.PENDING
-    return new.view.phase is PodPhase.PENDING or (new.view.phase is PodPhase.RUNNING and starts)
+    if old is None or old.view.phase is PodPhase.PENDING:
+        return new.view.phase in (PodPhase.PENDING, PodPhase.RUNNING)
+    return replace(old.view, ip=new.view.ip) == new.view  # a kubelet tells of a start in pieces
 
 
 def _says_the_same(old: JobRecord, new: JobRecord) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.job import ConditionType
+from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import parse_rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.job import Condition, TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -29,12 +31,23 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     told = tuple(
         condition.replaced(message=before[condition.type].message) if condition.type in before else condition
         for condition in new.conditions
+        if condition.type in before or not _says_all_is_well(condition)
     )
     membership = new.membership.replaced(reserve=old.membership.reserve)
+    # Since when nodes are held by too few: nobody reads it but the time-out, which comes later by as much.
+    holds = old.gang.holding_since is None and new.gang.holding_since is not None
+    gang = new.gang.replaced(holding_since=None) if holds else new.gang
     return only_progress_differs(
         old,
-        new.replaced(ready_replicas=old.ready_replicas, spares=old.spares, membership=membership, conditions=told),
+        new.replaced(
+            ready_replicas=old.ready_replicas, spares=old.spares, membership=membership, conditions=told, gang=gang
+        ),
     )
+
+
+def _says_all_is_well(condition: Condition) -> bool:
+    """Said for the first time, of nodes that have just been given: nobody waits for it."""
+    return condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value
 
 
 def only_progress_differs(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:

@@ -47,6 +47,20 @@ def test_a_late_answer_to_our_own_write_does_not_bring_back_what_the_watch_saw_d
     assert store.get(KEY) is None
 
 
+def test_an_answer_that_the_watch_has_passed_is_not_read_anew() -> None:
+    read: list[str] = []
+    store: Store[str] = Store()
+    lister: Lister[str] = Lister(
+        SimpleNamespace(), PODS, store, lambda raw: read.append(raw["metadata"]["name"]) or "v"
+    )
+    pod = {"metadata": {"namespace": "ns", "name": "pod", "uid": "u", "resourceVersion": "5"}}
+    lister.observe(pod, deleted=False)
+    lister.write_through(pod)
+    assert read == ["pod"]
+    lister.write_through({"metadata": {**pod["metadata"], "resourceVersion": "6"}})
+    assert read == ["pod", "pod"]
+
+
 def test_a_list_keeps_what_was_written_after_it_was_made() -> None:
     store: Store[str] = Store()
     store.put(("ns", "old"), entry(3))

@@ -165,6 +165,27 @@ def test_a_partial_gang_gives_its_nodes_back_after_the_time_out() -> None:
     assert [event.reason for event in result.events if event.reason == "GangTimedOut"] == ["GangTimedOut"]
 
 
+def test_since_when_nodes_are_held_is_no_reason_to_write_while_others_are_bound() -> None:
+    """Nor is it one that nothing is wrong with the first of those nodes."""
+    seen = partial(3)
+    status = planned(replace(seen, nodes={})).status
+    told = replace(seen, job=replace(seen.job, status=status.replaced(gang=GangStatus())))
+    assert find_condition(status, ConditionType.NODES_HEALTHY) is None
+    assert find_condition(planned(told).status, ConditionType.NODES_HEALTHY) is not None
+    waiting = planned(replace(told, status_written=NOW - 1))
+    assert waiting.status == told.job.status
+    assert waiting.requeue_after == pytest.approx(SETTINGS.count_interval_seconds - 1)
+    written = planned(replace(told, status_written=NOW - SETTINGS.count_interval_seconds))
+    assert written.status.gang.holding_since == NOW
+
+
+def test_that_nodes_are_no_longer_held_is_written_at_once() -> None:
+    """Else those of the next attempt would be given back too early."""
+    seen = partial(0, since=NOW - 300)
+    told = replace(seen, job=replace(seen.job, status=planned(seen).status.replaced(gang=seen.job.status.gang)))
+    assert planned(replace(told, status_written=NOW)).status.gang.holding_since is None
+
+
 def test_a_job_that_waits_for_nodes_says_until_when() -> None:
     told = find_condition(planned(partial(3)).status, ConditionType.ADMITTED)
     assert told is not None

@@ -55,7 +55,15 @@ async def waits(*views: PodView | None, begun: bool = False) -> float:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(None, MADE), (MADE, BOUND), (BOUND, CREATING), (CREATING, RUNNING), (MADE, RUNNING), (None, RUNNING)],
+    [
+        (None, MADE),
+        (MADE, BOUND),
+        (BOUND, CREATING),
+        (CREATING, RUNNING),
+        (MADE, RUNNING),
+        (None, RUNNING),
+        (replace(RUNNING, ip=""), RUNNING),
+    ],
 )
 def test_before_the_first_generation_pods_that_come_up_are_counted_without_hurry(
     before: PodView | None, after: PodView
