@@ -18,6 +18,8 @@ TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
 # What starts no training process and no cluster.
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
 export OMP_NUM_THREADS ?= 1
+# Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage parity learn proof soak bench-training clean
 
