@@ -20,6 +20,8 @@ FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packag
 # Programs of fake ranks, which find each other as workers find a user's code; one cannot be imported, on purpose.
 FAKES = fake_check fake_figures fake_lockstep fake_pairing fake_rank
 export OMP_NUM_THREADS ?= 1
+# Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage parity learn proof soak bench-training clean
 

@@ -34,6 +34,12 @@ CLASS = {
 }
 CLAIMING = "{workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}}"
 ENDLESS = "{trainer: {steps: 100000}, workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}}"
+PACED = {
+    "TRAINIUM_RANK_ENTRY": "trainium_paced:main",
+    "TRAINIUM_TEST_PACE": "0.2",
+    "PYTHONPATH": str(next((ROOT / "tests").rglob("trainium_paced.py")).parent),
+}
+"""A job that waits for a fault takes no more of the processors than it needs to have steps."""
 SHARED = "{trainer: {steps: 100000}, workers: {replicas: 1, accelerator: {device: cpu, claim: {count: 8}}}}"
 
 
@@ -145,7 +151,7 @@ def test_a_job_with_claims_trains_on_the_devices_that_the_scheduler_gave_it(site
 
 
 def test_a_worker_whose_device_is_tainted_is_replaced_on_another_node_and_its_node_is_not_blamed(site: Site) -> None:
-    job = Job(site, "default", "tainted", ENDLESS).apply()
+    job = Job(site, "default", "tainted", ENDLESS, environment=PACED).apply()
     job.until_step(10)
     victim = job.members()[1]
     before = victim["nodeName"]

@@ -1,4 +1,7 @@
-"""What `kubectl apply` says to a bad TrainingJob: a real API server evaluates schema and rules."""
+"""What `kubectl apply` says to a bad TrainingJob: a real API server evaluates schema and rules.
+
+Most are asked of the server itself, in the words that kubectl shows; names and changes go through kubectl.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +209,7 @@ BAD_AT_CREATION = {
 
 @pytest.mark.parametrize("change", BAD_AT_CREATION)
 def test_a_bad_job_is_refused_with_a_sentence_that_says_what_to_change(defined: Api, change: str) -> None:
-    said = defined.refusal(job(change, name="bad"))
+    said = defined.refusal_of_new(job(change, name="bad"))
     assert BAD_AT_CREATION[change] in said
     assert "evaluating rule" not in said
 
@@ -255,7 +258,7 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
     ],
 )
 def test_a_good_job_is_taken(defined: Api, change: str) -> None:
-    assert defined.refusal(job(change), "--dry-run=server") == ""
+    assert defined.refusal_of_new(job(change)) == ""
 
 
 def test_the_rules_agree_with_the_arithmetic_of_the_trainer(defined: Api) -> None:
@@ -329,18 +332,13 @@ def test_a_range_is_taken_when_some_size_in_it_is_legal(defined: Api) -> None:
     assert 20 < len(taken) < 75
 
 
-def report_status(api: Api, name: str, status: dict[str, Any]) -> None:
-    patch = json.dumps({"status": status})
-    api.kubectl("patch", "trn", name, "--subresource=status", "--type=merge", "--patch", patch)
-
-
 @pytest.fixture
 def running(defined: Api) -> Any:
     """A job that an operator has taken up."""
     assert defined.refusal(job("workers: {minReplicas: 2}")) == ""
-    report_status(defined, "good", {"phase": "Running"})
+    defined.report_status("good", {"phase": "Running"})
     yield defined
-    defined.kubectl("delete", "trn", "good", "--wait=false")
+    defined.delete_job("good")
 
 
 IMMUTABLE = {
@@ -395,14 +393,14 @@ def test_deadlines_may_change_at_any_time_and_who_controls_the_job_never(running
     assert running.refusal(job("managedBy: acme.io/scheduler", name="theirs")) == ""
     assert said in running.refusal(job("", name="theirs"))
     assert said in running.refusal(job("managedBy: trainium.dev/trainium-operator", name="theirs"))
-    running.kubectl("delete", "trn", "theirs", "--wait=false")
+    running.delete_job("theirs")
 
 
 def test_a_suspended_job_may_be_changed_once_no_worker_is_left(running: Api) -> None:
     longer = "{suspend: true, trainer: {steps: 200}}"
     assert running.refusal(job("suspend: true")) == ""
     assert "trainer.steps cannot change while the job runs" in running.refusal(job(longer))
-    report_status(running, "good", {"phase": "Suspended"})
+    running.report_status("good", {"phase": "Suspended"})
     assert running.refusal(job(longer)) == ""
     assert running.refusal(job("{suspend: false, trainer: {steps: 300}}")) == ""
     assert "trainer.steps cannot change" in running.refusal(job("{suspend: false, trainer: {steps: 400}}"))
@@ -411,7 +409,7 @@ def test_a_suspended_job_may_be_changed_once_no_worker_is_left(running: Api) -> 
 def test_a_failed_job_may_be_changed_and_one_that_has_completed_may_not(running: Api) -> None:
     # As its operator leaves it, and as a person corrects it: one mistake after the other.
     ended = {"type": "Failed", "status": "True", "reason": "UserError", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    report_status(running, "good", {"phase": "Failed", "conditions": [ended]})
+    running.report_status("good", {"phase": "Failed", "conditions": [ended]})
     for change in IMMUTABLE:
         minimum = merged({"workers": {"minReplicas": 2}}, yaml.safe_load(change))
         refused = running.refusal(job(json.dumps(minimum)))
@@ -420,7 +418,7 @@ def test_a_failed_job_may_be_changed_and_one_that_has_completed_may_not(running:
     said = running.refusal(job("{workers: {minReplicas: 2}, trainer: {batch: {microSize: 24}}}"))
     assert "trainer.batch.microSize 24 is above trainer.batch.globalSize 12" in said
     assert "managedBy cannot change" in running.refusal(job("managedBy: acme.io/scheduler"))
-    report_status(running, "good", {"phase": "Completed", "conditions": [{**ended, "type": "Complete"}]})
+    running.report_status("good", {"phase": "Completed", "conditions": [{**ended, "type": "Complete"}]})
     said = running.refusal(job("trainer: {steps: 400}"))
     assert "trainer.steps cannot change while the job runs" in said
     assert "a completed one none" in said
@@ -452,12 +450,11 @@ def test_the_dearest_check_stays_within_the_budget(defined: Api) -> None:
     elasticity: {{sizes: Even}}}}"""
     assert defined.refusal(job(change.format(1, 1), name="dear")) == ""
     assert "no size from 2 to 9966 is legal" in defined.refusal(job(change.format(9966, 2), name="dear"))
-    defined.kubectl("delete", "trn", "dear", "--wait=false")
+    defined.delete_job("dear")
 
 
 def test_the_columns_show_how_training_goes(running: Api) -> None:
-    report_status(
-        running,
+    running.report_status(
         "good",
         {
             "phase": "Running",
@@ -474,13 +471,13 @@ def test_the_columns_show_how_training_goes(running: Api) -> None:
     assert row.split()[:9] == ["good", "Running", "Train", "4", "4", "70", "4.25", "60", "2"]
     assert row.split()[-1] == "0.97", "nothing is left behind yet"
     artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
-    report_status(running, "good", {"artifacts": artifacts})
+    running.report_status("good", {"artifacts": artifacts})
     assert running.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"
     assert "good" in running.kubectl("get", "training")
 
 
 def test_a_status_word_that_the_definition_does_not_know_is_taken(running: Api) -> None:
-    report_status(running, "good", {"phase": "Levitating"})
+    running.report_status("good", {"phase": "Levitating"})
 
 
 def test_every_field_can_be_explained(defined: Api) -> None:
@@ -497,7 +494,7 @@ def test_the_end_of_a_job_cannot_be_taken_back_in_its_status(running: Api, kind:
         "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }
-    report_status(running, "good", {"phase": "Ended", "conditions": [ended]})
+    running.report_status("good", {"phase": "Ended", "conditions": [ended]})
     for taken_back in ([], [{**ended, "status": "False"}], None):
         patch = json.dumps({"status": {"conditions": taken_back}})
         done = running.run(
@@ -506,4 +503,4 @@ def test_the_end_of_a_job_cannot_be_taken_back_in_its_status(running: Api, kind:
         )  # fmt: skip
         assert done.returncode != 0
         assert "a job that has ended stays ended" in done.stderr
-    report_status(running, "good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})
+    running.report_status("good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})

@@ -105,6 +105,26 @@ def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it
     _prepare_data(TrainingConfig(data=config(tmp_path, tmp_path / "none.txt")))
 
 
+def test_data_are_written_and_read_without_pandas(tmp_path: Path) -> None:
+    """Arrow's own conversions would import it where it is installed, in each rank."""
+    write_text(tmp_path / "d.txt")
+    program = """
+import sys
+from trainium_contract.trainer.data import DataConfig
+from trainium_trainer.data.opening import open_data
+data = open_data(DataConfig.model_validate_json(sys.argv[1]), 8)
+assert data.training.parts[0].run.read(0, 300).size == 300
+print("pyarrow" in sys.modules, "pandas" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, config(tmp_path, tmp_path / "d.txt").model_dump_json()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True False\n"
+
+
 def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     path.write_text("\n".join(TEXTS * 200))

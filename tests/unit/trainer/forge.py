@@ -8,6 +8,8 @@ the answer.
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import signal
@@ -19,6 +21,8 @@ from typing import Any
 from trainium_devcluster.ports import let_go, reserved_port
 
 PR_SET_PDEATHSIG = 1
+_ASKED_FOR = ("pyarrow", "pyarrow.ipc", "trainium_trainer.loop.after_training")
+"""What a rank imports besides what `warm` knows without a configuration."""
 
 
 def start(order: dict[str, Any]) -> list[int]:
@@ -85,6 +89,10 @@ def serve() -> None:
     from trainium_trainer.warm import warm
 
     warm()
+    for name in _ASKED_FOR:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # as a standby does: the collector of a rank leaves alone, and so does not copy, what is imported here
     for line in sys.stdin:
         order = json.loads(line)
         answer = {"codes": wait(order["wait"], order["seconds"])} if "wait" in order else {"pids": start(order)}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from trainium_trainer.data.prepared.columns import numbers_of
 from trainium_trainer.data.sources.whole_files import whole_file
 from trainium_trainer.data.tokens.encoding import held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
@@ -152,7 +153,8 @@ class Prepared:
         try:
             with pa.memory_map(str(folder / INDEX_FILE)) as stream:
                 index = pa.ipc.open_file(stream).read_all()
-            columns = {name: index.column(name).to_numpy().copy() for name in ("shard", "batch", "tokens", "pieces")}
+            names = ("shard", "batch", "tokens", "pieces")
+            columns = {name: numbers_of(index.column(name).combine_chunks()).copy() for name in names}
         except (pa.ArrowException, OSError, KeyError) as error:
             raise UserError(f"data.source {folder / INDEX_FILE}: cannot be read ({error}): copy it again") from error
         self._shard, self._batch = columns["shard"], columns["batch"]
@@ -202,9 +204,9 @@ class Prepared:
         """Tokens, starts of the pieces (one more than there are) and hashes of the documents of a record batch."""
         batch = self._reader(int(self._shard[number])).get_batch(int(self._batch[number]))
         column = batch.column("tokens")
-        starts = column.offsets.to_numpy()
-        values = column.values.to_numpy()
-        return values, starts, batch.column("document").to_numpy()
+        starts = numbers_of(column.offsets)
+        values = numbers_of(column.values)
+        return values, starts, numbers_of(batch.column("document"))
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens start .. stop - 1 of the folder."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainium_trainer.data.prepared.columns import column_of
 from trainium_trainer.data.prepared.prepared import INDEX_FILE, MANIFEST_FILE, Manifest, Shard
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class PartialFolder:
                     column = reader.get_batch(index).column("tokens")
                     for name, value in zip(rows, (number, index, len(column.values), len(column)), strict=True):
                         rows[name].append(value)
-        table = pa.table({name: pa.array(values, pa.int64()) for name, values in rows.items()})
+        table = pa.table({name: column_of(np.array(values, np.int64)) for name, values in rows.items()})
         temporary = self.path / "index.tmp"
         with temporary.open("wb") as stream:
             with pa.ipc.new_file(stream, table.schema) as writer:
@@ -173,9 +174,9 @@ class ShardWriter:
 
         lengths: NDArray[np.int64] = np.concatenate([block.lengths for block in self._waiting])
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        values = pa.array(np.concatenate([block.tokens for block in self._waiting]))
-        tokens = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
-        documents = pa.array(np.concatenate([block.documents for block in self._waiting]))
+        values = column_of(np.concatenate([block.tokens for block in self._waiting]))
+        tokens = pa.LargeListArray.from_arrays(column_of(offsets), values)
+        documents = column_of(np.concatenate([block.documents for block in self._waiting]))
         batch = pa.record_batch([tokens, documents], names=["tokens", "document"])
         if self._file is None:
             self._open(batch.schema)
