@@ -87,6 +87,7 @@ def until(condition: Callable[[], bool], why: Callable[[], str]) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.long
 def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(secured: Site) -> None:
     """The operator runs without it: agents do not wait for whoever issues certificates for readers."""
     log = lambda: secured.kubectl("logs", "-n", SYSTEM, "deployment/trainium-operator", "--tail=20")  # noqa: E731

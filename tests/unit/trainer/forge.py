@@ -88,11 +88,13 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
 def serve() -> None:
     from trainium_trainer.warm import warm
 
+    gc.disable()
     warm()
     for name in _ASKED_FOR:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # as a standby does: the collector of a rank leaves alone, and so does not copy, what is imported here
+    gc.enable()
     for line in sys.stdin:
         order = json.loads(line)
         answer = {"codes": wait(order["wait"], order["seconds"])} if "wait" in order else {"pids": start(order)}

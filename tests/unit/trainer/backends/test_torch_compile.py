@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import TorchCompile
-from trainium_trainer.backends.compiled import check_compiler
+from trainium_trainer.backends.compiled import check_compiler, compile_layers
+from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +78,42 @@ def test_the_curve_is_that_of_the_uncompiled_run(
         assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at every tensor
+def test_every_layer_is_one_graph_that_gives_what_the_plain_layers_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for the compiler, which is left out: what of our code cannot be one program fails here."""
+    torch.manual_seed(0)
+    model = Llama(resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64), 320))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = torch.randint(0, 320, (2, 16))
+
+    def gradients() -> list[torch.Tensor]:
+        loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return found
+
+    plain = gradients()
+    graphs = []
+
+    def traced(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.nn.Module.compile
+
+    def without_compiler(self: torch.nn.Module, **settings: Any) -> None:
+        assert settings == {"backend": "inductor", "dynamic": False, "fullgraph": True}
+        compiled(self, **(settings | {"backend": traced}))
+
+    monkeypatch.setattr(torch.nn.Module, "compile", without_compiler)
+    compile_layers(model, TorchCompile.LAYERS, "cpu")
+    for mine, expected in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert len(graphs) == 1, "one program for all layers"
+
+
+@pytest.mark.long
 def test_a_compiled_run_repeats_itself_to_the_bit(launch: Launcher, cache: Path) -> None:
     first, second = (curve(launch, 1, name, COMPILED, cache) for name in ("first", "second"))
     assert [(line["loss"], line["gradNorm"]) for line in first] == [(line["loss"], line["gradNorm"]) for line in second]

@@ -76,6 +76,7 @@ def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) 
     os.setsid()
     kernel.set_process_title("trainium-standby")
     _default_signals()
+    gc.disable()  # a tenth of what imports cost is a search for garbage that they do not make; a rank enables it
     _warm_up(channel, entry, config_path)
     foreign = _foreign_threads()
     gc.collect()
