@@ -6,7 +6,7 @@ a failed write nothing further of that plan is done, and the job is planned anew
 where nothing may be created, and what is lost is replaced also where it may not be deleted.
 Neighbouring applies, creations and deletions run in parallel, as many pods at a time as `write_slots` says; creations
 start with one, and each success lets `MORE_IN_FLIGHT` more begin, so that a quota that is used up costs one refusal and
-not a thousand, and nobody waits for the slowest of a batch.
+not a thousand, and nobody waits for the slowest of a batch; deletions that come behind creations are few at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBa
 from trainium_operator.cluster.execute.device_writes import drop_template
 from trainium_operator.cluster.execute.events import Note
 from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
+from trainium_operator.cluster.execute.side_by_side import all_of, growing
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
 from trainium_operator.plan.model.actions import (
@@ -61,7 +62,7 @@ from trainium_operator.plan.model.actions import (
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api.client import Api, Json
@@ -76,7 +77,8 @@ if TYPE_CHECKING:
 
 TELL_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
-MORE_IN_FLIGHT = 3
+BESIDE_A_START = 8
+"""Deletions at a time of what has ended: they come behind the new pods, and take their time to bind and start."""
 _CONTENT = frozenset({"data", "binaryData", "spec"})
 _APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, TEMPLATES)
 
@@ -119,22 +121,24 @@ class Executor:
             self._recorder.record(note_of(job, intent))
         held: HeldBackError | None = None
         refused: ApiError | None = None
+        started = False
         for kind, group in groupby(plan.actions, type):
             actions: Sequence[Any] = tuple(group)
             if kind is DeletePod:
                 try:
-                    await _all(self._delete_pod(job, action) for action in actions)
+                    await self._delete_pods(job, actions, BESIDE_A_START if started else OF_ONE)
                 except HeldBackError as error:
                     held = error  # what is lost is replaced, also while it may not be deleted
             elif refused is not None:
                 break
             elif kind is CreatePod:
+                started = True
                 try:
                     await self._creating(job, self._create_pods(job, actions))
                 except ApiError as error:
                     refused = error  # what has ended goes, also while nothing may be created
             elif kind is ApplyObject:
-                await self._creating(job, _all(self._single(job, action) for action in actions))
+                await self._creating(job, all_of(self._single(job, action) for action in actions))
             else:
                 for action in actions:
                     await self._creating(job, self._single(job, action))
@@ -310,7 +314,7 @@ class Executor:
         )
 
     async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
-        await _growing(partial(self._create_pod, job, action) for action in actions)
+        await growing(partial(self._create_pod, job, action) for action in actions)
 
     async def _create_pod(self, job: JobView, action: CreatePod) -> None:
         name = action.manifest["metadata"]["name"]
@@ -321,6 +325,15 @@ class Executor:
                 raw = await self._api.get(PODS, job.namespace, name)
                 self._check_ours(job, PODS, raw)
         self._caches.pods.write_through(raw)
+
+    async def _delete_pods(self, job: JobView, actions: Sequence[DeletePod], most: int) -> None:
+        turns = asyncio.Semaphore(most)
+
+        async def delete(action: DeletePod) -> None:
+            async with turns:
+                await self._delete_pod(job, action)
+
+        await all_of(delete(action) for action in actions)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         if action.grace_seconds == 0:
@@ -384,36 +397,3 @@ def note_of(job: JobView, intent: EventIntent) -> Note:
 def reference_to(namespace: str, name: str, uid: str) -> dict[str, str]:
     """Object reference to a TrainingJob, for events."""
     return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
-
-
-async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Run all, to their end, then raise the first error: a failed one must not leave others running unseen."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    # An error that is not the API server's is a defect, which must not hide behind one that is.
-    for error in sorted(errors, key=lambda each: (isinstance(each, ApiError), isinstance(each, HeldBackError))):
-        raise error
-
-
-async def _growing(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """Run calls, more and more of them at a time while they succeed; after an error none begins, and it is raised."""
-    waiting, errors, size = iter(calls), list[BaseException](), 1
-
-    async def work(group: asyncio.TaskGroup) -> None:
-        nonlocal size
-        for call in waiting:
-            try:
-                await call()
-            except Exception as error:  # noqa: BLE001 - raised below, when all that was begun has ended
-                errors.append(error)
-            if errors:
-                return
-            more = min(MORE_IN_FLIGHT, OF_ONE - size)
-            size += more
-            for _ in range(more):
-                group.create_task(work(group))
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(work(group))
-    for error in sorted(errors, key=lambda each: isinstance(each, ApiError)):
-        raise error

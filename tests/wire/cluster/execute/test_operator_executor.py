@@ -17,7 +17,7 @@ from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
 from trainium_operator.cluster.execute.events import EventRecorder
-from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.execute.executor import BESIDE_A_START, Executor
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
@@ -230,6 +230,36 @@ def test_at_most_sixty_four_pods_are_created_at_a_time() -> None:
         assert most == 64
         assert len(world.cluster.names(PODS)) == 1000
         assert asyncio.get_running_loop().time() - started < 0.6
+
+    scenario(run)
+
+
+@pytest.mark.parametrize(("beside_a_start", "most"), [(True, BESIDE_A_START), (False, 64)])
+def test_what_has_ended_goes_in_small_numbers_behind_a_start(beside_a_start: bool, most: int) -> None:
+    """The new pods' binding and starting comes first; of a job that only gives pods back nothing waits."""
+
+    async def run(world: World) -> None:
+        await world.do(*world.pods(100))
+        going = [world.cluster.get(PODS, "default", name) for name in sorted(world.cluster.names(PODS))]
+        flying, highest = 0, 0
+        request = world.cluster.request
+
+        async def counted(method: str, *arguments: Any, **options: Any) -> Any:
+            nonlocal flying, highest
+            if method != "DELETE":
+                return await request(method, *arguments, **options)
+            flying += 1
+            highest = max(highest, flying)
+            await asyncio.sleep(0.02)
+            flying -= 1
+            return await request(method, *arguments, **options)
+
+        world.cluster.request = counted  # type: ignore[method-assign]
+        starts = world.pods(101)[100:] if beside_a_start else ()
+        deletions = (DeletePod(raw["metadata"]["name"], raw["metadata"]["uid"], None) for raw in going)
+        await world.do(*starts, *deletions)
+        assert highest == most
+        assert len(world.cluster.names(PODS)) == len(starts)
 
     scenario(run)
 
