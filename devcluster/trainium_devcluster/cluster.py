@@ -26,6 +26,7 @@ from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, name_reserved
 from trainium_devcluster.node.spec.images import write_image
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
+from trainium_devcluster.processes.process_families import ProcessId, identify
 from trainium_devcluster.progress import Write, silent
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
 
@@ -126,8 +127,10 @@ class Cluster:
         """End the cluster and everything in it; nothing of it is left running. May be repeated."""
         if self._api is not None:
             self._api.close()
+        supervisor: ProcessId | None = None
         if self.paths.is_running():
             with contextlib.suppress(ClusterError):
+                supervisor = identify(self.status()["supervisor"]["pid"])
                 self.supervisor({"op": "down"}, timeout=30.0)
         if self._owner is not None:
             if self._owner.stdin is not None:
@@ -135,7 +138,7 @@ class Cluster:
             _end_process(self._owner)
             self._owner = None
         else:
-            _wait_while_running(self.paths, 20.0)
+            _wait_while_running(self.paths, supervisor, _STOP_SECONDS)
         take_down_leftovers(self.paths)
 
     def __enter__(self) -> Self:
@@ -326,9 +329,12 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _wait_while_running(paths: ClusterPaths, seconds: float) -> None:
+def _wait_while_running(paths: ClusterPaths, supervisor: ProcessId | None, seconds: float) -> None:
+    """Wait until the lock is free and the process that held it, which ends a little later, is gone too."""
     deadline = time.monotonic() + seconds
-    while paths.is_running() and time.monotonic() < deadline:
+    while paths.is_running() or (supervisor is not None and supervisor.is_alive()):
+        if time.monotonic() > deadline:
+            return
         time.sleep(0.05)
 
 
