@@ -215,6 +215,111 @@ def test_one_address_may_be_written_in_several_ways(world: World) -> None:
     assert world.look() == ["a", "b"]
 
 
+class TwoJobs:
+    """A thousand members of one job fall silent behind a wire that swallows everything; another job has one member."""
+
+    def __init__(self, dark: int = 1000) -> None:
+        self.clock = asyncio.get_running_loop().time
+        self.state = CoordinatorState(self.clock)
+        self.told: list[tuple[float, str]] = []
+        self.connected = 0
+        self.at_once = 0
+        self.small_gone = False
+        for job, count in (("dark", dark), ("small", 1)):
+            members = tuple(
+                Member(
+                    pod_uid=f"{job}-{rank}",
+                    pod_name=f"{job}-{rank}",
+                    pod_ip="10.0.0.1" if job == "dark" else "10.0.0.2",
+                    node_name="n",
+                    node_rank=rank,
+                    rendezvous_port=4000,
+                )
+                for rank in range(count)
+            )
+            self.state.publish(
+                JobId("ns", job, job),
+                Membership(
+                    generation=1,
+                    transition=Transition.IMMEDIATE,
+                    cause=Cause.RESIZE,
+                    members=members,
+                    processes_per_node=1,
+                ),
+            )
+            for member in members:
+                self.hear(job, member)
+        self.prober = Prober(
+            self.state,
+            is_serving=lambda: True,
+            notify=lambda _namespace, job, _urgent: self.told.append((self.clock(), job)),
+            address_of=lambda doubt: doubt.host,
+            connect=self.connect,
+        )
+        self.silent = False
+
+    def hear(self, job: str, member: Member) -> None:
+        request = RegisterRequest(
+            namespace="ns",
+            job=job,
+            pod_name=member.pod_name,
+            pod_uid=member.pod_uid,
+            pod_ip=member.pod_ip,
+            node_name="n",
+            rendezvous_port=4000,
+            agent_version="1",
+        )
+        self.state.register(JobId("ns", job, job), request)
+
+    def beat(self, job: str, pod: str) -> None:
+        phase = WorkerPhase.TRAINING
+        beat = HeartbeatRequest(namespace="ns", job=job, pod_name=pod, pod_uid=pod, generation=1, phase=phase)
+        self.state.heartbeat(JobId("ns", job, job), beat)
+
+    async def connect(self, host: str, _port: int) -> None:
+        if host == "10.0.0.2":
+            if self.small_gone:
+                raise ConnectionRefusedError
+            return
+        if self.silent:
+            self.connected += 1
+            self.at_once = max(self.at_once, self.connected)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.connected -= 1
+
+    async def play(self) -> None:
+        """All ports answer; then the thousand fall silent; 5 s later the other job's agent is gone."""
+        task = asyncio.create_task(self.prober.run())
+        await asyncio.sleep(1)
+        self.silent = True
+        for _ in range(10):
+            self.beat("small", "small-0")
+            await asyncio.sleep(0.5)
+        self.small_gone = True
+        await asyncio.sleep(4)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+
+
+def test_ports_that_do_not_answer_hold_back_neither_the_news_nor_the_evidence_of_another_job() -> None:
+    async def scenario() -> None:
+        world = TwoJobs()
+        began = world.clock()
+        await world.play()
+        dark, *_ = [round(when - began, 1) for when, job in world.told if job == "dark"]
+        small = [round(when - began, 1) for when, job in world.told if job == "small"]
+        assert dark <= 2.5, "silent for 2 s, told at the next look"
+        assert small[0] <= 8.0, "heard last at 5.5 s: told of its silence at the next look"
+        assert small[1] <= small[0] + 1.5, "and of the refusal a connection later"
+        assert world.at_once == 16, "one job's ports take a quarter of the slots"
+        assert world.connected == 0, "nothing is asked when the prober has ended"
+
+    run_virtual(scenario())
+
+
 def test_a_follower_asks_nobody() -> None:
     async def scenario() -> None:
         world = World()
