@@ -1,7 +1,9 @@
 """What is left over: after the job against before it, and what grew in those that lived through it.
 
-Invariants: pure; a process is compared with itself alone (pid and when it began); growth is that of the median of its
-last quarter over that of its second, so that warming up and a single look weigh nothing.
+Invariants: pure; a process is compared with itself (pid and when it began); growth is that of the median of its last
+quarter over that of its second, so that warming up and a single look weigh nothing. Files, sockets and threads that
+another process with the same task had from its second quarter on are no growth: the agent of a spare that becomes the
+one which holds the generation's store has that one's connections from then on.
 """
 
 from __future__ import annotations
@@ -69,14 +71,18 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 def wrong_growth(looks: Sequence[Census]) -> Iterator[str]:
     """What grew, as sentences; of the programs of Kubernetes nothing is judged."""
-    for each in growths(looks):
+    found = growths(looks)
+    for each in found:
         if each.role not in OURS:
             continue
+        peers = [other for other in found if other.role == each.role and other is not each]
         before, after = each.megabytes
         if after - before > max(MORE_MEGABYTES, MORE_SHARE * before):
             yield f"a process ({each.role}) grew from {before:.0f} to {after:.0f} MB within {each.minutes:.0f} minutes"
-        for what, (first, last) in (("files", each.files), ("sockets", each.sockets), ("threads", each.threads)):
-            if last - first > MORE_DESCRIPTORS:
+        for what in ("files", "sockets", "threads"):
+            first, last = getattr(each, what)
+            usual = max((getattr(peer, what)[0] for peer in peers), default=0.0)
+            if last - max(first, usual) > MORE_DESCRIPTORS:
                 yield f"a process ({each.role}) had {first:.0f} open {what}, later {last:.0f}"
 
 

@@ -28,6 +28,7 @@ from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER, FaultCla
 from trainium_operator.simulate.virtual.schedule import Fault
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ZERO = 1_900_000_000.0
@@ -115,6 +116,30 @@ def test_nothing_left_and_nothing_grown_is_no_leak() -> None:
 )
 def test_what_grows_steadily_is_told(what: str, slope: dict[str, float]) -> None:
     assert what in " ".join(wrong_growth(looks(60, **slope)))
+
+
+def agents(*sockets: Callable[[int], float], count: int = 60) -> list[Census]:
+    """Agents of one job with so many sockets at each look."""
+
+    def look(number: int) -> Census:
+        those = (process("agent", pid=pid, sockets=int(of(number))) for pid, of in enumerate(sockets))
+        return census(*those, at=20.0 * number)
+
+    return [look(number) for number in range(count)]
+
+
+def test_a_spare_that_takes_over_what_another_agent_held_has_not_grown() -> None:
+    took_over = agents(lambda _: 26, lambda number: 7 if number < 40 else 26)
+    assert list(wrong_growth(took_over)) == []
+
+
+@pytest.mark.parametrize("of", [lambda number: 26 + number / 2, lambda number: 7 if number < 40 else 46])
+def test_an_agent_that_has_more_than_any_before_has_grown(of: Callable[[int], float]) -> None:
+    assert "sockets" in " ".join(wrong_growth(agents(lambda _: 26, of)))
+
+
+def test_agents_that_all_grow_have_grown() -> None:
+    assert len(list(wrong_growth(agents(*[lambda number: 7 + number] * 3)))) == 3
 
 
 def test_a_process_that_was_seen_a_few_times_is_not_judged() -> None:
