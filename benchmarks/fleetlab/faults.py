@@ -68,7 +68,8 @@ class FaultRound:
             await self._measured("one pod fails", lambda pod=pod: self._fail(pod), goal=0.3 if n == 128 else None)
             await self._crash()
             pod = await self._member()
-            await self._measured("node deleted", lambda pod=pod: self._delete_node(pod), goal=1.0)
+            # A copy of the nodes may be old, so two seconds of the member's silence must confirm it.
+            await self._measured("node deleted", lambda pod=pod: self._delete_node(pod), goal=3.0)
             pod = await self._member()
             await self._measured("node marked bad", lambda pod=pod: self._mark(pod), goal=1.0)
             pod = await self._member()

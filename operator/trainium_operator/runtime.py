@@ -399,5 +399,6 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
         image_pull_policy=settings.image_pull_policy,
         image_pull_secrets=tuple(name for name in settings.image_pull_secrets.split(",") if name),
         worker_user=settings.worker_user,
+        worker_template=settings.template,
         extra_priority_class=settings.extra_priority_class,
     )

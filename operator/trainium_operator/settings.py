@@ -6,6 +6,7 @@ Invariant: a flag wins over its variable; a value that is not usable is refused 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from trainium_contract.wire.worker_env import COORDINATOR_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PREFIX = "TRAINIUM_OPERATOR_"
@@ -53,6 +54,9 @@ class Settings:
     image_pull_policy: str = _setting("IfNotPresent", "imagePullPolicy of worker containers")
     image_pull_secrets: str = _setting("", "names of image pull secrets of worker pods, separated by commas")
     worker_user: int = _setting(1000, "user and group id of worker processes")
+    worker_template: str = _setting(
+        "", "pod template for the workers of all jobs, as JSON (metadata and spec); what a job's own says wins"
+    )
     lease_name: str = _setting("trainium-operator", "name of the Lease that the acting replica holds")
     coordinator_service: str = _setting(
         "trainium-operator-coordinator", "name of the headless Service by which workers find the coordinator"
@@ -116,6 +120,16 @@ class Settings:
         return self.quarantine_name or f"{self.lease_name}-quarantine"
 
     @property
+    def template(self) -> dict[str, Any]:
+        """The pod template for all workers. Raises ValueError where it is none."""
+        found = json.loads(self.worker_template or "{}")
+        if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
+            raise ValueError(self.worker_template)
+        if not all(isinstance(part, dict) for part in found.values()):
+            raise ValueError(self.worker_template)
+        return found
+
+    @property
     def serves_readers(self) -> bool:
         """Whether anything is served at the HTTPS port."""
         return self.secure_metrics or self.ui
@@ -141,6 +155,12 @@ class Settings:
                 ",".join(self.namespaces),
                 all(_NAMESPACE.fullmatch(name) for name in self.namespaces) and len(self.namespaces) <= MOST_NAMESPACES,
                 f"at most {MOST_NAMESPACES} names of namespaces, separated by commas",
+            ),
+            (
+                "--worker-template",
+                self.worker_template[:100],
+                _is_usable(lambda: self.template),
+                "a JSON object with metadata and spec of a pod",
             ),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
             ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
@@ -182,6 +202,14 @@ def process_identity(environment: Mapping[str, str]) -> str:
     """Who holds the Lease: the same after a restart of the container in its pod, else unique."""
     pod, uid = environment.get("POD_NAME"), environment.get("POD_UID")
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
+
+
+def _is_usable(read: Callable[[], object]) -> bool:
+    try:
+        read()
+    except ValueError:
+        return False
+    return True
 
 
 def _boolean(text: str) -> bool:

@@ -484,3 +484,12 @@ def test_the_policy_lets_the_operator_keep_its_memory_and_binds_nobody_else(rest
 def test_the_policy_can_be_left_out(api: Api) -> None:
     kinds = {each["kind"] for each in rendered(api, "admissionPolicy.create=false")}
     assert not [kind for kind in kinds if kind.startswith("ValidatingAdmission")]
+
+
+def test_a_template_for_all_workers_reaches_the_operator_as_it_was_written(api: Api) -> None:
+    documents = rendered(api, "workerTemplate.spec.priorityClassName=low,workerTemplate.metadata.labels.team=a\\,b")
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    (given,) = [each["value"] for each in container["env"] if each["name"] == "TRAINIUM_OPERATOR_WORKER_TEMPLATE"]
+    assert json.loads(given) == {"metadata": {"labels": {"team": "a,b"}}, "spec": {"priorityClassName": "low"}}
+    (plain,) = only(rendered(api), "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert "TRAINIUM_OPERATOR_WORKER_TEMPLATE" not in [each["name"] for each in plain["env"]]

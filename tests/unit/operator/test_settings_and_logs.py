@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from trainium_operator.logs import configure_logs
+from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings, parse_settings, process_identity
 
 
@@ -109,3 +110,17 @@ def test_an_error_is_one_line_too(lines: io.StringIO) -> None:
     logging.getLogger("x").error("failed", exc_info=RuntimeError("boom"))
     (line,) = lines.getvalue().splitlines()
     assert "RuntimeError: boom" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize("given", ["[]", "{", '{"kind": "Pod"}', '{"spec": []}', "3"])
+def test_a_worker_template_that_is_none_is_refused_with_a_sentence(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--worker-template", given], {})
+    assert "--worker-template must be a JSON object with metadata and spec of a pod" in capsys.readouterr().err
+
+
+def test_a_worker_template_reaches_the_plan() -> None:
+    settings = parse_settings([], {"TRAINIUM_OPERATOR_WORKER_TEMPLATE": '{"spec": {"priority": 3}}'})
+    assert plan_settings(settings, "ops").worker_template == {"spec": {"priority": 3}}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_contract.needs.memory_needs import ROOM, Layouts, ModelSizes, Needs, Setting, Trained, needs
-from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.needs.memory_needs import ROOM, ModelSizes, Needs, Trained, needs
+from trainium_contract.needs.worker_needs import SHARED_SHARE, setting_of
 from trainium_trainer.backends.room import device_memory
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import EMBEDDING, LORA_B, is_adapter
@@ -24,16 +24,11 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _DIVIDED_AT_INPUT = ("o_proj", "down_proj")
 """Projections of which each tensor-parallel rank has columns; of the others it has rows."""
-_SHARED_SHARE = 0.5
-"""Of a node's memory that /dev/shm may take, where its volume has no limit of its own (tmpfs' default)."""
 
 
 def needs_of(settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True) -> Needs:
     """The numbers of a run; without the type of a Trainium instance `on_host` says whether the device is the CPU."""
     config, shape = settings.config, settings.shape
-    nxd = config.backend is BackendChoice.NXD or (
-        config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
-    )
     model = ModelSizes(
         hidden=shape.hidden_size,
         intermediate=shape.intermediate_size,
@@ -44,22 +39,13 @@ def needs_of(settings: Settings, processes_per_node: int, instance_type: str = "
         vocabulary=shape.vocab_size,
         tied=shape.tie_embeddings,
     )
-    setting = Setting(
-        tensor=config.parallelism.tensor,
-        pipeline=config.parallelism.pipeline,
+    setting = setting_of(
+        config,
         data_parallel=settings.dp_size,
         processes_per_node=processes_per_node,
-        mode=config.data_parallel,
-        precision=config.precision,
-        recompute=config.recompute,
-        sequence=config.parallelism.sequence,
-        micro_size=config.batch.micro_size,
-        length=config.data.sequence_length,
         micro_batches=settings.passes,
-        snapshots=config.checkpoint.memory.every_steps > 0,
-        buddies=config.checkpoint.memory.buddies > 0,
-        layouts=Layouts.NXD if nxd else Layouts.NATIVE,
-        on_host=on_host and not instance_type.startswith("trn"),
+        instance_type=instance_type,
+        on_host=on_host,
         trained=trained_of_rank(settings) if config.tuning.freezes else None,
     )
     return needs(model, setting)
@@ -127,7 +113,7 @@ def refuse_what_does_not_fit(found: Needs, instance: Instance, instance_type: st
     if instance.core_bytes and found.device > instance.core_bytes * (1 - ROOM):
         raise UserError(_too_small(found, instance.core_bytes, f"a core of {instance_type}"))
     warnings = []
-    room = int(instance.host_bytes * _SHARED_SHARE)
+    room = int(instance.host_bytes * SHARED_SHARE)
     if instance.host_bytes and found.shared_memory > room:
         warnings.append(
             f"snapshots need {_gib(found.shared_memory)} of /dev/shm on each node, but {instance_type} has about "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trainium_contract.needs.model_sizes import PRESET_SIZES
 from trainium_contract.trainer.model import ModelPreset, RopeScalingKind
 
 
@@ -74,43 +75,6 @@ class ModelShape:
         return ModelShape(**values | {"rope_stretch": stretch})
 
 
-_TINY = ModelShape(
-    vocab_size=0,
-    hidden_size=96,
-    intermediate_size=256,
-    num_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=24,
-    rope_theta=10_000.0,
-    max_positions=8192,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-)
-_LLAMA2_7B = ModelShape(
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=11_008,
-    num_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    rope_theta=10_000.0,
-    max_positions=4096,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-)
-_LLAMA3_8B = replace(
-    _LLAMA2_7B,
-    vocab_size=128_256,
-    intermediate_size=14_336,
-    num_key_value_heads=8,
-    rope_theta=500_000.0,
-    max_positions=8192,
-)
-_LLAMA3_70B = replace(
-    _LLAMA3_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_attention_heads=64, num_key_value_heads=8
-)
 _LLAMA31_STRETCH = RopeStretch(
     kind=RopeScalingKind.LLAMA3,
     factor=8.0,
@@ -118,40 +82,39 @@ _LLAMA31_STRETCH = RopeStretch(
     high_frequency_factor=4.0,
     original_max_positions=8192,
 )
+
+
+def _shape(
+    preset: ModelPreset, rope_theta: float, max_positions: int, stretch: RopeStretch | None = None
+) -> ModelShape:
+    """The preset's sizes with what its positions are told apart by."""
+    sizes = PRESET_SIZES[preset]
+    return ModelShape(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.key_value_heads,
+        head_dim=sizes.head_width,
+        rope_theta=rope_theta,
+        rope_stretch=stretch,
+        max_positions=max_positions,
+        norm_eps=1e-5,
+        tie_embeddings=sizes.tied,
+    )
+
+
 PRESETS: dict[ModelPreset, ModelShape] = {
-    ModelPreset.TINY: _TINY,
-    ModelPreset.SMALL: replace(
-        _TINY,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=48,
-    ),
-    ModelPreset.LLAMA2_7B: _LLAMA2_7B,
-    ModelPreset.LLAMA2_13B: replace(
-        _LLAMA2_7B,
-        hidden_size=5120,
-        intermediate_size=13_824,
-        num_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-    ),
-    ModelPreset.LLAMA2_70B: replace(_LLAMA3_70B, vocab_size=32_000, rope_theta=10_000.0, max_positions=4096),
-    ModelPreset.LLAMA3_8B: _LLAMA3_8B,
-    ModelPreset.LLAMA3_70B: _LLAMA3_70B,
-    ModelPreset.LLAMA31_8B: replace(_LLAMA3_8B, max_positions=131_072, rope_stretch=_LLAMA31_STRETCH),
-    ModelPreset.LLAMA31_70B: replace(_LLAMA3_70B, max_positions=131_072, rope_stretch=_LLAMA31_STRETCH),
-    ModelPreset.LLAMA32_1B: replace(
-        _LLAMA3_8B,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        head_dim=64,
-        tie_embeddings=True,
-        max_positions=131_072,
-        rope_stretch=replace(_LLAMA31_STRETCH, factor=32.0),
-    ),
+    ModelPreset.TINY: _shape(ModelPreset.TINY, 10_000.0, 8192),
+    ModelPreset.SMALL: _shape(ModelPreset.SMALL, 10_000.0, 8192),
+    ModelPreset.LLAMA2_7B: _shape(ModelPreset.LLAMA2_7B, 10_000.0, 4096),
+    ModelPreset.LLAMA2_13B: _shape(ModelPreset.LLAMA2_13B, 10_000.0, 4096),
+    ModelPreset.LLAMA2_70B: _shape(ModelPreset.LLAMA2_70B, 10_000.0, 4096),
+    ModelPreset.LLAMA3_8B: _shape(ModelPreset.LLAMA3_8B, 500_000.0, 8192),
+    ModelPreset.LLAMA3_70B: _shape(ModelPreset.LLAMA3_70B, 500_000.0, 8192),
+    ModelPreset.LLAMA31_8B: _shape(ModelPreset.LLAMA31_8B, 500_000.0, 131_072, _LLAMA31_STRETCH),
+    ModelPreset.LLAMA31_70B: _shape(ModelPreset.LLAMA31_70B, 500_000.0, 131_072, _LLAMA31_STRETCH),
+    ModelPreset.LLAMA32_1B: _shape(ModelPreset.LLAMA32_1B, 500_000.0, 131_072, replace(_LLAMA31_STRETCH, factor=32.0)),
 }
 """Published shapes (the models' own `config.json`); a vocabulary of 0 stands for the tokenizer's."""

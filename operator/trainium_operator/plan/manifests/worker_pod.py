@@ -16,6 +16,7 @@ from trainium_contract.wire import worker_env as env
 from trainium_operator.plan.manifests.claims import claiming
 from trainium_operator.plan.manifests.devices import device_tolerations, expected_devices, extended_resources
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
+from trainium_operator.plan.manifests.requests import with_worker_needs
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.model import names
 
@@ -30,7 +31,7 @@ Json = dict[str, Any]
 
 WORKER_CONTAINER = "worker"
 PRECOMPILE_CONTAINER = "precompile"
-TEMPLATE_REVISION = 0
+TEMPLATE_REVISION = 1
 """Counts changes of this module by which the same job gets other pods (a test says when). They are no user's doing, so
 an upgrade of the operator replaces no pod for them, and calls none outdated."""
 _OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
@@ -88,8 +89,11 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def pod_template(job: JobView, settings: PlanSettings) -> Json:
-    """What all workers of a job have in common, the user's template merged in; carries its own digest."""
+def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> Json:
+    """What all workers of a job have in common, the templates of chart and user merged in; carries its own digest.
+
+    Without `asks` it has of memory and CPU only what people ask for.
+    """
     ours = {
         "metadata": {
             "annotations": {
@@ -99,8 +103,11 @@ def pod_template(job: JobView, settings: PlanSettings) -> Json:
         },
         "spec": _pod_spec(job, settings),
     }
+    ours = merge_template(ours, _named(dict(settings.worker_template)))
     merged = merge_template(ours, _named(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
+    if asks:
+        spec = with_worker_needs(spec, job.spec)
     labels = {
         **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
         **names.object_labels(job.name, "worker"),

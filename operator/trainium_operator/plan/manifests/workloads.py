@@ -42,7 +42,8 @@ def workload(
 
     `priority` is the value of the job's PriorityClass; None when the class does not exist.
     """
-    template = _template(pod_template(job, settings), node_selector or {})
+    # A queue refuses what its quota does not name, and quotas are seldom given in memory or CPU beside devices.
+    template = _template(pod_template(job, settings, asks=False), node_selector or {})
     counts = {WORKERS: workers, SPARES: spares}
     scheduling = job.spec.scheduling
     spec: Json = {

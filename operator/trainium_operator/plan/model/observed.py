@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.plan.model.optional_api import ApiState
@@ -243,6 +243,8 @@ class PlanSettings:
     image_pull_secrets: tuple[str, ...] = ()
     worker_user: int = 1000
     """uid, gid and fsGroup of worker processes."""
+    worker_template: Mapping[str, Any] = field(default_factory=dict)
+    """Pod template for the workers of every job, below the job's own; not changed by anybody."""
     gang_apis: Mapping[GangApi, str] = field(default_factory=dict)
     """Gang scheduling that the cluster serves, each with its `apiVersion`."""
     cluster: str = ""

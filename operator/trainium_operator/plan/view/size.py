@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.needs.worker_needs import does_not_fit
 from trainium_contract.sizes import SizeRule
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
@@ -82,6 +83,10 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
             message=_none_legal(smallest, requested, shape),
             shape=shape,
         )
+    too_large = does_not_fit(spec.training_config(), workers.accelerator, shape, desired)
+    if too_large:
+        message = sentence(too_large)
+        return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)
     takes = spec.elasticity.idle_nodes is IdleNodes.TAKE
     reason, message = _told(workers.replicas, requested, largest, desired, shape)
     return SizeDecision(

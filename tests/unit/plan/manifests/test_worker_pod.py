@@ -67,7 +67,7 @@ def test_the_token_is_for_the_coordinator_only() -> None:
     volumes = {volume["name"]: volume for volume in made()["spec"]["volumes"]}
     token = volumes["token"]["projected"]["sources"][0]["serviceAccountToken"]
     assert token["audience"] == "trainium.dev/coordinator"
-    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}
+    assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
     mounts = {mount["name"]: mount["mountPath"] for mount in container(made())["volumeMounts"]}
     assert mounts["token"] == "/var/run/secrets/trainium.dev"
     assert mounts["shared-memory"] == "/dev/shm"
@@ -82,7 +82,11 @@ def test_workers_without_devices_keep_to_one_per_node() -> None:
 def test_a_trainium_worker_takes_all_devices_of_its_instance_type() -> None:
     manifest = made(workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}})
     wanted = {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
-    assert container(manifest)["resources"] == {"limits": wanted, "requests": wanted}
+    resources = container(manifest)["resources"]
+    assert resources == {
+        "limits": wanted,
+        "requests": {**wanted, "cpu": "33", "memory": resources["requests"]["memory"]},
+    }
     assert manifest["spec"]["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
     assert {"key": "aws.amazon.com/neuron", "operator": "Exists"} in manifest["spec"]["tolerations"]
     assert "affinity" not in manifest["spec"]
@@ -252,7 +256,10 @@ def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kep
 
     from plan_builders import agent, deleted, pod
 
-    pods = (pod(0, phase=PodPhase.PENDING, template_hash="old"), *(pod(at, template_hash="old") for at in range(1, 4)))
+    pods = (
+        pod(0, phase=PodPhase.PENDING, template_hash="1-old"),
+        *(pod(at, template_hash="1-old") for at in range(1, 4)),
+    )
     seen = observed(
         job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)), pods, {at: agent(at) for at in (1, 2, 3)}
     )
@@ -274,7 +281,7 @@ def test_a_pending_pod_that_an_operator_with_another_idea_of_a_pod_made_is_left_
     assert (deleted(result), created(result)) == ({}, [])
     assert result.status.outdated_pods == 0
     assert "TemplateChanged" not in [event.reason for event in result.events]
-    ours = replace(seen, pods=(replace(pods[0], template_hash="old"), *pods[1:]))
+    ours = replace(seen, pods=(replace(pods[0], template_hash="1-old"), *pods[1:]))
     assert deleted(planned(ours)) == {"demo-w-0": None}
 
 
@@ -287,7 +294,7 @@ def test_whoever_changes_what_a_pod_of_the_same_job_is_raises_the_revision_of_th
         spec(workers={"template": {"spec": {"priority": 7}}}, recovery={"hang": {"stepFloorSeconds": 3}}),
     )
     digest = content_hash([pod_template(job(each), SETTINGS) for each in jobs])
-    assert (TEMPLATE_REVISION, digest) == (0, "1da8f1b51480ce85")
+    assert (TEMPLATE_REVISION, digest) == (1, "619f4538c18512ee")
 
 
 def test_workers_of_one_job_stay_apart_beside_the_users_own_anti_affinity() -> None:

@@ -1,0 +1,155 @@
+"""PURE. What a worker pod asks of its node, and whether the instance type can hold the job at all.
+
+A known instance type is taken as a whole, or by its share of devices: a worker asks for what its processes, snapshots
+and saves take (`memory_needs`), at most 85 % of that share, so that what the node keeps for itself never shuts it out.
+Of any other node nothing is known: a worker asks for little there, and gets what is free.
+
+Invariants: what is asked for never keeps a pod from a node that would do; it grows with model and processes; nothing is
+refused that the trainer itself would not refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from trainium_contract.needs.memory_needs import Layouts, Needs, Setting, Trained, needs
+from trainium_contract.needs.model_sizes import sizes_of
+from trainium_contract.spec.workers import Device
+from trainium_contract.trainer.parallelism import BackendChoice
+
+if TYPE_CHECKING:
+    from trainium_contract.sizes import BatchShape
+    from trainium_contract.spec.workers import AcceleratorSpec
+    from trainium_contract.trainer.config import TrainingConfig
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+SHARED_SHARE = 0.5
+"""Of a node's memory that /dev/shm may take (also tmpfs' default)."""
+_LARGEST_SHARE = 0.85
+"""Of a node's memory that a worker asks for at most; the rest is the kubelet's, the system's and daemon sets'."""
+_LEAST_PROCESS = 256 * _MIB
+"""Asked for a process where the node is of no known type."""
+_LEAST_CPU = 100
+"""Thousandths of a CPU, the same."""
+_OTHER_SHARED = _GIB
+"""Bytes of /dev/shm beside snapshots: batches of loader processes, rings of collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNeeds:
+    """What a worker pod asks for."""
+
+    memory: int
+    """Bytes."""
+    milli_cpu: int
+    """Thousandths of a CPU."""
+    shared_memory: int | None
+    """Bytes that /dev/shm may take; None where neither the node nor the model is known."""
+
+
+def setting_of(
+    config: TrainingConfig,
+    *,
+    data_parallel: int,
+    processes_per_node: int,
+    micro_batches: int,
+    instance_type: str,
+    on_host: bool,
+    trained: Trained | None = None,
+) -> Setting:
+    """How a configuration divides its model at a size."""
+    automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
+    nxd = config.backend is BackendChoice.NXD or automatic
+    return Setting(
+        tensor=config.parallelism.tensor,
+        pipeline=config.parallelism.pipeline,
+        data_parallel=data_parallel,
+        processes_per_node=processes_per_node,
+        mode=config.data_parallel,
+        precision=config.precision,
+        recompute=config.recompute,
+        sequence=config.parallelism.sequence,
+        micro_size=config.batch.micro_size,
+        length=config.data.sequence_length,
+        micro_batches=micro_batches,
+        snapshots=config.checkpoint.memory.every_steps > 0,
+        buddies=config.checkpoint.memory.buddies > 0,
+        layouts=Layouts.NXD if nxd else Layouts.NATIVE,
+        on_host=on_host and not instance_type.startswith("trn"),
+        trained=trained,
+    )
+
+
+def needs_at(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> Needs | None:
+    """What a node needs where the job trains on `nodes`; None for an illegal size, and where only a worker knows it.
+
+    Only a worker knows a model that a file describes, and what is frozen of one.
+    """
+    model = sizes_of(config.model)
+    if model is None or config.tuning.freezes or not shape.passes(nodes):
+        return None
+    setting = setting_of(
+        config,
+        data_parallel=shape.data_parallel(nodes),
+        processes_per_node=shape.cores_per_node,
+        micro_batches=shape.passes(nodes),
+        instance_type=accelerator.instance_type or "",
+        on_host=accelerator.device is Device.CPU,
+    )
+    return needs(model, setting)
+
+
+def worker_needs(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerNeeds:
+    """What a worker pod asks for: enough for any size, since a pod stays when the job grows or shrinks."""
+    processes, room = shape.cores_per_node, _host_bytes(accelerator)
+    # Divided state is largest on the fewest nodes, and copies for a buddy need two.
+    sizes = islice((nodes for nodes in range(1, 2 * shape.tensor * shape.pipeline + 1) if shape.is_legal(nodes)), 2)
+    known = [found for nodes in sizes if (found := needs_at(config, accelerator, shape, nodes)) is not None]
+    if room:
+        memory = max((found.host for found in known), default=processes * _GIB)
+        return WorkerNeeds(
+            memory=min(memory, int(room * _LARGEST_SHARE)),
+            milli_cpu=1000 * (processes + 1),  # one for the agent
+            shared_memory=int(room * SHARED_SHARE),
+        )
+    shared = max((found.shared_memory for found in known), default=None)
+    return WorkerNeeds(
+        memory=processes * _LEAST_PROCESS,
+        milli_cpu=processes * _LEAST_CPU,
+        shared_memory=None if shared is None else shared + shared // 8 + _OTHER_SHARED,
+    )
+
+
+def does_not_fit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> str:
+    """Why the type of instance cannot hold the job at this size, without a full stop; empty where it can, or may.
+
+    Weights, gradients and optimizer alone must fit a core: without that no rank starts.
+    """
+    instance = accelerator.instance()
+    if instance is None or not instance.core_bytes or accelerator.device is not Device.NEURON:
+        return ""
+    found = needs_at(config, accelerator, shape, nodes)
+    if found is None or found.state <= instance.core_bytes:
+        return ""
+    return (
+        f"A core of {accelerator.instance_type} has {_gib(instance.core_bytes)}, but on {nodes} nodes a process needs "
+        f"{_gib(found.state)} for weights, gradients and optimizer alone ({found.parameters:,} parameters): raise "
+        "parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
+    )
+
+
+def _host_bytes(accelerator: AcceleratorSpec) -> int:
+    """Memory of the node that is the worker's, by its share of the devices; 0 where nothing is known."""
+    instance = accelerator.instance()
+    if instance is None or accelerator.device is not Device.NEURON:
+        return 0
+    given = accelerator.resources.get("aws.amazon.com/neuron", "")
+    devices = int(given) if given.isdecimal() else accelerator.claimed_devices() or instance.devices
+    return instance.host_bytes * min(devices, instance.devices) // instance.devices
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.1f} GiB"

@@ -1,0 +1,126 @@
+"""What a worker pod asks of its node, and what an instance type cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainium_contract.job import TrainingJobSpec
+from trainium_contract.needs.model_sizes import PRESET_SIZES, sizes_of
+from trainium_contract.needs.worker_needs import WorkerNeeds, does_not_fit, worker_needs
+from trainium_contract.trainer.model import ModelConfig, ModelPreset
+
+GIB = 1 << 30
+
+
+def spec(accelerator: dict[str, Any] | None = None, *, replicas: int = 4, tensor: int = 1, **trainer: Any) -> Any:
+    given = {"data": {"source": "/data"}, "batch": {"globalSize": 1024, "microSize": 1}, "steps": 10, **trainer}
+    workers = {"replicas": replicas, "accelerator": accelerator or {"instanceType": "trn1.32xlarge"}}
+    return TrainingJobSpec.model_validate({"workers": workers, "parallelism": {"tensor": tensor}, "trainer": given})
+
+
+def asked(job: TrainingJobSpec) -> WorkerNeeds:
+    return worker_needs(job.training_config(), job.workers.accelerator, job.batch_shape())
+
+
+def refusal(job: TrainingJobSpec, nodes: int = 4) -> str:
+    return does_not_fit(job.training_config(), job.workers.accelerator, job.batch_shape(), nodes)
+
+
+HLAT = {"model": {"preset": "Llama2-7B"}, "precision": "BFloat16"}
+
+
+def test_a_worker_of_a_known_instance_type_asks_for_its_processes_snapshots_and_saves() -> None:
+    found = asked(spec(tensor=32, **HLAT))
+    assert 100 * GIB < found.memory <= 0.85 * 512 * GIB
+    assert found.milli_cpu == 33_000
+    assert found.shared_memory == 256 * GIB
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 128])
+def test_what_is_asked_for_does_not_change_with_the_number_of_workers(replicas: int) -> None:
+    """A pod stays when the job grows or shrinks; another request would make it outdated."""
+    assert asked(spec(tensor=32, replicas=replicas, **HLAT)) == asked(spec(tensor=32, replicas=2, **HLAT))
+
+
+@given(
+    preset=st.sampled_from(ModelPreset),
+    tensor=st.sampled_from([1, 8, 32]),
+    kind=st.sampled_from(["trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge"]),
+    mode=st.sampled_from(["Replicated", "ShardedOptimizer", "FullySharded"]),
+)
+def test_what_is_asked_for_always_leaves_room_on_the_node(
+    preset: ModelPreset, tensor: int, kind: str, mode: str
+) -> None:
+    job = spec({"instanceType": kind}, tensor=tensor, model={"preset": preset}, dataParallel=mode)
+    instance, found = job.workers.accelerator.instance(), asked(job)
+    assert instance is not None
+    assert 0 < found.memory <= 0.85 * instance.host_bytes
+    assert found.shared_memory == instance.host_bytes // 2
+    assert found.milli_cpu == 1000 * (instance.cores + 1)
+
+
+def test_a_worker_with_some_of_the_devices_asks_for_its_share() -> None:
+    part = {"instanceType": "trn1.32xlarge", "resources": {"aws.amazon.com/neuron": "4"}, "coresPerNode": 8}
+    found = asked(spec(part, tensor=8, **HLAT))
+    assert found.memory <= 0.85 * 128 * GIB
+    assert found.shared_memory == 64 * GIB
+
+
+def test_a_worker_on_a_node_of_no_known_type_asks_for_little_and_its_shared_memory_is_bounded() -> None:
+    found = asked(spec({"device": "cpu", "coresPerNode": 4}))
+    assert (found.memory, found.milli_cpu) == (GIB, 400)
+    assert found.shared_memory is not None
+    assert GIB < found.shared_memory < 2 * GIB, "a tiny model's snapshots, and what loaders share"
+
+
+def test_where_only_a_file_knows_the_model_nothing_is_guessed_of_it() -> None:
+    found = asked(spec({"device": "cpu"}, model={"path": "/models/mine"}))
+    assert found.shared_memory is None
+    assert asked(spec(model={"path": "/models/mine"})).memory == 32 * GIB, "the processes themselves"
+
+
+def test_a_larger_model_asks_for_more() -> None:
+    sizes = [
+        asked(spec(tensor=32, model={"preset": each})).memory for each in ("Llama3.2-1B", "Llama2-7B", "Llama2-13B")
+    ]
+    assert sizes == sorted(sizes)
+    assert len({*sizes}) == 3
+
+
+def test_weights_that_fit_no_core_are_refused_with_what_to_do() -> None:
+    told = refusal(spec(tensor=1, **HLAT))
+    assert told.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs ")
+    assert "raise parallelism.tensor" in told
+    assert refusal(spec(tensor=32, **HLAT)) == ""
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        spec({"device": "cpu"}, **HLAT),
+        spec({"instanceType": "m7i.48xlarge"}, **HLAT),
+        spec(model={"path": "/models/mine"}),
+        spec(tuning={"method": "LoRA"}, **HLAT),
+    ],
+    ids=["CPU", "type that nobody knows", "model in a file", "adapter"],
+)
+def test_what_cannot_be_known_is_not_refused(job: TrainingJobSpec) -> None:
+    assert refusal(job) == ""
+
+
+def test_a_size_that_is_not_legal_is_not_refused_for_its_memory() -> None:
+    assert refusal(spec(tensor=32, **HLAT), nodes=0) == ""
+
+
+def test_numbers_of_the_spec_go_before_those_of_the_preset() -> None:
+    found = sizes_of(ModelConfig.model_validate({"preset": "Llama2-7B", "hiddenSize": 2048, "numLayers": 2}))
+    assert found is not None
+    assert (found.hidden, found.layers, found.head_width, found.intermediate) == (2048, 2, 64, 11_008)
+
+
+def test_every_preset_has_sizes() -> None:
+    assert set(PRESET_SIZES) == set(ModelPreset)

@@ -1,0 +1,96 @@
+"""Memory, CPU and /dev/shm that a worker pod asks for, and what people say instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import SETTINGS, job, spec
+
+from trainium_operator.plan.manifests.worker_pod import Avoided, pod_template, template_hash, worker_pods
+from trainium_operator.plan.manifests.workloads import workload
+
+TRN1 = {"accelerator": {"instanceType": "trn1.32xlarge"}}
+
+
+def made(settings: Any = SETTINGS, **changes: Any) -> Any:
+    given = {"trainer": {"batch": {"globalSize": 128}}, **changes}
+    return worker_pods(job(spec(**given)), settings, range(1), Avoided())[0]["spec"]
+
+
+def resources(pod: Any) -> Any:
+    return pod["containers"][0].get("resources", {})
+
+
+def shared_memory(pod: Any) -> Any:
+    return next(each for each in pod["volumes"] if each["name"] == "shared-memory")
+
+
+def with_template(container: dict[str, Any] | None = None, **pod: Any) -> dict[str, Any]:
+    containers = [{"name": "worker", **container}] if container else []
+    return {**TRN1, "template": {"spec": {**({"containers": containers} if containers else {}), **pod}}}
+
+
+def test_no_worker_is_of_the_class_that_is_evicted_first() -> None:
+    for workers in ({"accelerator": {"device": "cpu"}}, TRN1):
+        assert {"memory", "cpu"} <= resources(made(workers=workers))["requests"].keys()
+        assert "memory" not in resources(made(workers=workers)).get("limits", {}), "an estimate must not end a run"
+        assert shared_memory(made(workers=workers))["emptyDir"]["sizeLimit"].endswith("Mi")
+
+
+@pytest.mark.parametrize("kind", ["requests", "limits"])
+def test_what_the_jobs_template_says_of_a_resource_stands(kind: str) -> None:
+    found = resources(made(workers=with_template({"resources": {kind: {"memory": "1Gi"}}})))
+    assert found[kind]["memory"] == "1Gi"
+    assert found["requests"].get("memory", "1Gi") == "1Gi", "a request above the limit would be refused"
+    assert found["requests"]["cpu"] == "33", "of the other one nobody said anything"
+
+
+def test_whoever_asks_for_the_pod_as_a_whole_is_not_asked_for_more() -> None:
+    found = made(workers=with_template(resources={"requests": {"memory": "9Gi"}}))
+    assert found["resources"] == {"requests": {"memory": "9Gi"}}
+    assert "memory" not in resources(found)["requests"]
+
+
+def test_a_limit_of_the_shared_memory_in_the_template_stands() -> None:
+    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "5Gi"}}
+    assert shared_memory(made(workers=with_template(volumes=[volume]))) == volume
+    other = {"name": "shared-memory", "hostPath": {"path": "/dev/shm"}}
+    assert shared_memory(made(workers=with_template(volumes=[other]))) == other
+
+
+def test_the_charts_template_is_below_the_jobs_own() -> None:
+    asked = {"resources": {"requests": {"cpu": "2", "memory": "3Gi"}}}
+    chart = {
+        "metadata": {"labels": {"team": "infra", "trainium.dev/job-name": "stolen"}},
+        "spec": {"containers": [asked], "priorityClassName": "low"},
+    }
+    view = job(
+        spec(workers=with_template({"resources": {"requests": {"cpu": "7"}}}), trainer={"batch": {"globalSize": 128}})
+    )
+    body = pod_template(view, replace(SETTINGS, worker_template=chart))
+    requests = resources(body["spec"])["requests"]
+    assert (requests["cpu"], requests["memory"]) == ("7", "3Gi")
+    assert body["spec"]["priorityClassName"] == "low"
+    assert body["metadata"]["labels"]["team"] == "infra"
+    assert body["metadata"]["labels"]["trainium.dev/job-name"] == "demo", "whose pod it is nobody can change"
+
+
+def test_the_pods_of_a_job_are_the_same_at_every_size() -> None:
+    few, many = (
+        job(spec(workers={**TRN1, "replicas": count}, trainer={"batch": {"globalSize": 128}})) for count in (2, 4)
+    )
+    assert template_hash(few, SETTINGS) == template_hash(many, SETTINGS)
+
+
+def test_a_queue_is_asked_only_for_what_people_ask_for() -> None:
+    """Kueue refuses a workload that asks for a resource which its queue does not name."""
+
+    def queued(workers: dict[str, Any]) -> Any:
+        view = job(spec(workers=workers, trainer={"batch": {"globalSize": 128}}, scheduling={"queueName": "q"}))
+        pod = workload(view, SETTINGS, part=0, workers=4)["spec"]["podSets"][0]["template"]["spec"]
+        return resources(pod).get("requests", {})
+
+    assert {"memory", "cpu"} & queued(TRN1).keys() == set()
+    assert queued(with_template({"resources": {"requests": {"cpu": "2"}}}))["cpu"] == "2"
