@@ -6,6 +6,7 @@ Invariant: a flag wins over its variable; a value that is not usable is refused 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import socket
@@ -14,9 +15,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from trainium_contract.wire.worker_env import COORDINATOR_PORT
+from trainium_operator.plan.model.observed import WorkerIngress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PREFIX = "TRAINIUM_OPERATOR_"
@@ -29,7 +31,7 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
 
 
 MOST_NAMESPACES = 50
-"""Served by name: each takes four connections to the API server, one for each kind that is watched in it."""
+"""Served by name: each takes five connections to the API server, one for each kind that is watched in it."""
 MOST_NAMED_JOBS = 500
 """With metrics of their own: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
@@ -75,6 +77,16 @@ class Settings:
         "taken",
     )
     dra: bool = _setting(False, "let jobs claim their devices (dynamic resource allocation)")
+    job_network_policy: bool = _setting(
+        False, "make a NetworkPolicy for the workers of each job: only they themselves and this operator may reach them"
+    )
+    operator_labels: str = _setting(
+        "",
+        "labels of this operator's own pods (key=value, separated by commas), which --job-network-policy lets in",
+    )
+    job_ingress: str = _setting(
+        "", "further ingress rules of the workers' NetworkPolicies, as a JSON list of objects with `from` and `ports`"
+    )
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     secure_metrics: bool = _setting(
         False, "serve /metrics at the HTTPS port only, to whom the API server lets get the nonResourceURL /metrics"
@@ -104,6 +116,13 @@ class Settings:
         """The namespaces that are served, each once; empty for all."""
         given = f"{self.watch_namespaces},{self.watch_namespace}".split(",")
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+
+    def worker_ingress(self, namespace: str) -> WorkerIngress | None:
+        """What the NetworkPolicy of each job says, for an operator in this namespace; None: none is made."""
+        if not self.job_network_policy:
+            return None
+        labels = _labels(self.operator_labels)
+        return WorkerIngress(operator_namespace=namespace, operator_labels=labels, rules=_rules(self.job_ingress))
 
     @property
     def secret_name(self) -> str:
@@ -141,6 +160,18 @@ class Settings:
                 ",".join(self.namespaces),
                 all(_NAMESPACE.fullmatch(name) for name in self.namespaces) and len(self.namespaces) <= MOST_NAMESPACES,
                 f"at most {MOST_NAMESPACES} names of namespaces, separated by commas",
+            ),
+            (
+                "--operator-labels",
+                self.operator_labels,
+                _is_read(_labels, self.operator_labels) and bool(self.operator_labels or not self.job_network_policy),
+                "key=value, separated by commas, and given with --job-network-policy",
+            ),
+            (
+                "--job-ingress",
+                self.job_ingress,
+                _is_read(_rules, self.job_ingress),
+                "a JSON list of objects with no other keys than from and ports, each a list",
             ),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
             ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
@@ -182,6 +213,34 @@ def process_identity(environment: Mapping[str, str]) -> str:
     """Who holds the Lease: the same after a restart of the container in its pod, else unique."""
     pod, uid = environment.get("POD_NAME"), environment.get("POD_UID")
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
+
+
+def _labels(text: str) -> dict[str, str]:
+    """Raises ValueError."""
+    pairs = [pair.partition("=") for pair in text.split(",") if text]
+    if any(not key.strip() or not equals for key, equals, _ in pairs):
+        raise ValueError(text)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _rules(text: str) -> tuple[dict[str, Any], ...]:
+    """Raises ValueError; what is in `from` and `ports` the API server checks."""
+    found = json.loads(text or "[]")
+    good = isinstance(found, list) and all(
+        isinstance(rule, dict) and rule.keys() <= {"from", "ports"} and all(isinstance(x, list) for x in rule.values())
+        for rule in found
+    )
+    if not good:
+        raise ValueError(text)
+    return tuple(found)
+
+
+def _is_read(read: Callable[[str], object], text: str) -> bool:
+    try:
+        read(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _boolean(text: str) -> bool:
