@@ -29,6 +29,7 @@ _KINDS = (
     "api/v1/namespaces/{}/services",
     "api/v1/namespaces/{}/secrets",
     "apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
     "apis/coordination.k8s.io/v1/namespaces/{}/leases",
     "apis/resource.k8s.io/v1/namespaces/{}/resourceclaims",
 )

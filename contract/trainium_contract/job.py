@@ -157,6 +157,8 @@ class ConditionType(StrEnum):
     CHECKPOINT_HEALTHY = "CheckpointHealthy"
     NODES_HEALTHY = "NodesHealthy"
     DISRUPTION_ALLOWED = "DisruptionAllowed"
+    NETWORK_POLICY_APPLIED = "NetworkPolicyApplied"
+    """Only of a job whose NetworkPolicy could not be written at some time."""
     ADMITTED = "Admitted"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"

@@ -22,6 +22,7 @@ from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
     JOBS,
+    NETWORK_POLICIES,
     NODES,
     PODS,
     TOKEN_REVIEWS,
@@ -38,6 +39,7 @@ from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.fleet.fleet_reconciler import Fleet, FleetMeter
 from trainium_operator.cluster.lease import LeaseElector
@@ -168,13 +170,14 @@ class Runtime:
             wall_clock=clock,
             on_change=self.enqueue_all,
         )
-        refusals = Refusals(clock)
+        refusals, policies = Refusals(clock), PolicyWrites(clock)
         observer = Observer(
             self.caches,
             self.state,
             ca_bundle=lambda: self.keeper.ca_bundle,
             creations_from=refusals.until,
             in_the_way=refusals.in_the_way,
+            policy_refusal=policies.refusal,
             wall_clock=clock,
             fleet=self.fleet.current,
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.pace.put),
@@ -192,6 +195,7 @@ class Runtime:
                 refusals,
                 Destruction(clock),
                 UndeclaredFields(clock),
+                policies,
             ),
             recorder=self.recorder,
             meter=FleetMeter(self.metrics, self.fleet),
@@ -381,6 +385,10 @@ def make_caches(
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=namespaces,
+        # They have a view of namespaces of their own: one where they cannot be read is served like the others.
+        network_policies=_children(api, NETWORK_POLICIES, Namespaces(served or EVERYWHERE))
+        if settings.job_network_policy
+        else None,
     )
 
 
@@ -401,4 +409,5 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
         worker_user=settings.worker_user,
         worker_template=settings.template,
         extra_priority_class=settings.extra_priority_class,
+        worker_ingress=settings.worker_ingress(namespace),
     )

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from trainium_contract.wire.worker_env import COORDINATOR_PORT
+from trainium_operator.plan.model.observed import WorkerIngress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
 
 
 MOST_NAMESPACES = 50
-"""Served by name: each takes four connections to the API server, one for each kind that is watched in it."""
+"""Served by name: each takes five connections to the API server, one for each kind that is watched in it."""
 MOST_NAMED_JOBS = 500
 """With metrics of their own: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
@@ -79,6 +80,16 @@ class Settings:
         "taken",
     )
     dra: bool = _setting(False, "let jobs claim their devices (dynamic resource allocation)")
+    job_network_policy: bool = _setting(
+        False, "make a NetworkPolicy for the workers of each job: only they themselves and this operator may reach them"
+    )
+    operator_labels: str = _setting(
+        "",
+        "labels of this operator's own pods (key=value, separated by commas), which --job-network-policy lets in",
+    )
+    job_ingress: str = _setting(
+        "", "further ingress rules of the workers' NetworkPolicies, as a JSON list of objects with `from` and `ports`"
+    )
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     secure_metrics: bool = _setting(
         False, "serve /metrics at the HTTPS port only, to whom the API server lets get the nonResourceURL /metrics"
@@ -109,6 +120,13 @@ class Settings:
         given = f"{self.watch_namespaces},{self.watch_namespace}".split(",")
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
+    def worker_ingress(self, namespace: str) -> WorkerIngress | None:
+        """What the NetworkPolicy of each job says, for an operator in this namespace; None: none is made."""
+        if not self.job_network_policy:
+            return None
+        labels = _labels(self.operator_labels)
+        return WorkerIngress(operator_namespace=namespace, operator_labels=labels, rules=_rules(self.job_ingress))
+
     @property
     def secret_name(self) -> str:
         """Name of the Secret with the certificates."""
@@ -122,12 +140,7 @@ class Settings:
     @property
     def template(self) -> dict[str, Any]:
         """The pod template for all workers. Raises ValueError where it is none."""
-        found = json.loads(self.worker_template or "{}")
-        if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
-            raise ValueError(self.worker_template)
-        if not all(isinstance(part, dict) for part in found.values()):
-            raise ValueError(self.worker_template)
-        return found
+        return _template(self.worker_template)
 
     @property
     def serves_readers(self) -> bool:
@@ -159,8 +172,20 @@ class Settings:
             (
                 "--worker-template",
                 self.worker_template[:100],
-                _is_usable(lambda: self.template),
+                _is_read(_template, self.worker_template),
                 "a JSON object with metadata and spec of a pod",
+            ),
+            (
+                "--operator-labels",
+                self.operator_labels,
+                _is_read(_labels, self.operator_labels) and bool(self.operator_labels or not self.job_network_policy),
+                "key=value, separated by commas, and given with --job-network-policy",
+            ),
+            (
+                "--job-ingress",
+                self.job_ingress,
+                _is_read(_rules, self.job_ingress),
+                "a JSON list of objects with no other keys than from and ports, each a list",
             ),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
             ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
@@ -204,9 +229,39 @@ def process_identity(environment: Mapping[str, str]) -> str:
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
 
 
-def _is_usable(read: Callable[[], object]) -> bool:
+def _template(text: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    found = json.loads(text or "{}")
+    if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
+        raise ValueError(text)
+    if not all(isinstance(part, dict) for part in found.values()):
+        raise ValueError(text)
+    return found
+
+
+def _labels(text: str) -> dict[str, str]:
+    """Raises ValueError."""
+    pairs = [pair.partition("=") for pair in text.split(",") if text]
+    if any(not key.strip() or not equals for key, equals, _ in pairs):
+        raise ValueError(text)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _rules(text: str) -> tuple[dict[str, Any], ...]:
+    """Raises ValueError; what is in `from` and `ports` the API server checks."""
+    found = json.loads(text or "[]")
+    good = isinstance(found, list) and all(
+        isinstance(rule, dict) and rule.keys() <= {"from", "ports"} and all(isinstance(x, list) for x in rule.values())
+        for rule in found
+    )
+    if not good:
+        raise ValueError(text)
+    return tuple(found)
+
+
+def _is_read(read: Callable[[str], object], text: str) -> bool:
     try:
-        read()
+        read(text)
     except ValueError:
         return False
     return True

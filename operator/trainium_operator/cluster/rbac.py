@@ -19,6 +19,8 @@ class Scope(StrEnum):
     """Resources without a namespace: always a ClusterRole."""
     OWN = "Own"
     """In the operator's own namespace only: a Role."""
+    NETWORK_POLICIES = "NetworkPolicies"
+    """In every namespace whose jobs are served, only where `--job-network-policy` is on."""
     TAINTS = "Taints"
     """Resources without a namespace, only where `--taint-nodes` is on: a ClusterRole of its own."""
 
@@ -88,6 +90,13 @@ RIGHTS: tuple[Right, ...] = (
         "poddisruptionbudgets",
         ("get", "list", "watch", "create", "patch"),
         "one per job, so that no drain costs more work than the job allows",
+    ),
+    Right(
+        "networking.k8s.io",
+        "networkpolicies",
+        ("get", "list", "watch", "create", "patch"),
+        "one per job, which keeps others away from its workers; only our own are patched",
+        Scope.NETWORK_POLICIES,
     ),
     Right("scheduling.k8s.io", "podgroups", ("create", "patch"), "gangs, where the cluster serves them"),
     Right("scheduling.k8s.io", "workloads", ("create", "patch"), "gangs of Kubernetes 1.35"),

@@ -32,6 +32,7 @@ from trainium_operator.plan.pods.configuration import converge_configuration
 from trainium_operator.plan.pods.device_claims import converge_templates
 from trainium_operator.plan.pods.disruption_budget import limit_disruptions
 from trainium_operator.plan.pods.gang_policy import withhold_pods
+from trainium_operator.plan.pods.network_policy import keep_others_away
 from trainium_operator.plan.pods.refused_pods import with_refusing
 from trainium_operator.plan.pods.replicas import converge_pods
 from trainium_operator.plan.quota.ask import end_quota, keep_quota
@@ -180,6 +181,7 @@ def _is_open(status: TrainingJobStatus) -> bool:
 def _sealed(facts: Facts, answer: Answer) -> Plan:
     """The finished plan, with the status as it is to be written now."""
     answer = answer.then(limit_disruptions(facts, answer.status))
+    answer = answer.then(keep_others_away(facts, answer.status))
     if is_terminal(answer.status):
         answer = answer.then(expire(facts, answer.status))
     old, status = facts.job.status, answer.status

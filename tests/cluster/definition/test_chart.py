@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.sizes import INSTANCES
 from trainium_operator import generate
 from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
 from trainium_operator.coordinator.certificates import server_names
+from trainium_operator.plan.manifests.network_policy import network_policy
+from trainium_operator.plan.model.observed import JobView, WorkerIngress
 from trainium_operator.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ EVERYTHING = (
 )
 
 
+OF_JOBS = (Scope.WATCHED, Scope.NETWORK_POLICIES)
+"""What is given wherever jobs are served, with the chart's own values."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of a tenth of the time
 _templates: dict[tuple[str, str], str] = {}
 
@@ -83,7 +88,7 @@ def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
 
 def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) -> None:
     documents = rendered(api)
-    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, Scope.WATCHED)
+    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, *OF_JOBS)
     assert granted(only(documents, "Role", NAME)) == used(Scope.OWN)
     assert only(documents, "Role", NAME)["metadata"]["namespace"] == "system"
 
@@ -103,7 +108,7 @@ def test_with_a_list_of_namespaces_the_rights_to_jobs_are_given_there_only(
     assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER)
     roles = [one for one in documents if one["kind"] == "Role" and one["metadata"]["name"] == f"{NAME}-jobs"]
     assert [role["metadata"]["namespace"] for role in roles] == served
-    assert all(granted(role) == used(Scope.WATCHED) for role in roles)
+    assert all(granted(role) == used(*OF_JOBS) for role in roles)
     bindings = [one for one in documents if one["kind"] == "RoleBinding" and one["metadata"]["name"] == f"{NAME}-jobs"]
     assert [binding["metadata"]["namespace"] for binding in bindings] == served
     assert all(binding["subjects"][0]["namespace"] == "system" for binding in bindings)
@@ -125,7 +130,7 @@ def test_kueue_may_be_asked_only_where_that_is_switched_on(api: Api) -> None:
 def test_with_served_namespaces_kueue_is_asked_for_their_jobs_only(api: Api, served: str) -> None:
     documents = rendered(api, f"kueue.enabled=true,{served}")
     assert granted(only(documents, "ClusterRole", f"{NAME}-kueue")) == used(Scope.KUEUE_CLUSTER)
-    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.KUEUE)
+    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, Scope.KUEUE)
 
 
 def test_devices_may_be_claimed_only_where_that_is_switched_on(api: Api) -> None:
@@ -141,7 +146,28 @@ def test_devices_may_be_claimed_only_where_that_is_switched_on(api: Api) -> None
 def test_with_served_namespaces_devices_are_claimed_for_their_jobs_only(api: Api) -> None:
     documents = rendered(api, "dra.enabled=true,watchNamespaces={training}")
     assert granted(only(documents, "ClusterRole", f"{NAME}-dra")) == used(Scope.DRA_CLUSTER)
-    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.DRA)
+    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, Scope.DRA)
+
+
+def test_policies_of_jobs_let_in_the_pods_that_the_chart_makes_and_rules_of_the_values(api: Api) -> None:
+    first = "networkPolicy.jobs.ingress[0]"
+    documents = rendered(api, f"{first}.from[0].podSelector.matchLabels.app=a b,{first}.ports[0].port=6006")
+    pods = only(documents, "Deployment", NAME)["spec"]["template"]
+    ingress = parse_settings(pods["spec"]["containers"][0]["args"], {}).worker_ingress("system")
+    assert ingress is not None
+    assert len(ingress.operator_labels) == 3
+    assert ingress.operator_labels.items() <= pods["metadata"]["labels"].items()
+    rule = {"from": [{"podSelector": {"matchLabels": {"app": "a b"}}}], "ports": [{"port": 6006}]}
+    assert ingress.rules == (rule,)
+
+
+def test_without_policies_of_jobs_the_operator_has_no_right_to_any(api: Api) -> None:
+    documents = rendered(api, "networkPolicy.jobs.create=false")
+    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, Scope.WATCHED)
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert parse_settings(container["args"], {}).worker_ingress("system") is None
+    served = rendered(api, "networkPolicy.jobs.create=false,watchNamespaces={training}")
+    assert granted(only(served, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED)
 
 
 def test_nodes_may_be_written_only_where_that_is_switched_on(api: Api) -> None:
@@ -186,7 +212,7 @@ def test_pages_of_jobs_bring_a_right_a_service_and_its_name_in_the_certificate_a
     assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
 
     few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
-    assert granted(only(few, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED, Scope.PAGES)
+    assert granted(only(few, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, Scope.PAGES)
     assert f"{NAME}-ui" not in [each["metadata"]["name"] for each in few if each["kind"] == "ClusterRole"]
     assert f"{NAME}-ui.system.svc" in only(few, "Certificate", f"{NAME}-https")["spec"]["dnsNames"]
 
@@ -479,6 +505,23 @@ def test_the_policy_lets_the_operator_keep_its_memory_and_binds_nobody_else(rest
     assert refused(restricted, memory, "replace") == ""
     restricted.kubectl("-n", "system", "delete", "configmap", f"{NAME}-quarantine")
     restricted.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
+
+
+def test_the_api_server_takes_a_job_s_network_policy_from_the_operator_and_none_of_no_job(restricted: Api) -> None:
+    ingress = WorkerIngress(
+        operator_namespace="system",
+        operator_labels={"app.kubernetes.io/instance": RELEASE},
+        rules=({"from": [{"namespaceSelector": {}}], "ports": [{"port": 6006}]},),
+    )
+    spec = TrainingJobSpec.model_validate({"workers": {"replicas": 2}, "trainer": {"steps": 4}})
+    status = TrainingJobStatus()
+    job = JobView(
+        namespace=SPACES[0], name="llama", uid="u", generation=1, deleting=False, spec=spec, status=status, created=0.0
+    )
+    policy = network_policy(job, ingress)
+    assert refused(restricted, policy, "create", "--dry-run=server") == ""
+    policy["metadata"].pop("ownerReferences")
+    assert "only objects that a TrainingJob controls" in refused(restricted, policy, "create", "--dry-run=server")
 
 
 def test_the_policy_can_be_left_out(api: Api) -> None:

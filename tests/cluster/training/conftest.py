@@ -83,6 +83,8 @@ class Undisturbed:
     status: dict[str, Any]
     losses: dict[int, float]
     folder: Path
+    policies: list[dict[str, Any]]
+    """NetworkPolicies beside it."""
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +92,8 @@ def undisturbed(operator: Site) -> Undisturbed:
     name = "reference"
     operator.kubectl("create", "namespace", name)
     job = Job(operator, name, name).apply()
-    left = Undisturbed(job.until_phase("Completed"), job.losses(), job.folder)
+    status = job.until_phase("Completed")
+    left = Undisturbed(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])
     job.delete()
     operator.kubectl("delete", "namespace", name, "--wait=false")
     return left

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from conftest import Undisturbed
 
     from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -36,6 +37,22 @@ def test_a_job_trains_real_text_to_the_end_and_says_so(undisturbed: Undisturbed)
     assert every_sample_once(undisturbed.folder, 60, 12)
     fields = json.loads((undisturbed.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
+
+
+def test_its_network_policy_is_its_own_and_lets_in_the_pods_that_are_the_operator(
+    undisturbed: Undisturbed, operator: Site
+) -> None:
+    (policy,) = undisturbed.policies
+    assert policy["metadata"]["name"] == "reference-workers"
+    assert [owner["kind"] for owner in policy["metadata"]["ownerReferences"]] == ["TrainingJob"]
+    assert "NetworkPolicyApplied" not in {each["type"] for each in undisturbed.status["conditions"]}
+    (peer,) = policy["spec"]["ingress"][1]["from"]
+    labels = ",".join(f"{key}={value}" for key, value in peer["podSelector"]["matchLabels"].items())
+    (label,) = peer["namespaceSelector"]["matchLabels"].items()
+    (namespace,) = operator.get("namespaces", "-l", "=".join(label))["items"]
+    pods = operator.get("pods", "-n", namespace["metadata"]["name"], "-l", labels)["items"]
+    assert pods, "nobody is let in as the operator"
+    assert {pod["spec"]["containers"][0]["name"] for pod in pods} == {"operator"}
 
 
 def test_checkpoints_are_committed_when_written_and_verify(undisturbed: Undisturbed) -> None:

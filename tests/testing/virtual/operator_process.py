@@ -103,6 +103,8 @@ class OperatorProcess:
     async def start(self) -> None:
         runtime = self.runtime
         work = [reflector.run() for reflector in runtime.caches.reflectors()]
+        if runtime.caches.network_policies is not None:
+            work.append(runtime.caches.network_policies.run())
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]

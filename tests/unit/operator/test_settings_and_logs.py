@@ -43,6 +43,11 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--workers", "many"], "invalid int value: 'many'"),
         (["--watch-namespaces", "ml,Research"], "--watch-namespaces must be at most 50 names of namespaces"),
         (["--watch-namespaces", ",".join(f"n{at}" for at in range(51))], "at most 50 names of namespaces"),
+        (["--job-network-policy", "true"], "--operator-labels must be key=value, separated by commas, and given with"),
+        (["--operator-labels", "a"], "--operator-labels must be key=value"),
+        (["--job-ingress", "nobody"], "--job-ingress must be a JSON list of objects with no other keys than from and"),
+        (["--job-ingress", '[{"to": []}]'], "--job-ingress must be a JSON list"),
+        (["--job-ingress", '[{"from": {}}]'], "--job-ingress must be a JSON list"),
         (["--wrokers=3"], "unrecognized arguments: --wrokers"),
         (["walk"], "invalid choice: 'walk'"),
     ],
@@ -54,6 +59,15 @@ def test_unusable_values_are_refused_with_a_sentence(
         parse_settings(arguments, {})
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_who_may_reach_workers_is_read_from_flags_and_from_the_operators_namespace() -> None:
+    assert parse_settings(["--operator-labels=a=b"], {}).worker_ingress("system") is None
+    on = ["--job-network-policy=true", "--operator-labels=x.io/a=b,c=d", '--job-ingress=[{"ports": [{"port": 1}]}]']
+    ingress = parse_settings(on, {}).worker_ingress("system")
+    assert ingress is not None
+    assert (ingress.operator_namespace, ingress.operator_labels) == ("system", {"x.io/a": "b", "c": "d"})
+    assert ingress.rules == ({"ports": [{"port": 1}]},)
 
 
 def test_served_namespaces_are_named_once_each_and_none_means_all() -> None:

@@ -16,11 +16,29 @@ from trainium_contract.faults.read import budget_of
 from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, LABEL_EXTRA
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, Plan, PublishMembership
+from trainium_operator.plan.model.actions import (
+    Action,
+    ApplyObject,
+    ApplyPolicy,
+    CreatePod,
+    DeletePod,
+    Plan,
+    PublishMembership,
+)
 from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
-from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, FleetView, JobView, Observed, PodPhase, PodView
+from trainium_operator.plan.model.observed import (
+    SILENCE_TOLD_SECONDS,
+    FleetView,
+    JobView,
+    Observed,
+    PodPhase,
+    PodView,
+    WorkerIngress,
+)
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import decide_size
+
+_SETTINGS = replace(SETTINGS, worker_ingress=WorkerIngress(operator_namespace="system", operator_labels={"a": "b"}))
 
 
 class ConflictError(Exception):
@@ -87,6 +105,7 @@ class FakeCluster(FaultyWorld):
             now=self.now,
             fleet=self.fleet,
             wanted_elsewhere=self.gang_waits,
+            policies_known=True,
             devices=DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
         )
 
@@ -95,7 +114,7 @@ class FakeCluster(FaultyWorld):
         if not self.operator_up:
             return None
         self.plans += 1
-        result = plan(self.observe(), SETTINGS)
+        result = plan(self.observe(), _SETTINGS)
         status: list[Any] = [] if result.status == self.status else [result.status]
         for done, write in enumerate([*status, *result.actions]):
             if crash_after is not None and done >= crash_after:
@@ -107,7 +126,7 @@ class FakeCluster(FaultyWorld):
 
     def writes_due(self) -> int:
         """How many writes the next plan asks for."""
-        result = plan(self.observe(), SETTINGS)
+        result = plan(self.observe(), _SETTINGS)
         return len(result.actions) + (result.status != self.status)
 
     def settle(self) -> None:
@@ -118,7 +137,7 @@ class FakeCluster(FaultyWorld):
             if result is None or result.requeue_after is None or result.requeue_after >= 0.1:
                 break
         if result is not None and (result.actions or result.status != before):
-            again = plan(self.observe(), SETTINGS)
+            again = plan(self.observe(), _SETTINGS)
             assert again.actions == (), "the plan does not come to rest"
             assert again.events == (), "an event is told twice"
             assert again.status == self.status
@@ -136,7 +155,7 @@ class FakeCluster(FaultyWorld):
             case TrainingJobStatus():
                 self._check_records(write)
                 self.status = TrainingJobStatus.model_validate_json(write.model_dump_json(by_alias=True))
-            case ApplyObject(manifest):
+            case ApplyObject(manifest) | ApplyPolicy(manifest):
                 metadata = manifest["metadata"]
                 key = f"{manifest['kind']}/{metadata['name']}"
                 self.children[key] = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]

@@ -67,6 +67,8 @@ NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 SECRETS = Resource("", "v1", "secrets", "Secret")
 DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+"""Read and written only where the operator makes one for each job."""
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 CORE_EVENTS = Resource("", "v1", "events", "Event")
 """The same objects as `kubectl get events` reads them; only read, for pages of jobs."""
@@ -75,4 +77,17 @@ TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenRe
 ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False)
 REVIEWS = (TOKEN_REVIEWS, ACCESS_REVIEWS)
 
-ALL = (JOBS, PODS, NAMESPACES, NODES, CONFIG_MAPS, SECRETS, DISRUPTION_BUDGETS, EVENTS, CORE_EVENTS, LEASES, *REVIEWS)
+ALL = (
+    JOBS,
+    PODS,
+    NAMESPACES,
+    NODES,
+    CONFIG_MAPS,
+    SECRETS,
+    DISRUPTION_BUDGETS,
+    NETWORK_POLICIES,
+    EVENTS,
+    CORE_EVENTS,
+    LEASES,
+    *REVIEWS,
+)

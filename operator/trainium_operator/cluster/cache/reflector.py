@@ -50,6 +50,8 @@ class _Scope:
     namespace: str
     known: bool = False
     """It has been listed, or refused where others are served too."""
+    refused: bool = False
+    """A list was answered with 403, the last time."""
     heard: float = 0.0
     listed: float = 0.0
     version: str = ""
@@ -94,6 +96,11 @@ class Lister(Generic[V]):
         """Loop time of the last sign of life from the server, of the namespace with the oldest; 0 before the first."""
         return min(scope.heard for scope in self._scopes)
 
+    @property
+    def answered(self) -> bool:
+        """Whether the API server has said of each namespace what is there, or that it may not be read."""
+        return all(scope.known or scope.refused for scope in self._scopes)
+
     def is_listed_since(self, namespace: str, since: float) -> bool:
         """Whether the objects of this namespace have been listed at or after `since` (loop time)."""
         served = "" if self._namespaces.single else namespace
@@ -120,6 +127,7 @@ class Lister(Generic[V]):
 
     def _refused(self, scope: _Scope, error: ForbiddenError) -> None:
         scope.heard = asyncio.get_running_loop().time()
+        scope.refused = True
         self._namespaces.saw(self.resource.plural, scope.namespace, Sight.FORBIDDEN, str(error))
         if not self._namespaces.single:
             self._know(scope)
@@ -149,7 +157,7 @@ class Lister(Generic[V]):
                 break
         version: str = page["metadata"]["resourceVersion"]
         self.store.replace(entries, int(version), scope.namespace)
-        scope.listed, scope.stale = began, False
+        scope.listed, scope.stale, scope.refused = began, False, False
         self._know(scope)
         self._namespaces.saw(self.resource.plural, scope.namespace, Sight.LISTED)
         return version

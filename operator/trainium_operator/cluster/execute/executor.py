@@ -30,6 +30,7 @@ from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
     JOBS,
+    NETWORK_POLICIES,
     PODS,
     TEMPLATES,
     WORKLOADS,
@@ -41,6 +42,7 @@ from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
 from trainium_operator.cluster.execute.device_writes import drop_template
 from trainium_operator.cluster.execute.events import Note
+from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
 from trainium_operator.cluster.execute.side_by_side import all_of, growing
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
@@ -48,6 +50,7 @@ from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
+    ApplyPolicy,
     AskQuota,
     CreatePod,
     DeleteJob,
@@ -80,7 +83,7 @@ TELL_FROM_PAUSE = 2.0
 BESIDE_A_START = 8
 """Deletions at a time of what has ended: they come behind the new pods, and take their time to bind and start."""
 _CONTENT = frozenset({"data", "binaryData", "spec"})
-_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, TEMPLATES)
+_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, NETWORK_POLICIES, TEMPLATES)
 
 
 class Publisher(Protocol):
@@ -103,9 +106,11 @@ class Executor:
         refusals: Refusals | None = None,
         destruction: Destruction | None = None,
         undeclared: UndeclaredFields | None = None,
+        policies: PolicyWrites | None = None,
     ) -> None:
         self._undeclared = undeclared or UndeclaredFields(lambda: 0.0)
         self._destruction = destruction or Destruction(lambda: 0.0)
+        self._policies = policies or PolicyWrites(lambda: 0.0)
         self._refusals = refusals or Refusals(lambda: 0.0)
         self._api = api
         self._caches = caches
@@ -129,6 +134,9 @@ class Executor:
                     await self._delete_pods(job, actions, BESIDE_A_START if started else OF_ONE)
                 except HeldBackError as error:
                     held = error  # what is lost is replaced, also while it may not be deleted
+            elif kind is ApplyPolicy:
+                for action in actions:
+                    await self._policies.write(job.uid, self._apply(job, action.manifest))
             elif refused is not None:
                 break
             elif kind is CreatePod:
@@ -212,12 +220,14 @@ class Executor:
     async def _apply(self, job: JobView, manifest: Json) -> None:
         kind = manifest["kind"]
         resource = next(each for each in _APPLIED if each.kind == kind)
-        listers: dict[str, Lister[Any]] = {
+        listers: dict[str, Lister[Any] | None] = {
             CONFIG_MAPS.kind: self._caches.config_maps,
             DISRUPTION_BUDGETS.kind: self._caches.disruption_budgets,
             TEMPLATES.kind: self._caches.dra.templates,
+            NETWORK_POLICIES.kind: self._caches.network_policies,
         }
         lister = listers[kind]
+        assert lister is not None  # without them no plan asks for one
         lister.write_through(await self._own(job, resource, manifest, lister.store))
 
     async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[Any]) -> Json:
@@ -257,7 +267,7 @@ class Executor:
             f"{resource.kind} {name} exists and does not belong to this job; it is left alone: delete it, or give the "
             "job another name"
         )
-        if resource is not PODS:  # the next try gives a pod another name
+        if resource not in (PODS, NETWORK_POLICIES):  # the next try gives a pod another name, and no policy is needed
             self._refusals.met(job.uid, place, sentence)
         raise NotOursError(sentence, status=409)
 

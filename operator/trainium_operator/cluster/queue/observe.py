@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.job_id import JobId
-    from trainium_operator.plan.model.observed import AgentView, JobView, PodView
+    from trainium_operator.plan.model.observed import AgentView, JobView, PodView, PolicyRefusal
     from trainium_operator.plan.model.quota import WorkloadView
 
 
@@ -55,6 +55,8 @@ class Caches:
     """Nobody waits for it either: jobs that claim no devices do not need it."""
     namespaces: Namespaces
     """Those that are served, and where all of the above but the nodes is known."""
+    network_policies: Reflector[ChildRecord] | None = None
+    """Nobody waits for them either; None where none are made."""
 
     def reflectors(self) -> tuple[Watching, ...]:
         """All that have a `run`; the jobs only where single namespaces are served, else kopf watches them."""
@@ -119,11 +121,13 @@ class Observer:
         wall_clock: Callable[[], float],
         creations_from: Callable[[str], float] = lambda _uid: 0.0,
         in_the_way: Callable[[str], Mapping[str, str]] = lambda _uid: {},
+        policy_refusal: Callable[[str], PolicyRefusal | None] = lambda _uid: None,
         fleet: Callable[[], FleetView] = FleetView,
         gangs: WaitingGangs | None = None,
     ) -> None:
         self._creations_from = creations_from
         self._in_the_way = in_the_way
+        self._policy_refusal = policy_refusal
         self._caches = caches
         self._agents = agents
         self._ca_bundle = ca_bundle
@@ -143,7 +147,9 @@ class Observer:
             for kind, lister in (
                 ("ConfigMap", caches.config_maps),
                 ("PodDisruptionBudget", caches.disruption_budgets),
+                ("NetworkPolicy", caches.network_policies),
             )
+            if lister is not None
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.membership_of(job)
@@ -161,6 +167,8 @@ class Observer:
             now=self._wall_clock(),
             creations_from=self._creations_from(job.uid),
             in_the_way=self._in_the_way(job.uid),
+            policies_known=caches.network_policies is not None and caches.network_policies.answered,
+            policy_refusal=self._policy_refusal(job.uid),
             fleet=self._fleet().seen_from(job.namespace),
             quota=caches.kueue.quota(job),
             wanted_elsewhere=self._gangs.nodes_wanted(job) if self._gangs is not None else 0,
@@ -247,6 +255,8 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     caches.pods.store.listen(pod_changed)
     caches.config_maps.store.listen(child_changed)
     caches.disruption_budgets.store.listen(child_changed)
+    if caches.network_policies is not None:
+        caches.network_policies.store.listen(child_changed)
     caches.kueue.workloads.store.listen(workload_changed)
     caches.dra.templates.store.listen(template_changed)
     caches.dra.slices.store.listen(slice_changed)

@@ -42,6 +42,13 @@ class ApplyGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ApplyPolicy:
+    """Create the job's NetworkPolicy, or bring it in line. Nothing waits for it: refused, it stops nothing else."""
+
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class PublishMembership:
     """Write the membership ConfigMap, then let the coordinator serve it.
 
@@ -119,7 +126,17 @@ class DeleteJob:
 
 
 QuotaAction = AskQuota | TellQuota | DropQuota
-Action = ApplyObject | ApplyGroup | PublishMembership | CreatePod | DeletePod | DropTemplate | DeleteJob | QuotaAction
+Action = (
+    ApplyObject
+    | ApplyGroup
+    | ApplyPolicy
+    | PublishMembership
+    | CreatePod
+    | DeletePod
+    | DropTemplate
+    | DeleteJob
+    | QuotaAction
+)
 
 
 class EventType(StrEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
-"""On the configuration ConfigMap and the PodDisruptionBudget: digest of what the plan wanted when it was applied."""
+"""On the configuration ConfigMap, the budget and the NetworkPolicy: digest of what was wanted when it was applied."""
 ANNOTATION_PART = f"{GROUP}/part"
 """On a Workload of Kueue: which part of the job's quota it asks for."""
 MEMBERSHIP_PACKED_KEY = "membership.json.gz"
@@ -46,6 +46,11 @@ def membership_name(job: str) -> str:
 def workload_name(job: str, part: int) -> str:
     """The Workload that asks Kueue for a part of the job's quota."""
     return f"{job}-quota-{part}"
+
+
+def network_policy_name(job: str) -> str:
+    """The NetworkPolicy that keeps others away from the workers."""
+    return f"{job}-workers"
 
 
 def claim_template_name(job: str, digest: str) -> str:

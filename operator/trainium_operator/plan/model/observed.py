@@ -223,6 +223,28 @@ _LARGEST_FACTOR = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIngress:
+    """Who may open connections to a job's workers, besides each other."""
+
+    operator_namespace: str
+    operator_labels: Mapping[str, str]
+    """Of the operator's own pods."""
+    rules: tuple[Mapping[str, Any], ...] = ()
+    """Further ingress rules, as in a NetworkPolicy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRefusal:
+    """Why the NetworkPolicy of a job could not be written."""
+
+    sentence: str
+    taken: bool
+    """Somebody else's has its name."""
+    again_from: float
+    """It is not tried before (Unix seconds)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """The operator's own configuration, as far as plans depend on it."""
 
@@ -257,6 +279,8 @@ class PlanSettings:
     """PriorityClass of workers on idle nodes, below that of any other pod; without one idle nodes are left alone."""
     dra: ApiState = ApiState.OFF
     """Whether jobs may claim their devices."""
+    worker_ingress: WorkerIngress | None = None
+    """What a NetworkPolicy of each job says; None: none is made."""
 
     def status_interval(self, workers: int) -> float:
         """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
@@ -277,7 +301,7 @@ class Observed:
     published: int
     """Generation that the coordinator serves for this job now; 0 for none (for instance after a restart)."""
     children: Mapping[str, str]
-    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each ConfigMap and PodDisruptionBudget."""
+    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each ConfigMap, budget and NetworkPolicy."""
     ca_bundle: str
     """PEM of the certificate authorities that agents must trust."""
     coordinator_since: float
@@ -287,6 +311,9 @@ class Observed:
     """Nothing may be created before: the API server refused the last creation (Unix seconds)."""
     in_the_way: Mapping[str, str] = field(default_factory=dict)
     """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
+    policies_known: bool = False
+    """Whether the NetworkPolicies that there are were read, or may not be: one that is not in `children` is missing."""
+    policy_refusal: PolicyRefusal | None = None
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
     """What Kueue says of the job's quota; None when it cannot be asked."""

@@ -71,6 +71,8 @@ class Reason(StrEnum):
     INTERRUPTION_NOTICE = "InterruptionNotice"
     DISRUPTION_ALLOWED = "DisruptionAllowed"
     DISRUPTION_REFUSED = "DisruptionRefused"
+    # The NetworkPolicy of the workers
+    POLICY_APPLIED = "PolicyApplied"
     # Templates
     TEMPLATE_CHANGED = "TemplateChanged"
     # Nodes

@@ -1,0 +1,65 @@
+"""Writes of NetworkPolicies, which nothing waits for: a refusal is remembered for the plan, and stops nothing else.
+
+A right that an older ClusterRole does not give, a webhook that refuses or does not answer, a name that another's
+policy bears. Invariants: one try takes `SECONDS` at most; the pauses between tries grow up to `LONGEST_PAUSE` and are
+no pauses of pods; what a new plan may answer (a conflict, an API server that is away) is an error as of any write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotOursError, UnavailableError
+from trainium_operator.plan.model.observed import PolicyRefusal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+SECONDS = 10.0
+FIRST_PAUSE = 2.0
+LONGEST_PAUSE = 300.0
+REMEMBERED = 4_096
+
+
+class PolicyWrites:
+    """Jobs by uid; times in Unix seconds of the clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._refusals: OrderedDict[str, tuple[PolicyRefusal, float]] = OrderedDict()
+        """With the pause that was given."""
+
+    def refusal(self, job_uid: str) -> PolicyRefusal | None:
+        """Why the job's policy could not be written, and when it may be tried again; None when it could."""
+        known = self._refusals.get(job_uid)
+        return known[0] if known is not None else None
+
+    async def write(self, job_uid: str, work: Awaitable[None]) -> None:
+        """Do it. Raises ConflictError and UnavailableError where a new plan is the answer."""
+        try:
+            async with asyncio.timeout(SECONDS) as budget:
+                await work
+        except TimeoutError:
+            if not budget.expired():
+                raise
+            self._refused(job_uid, f"the API server did not take the NetworkPolicy within {SECONDS:.0f} s")
+        except NotOursError as error:
+            self._refused(job_uid, str(error), taken=True)
+        except ConflictError:
+            raise
+        except ApiError as error:
+            if isinstance(error, UnavailableError) and error.status not in (500, 504):  # those are webhooks
+                raise
+            self._refused(job_uid, str(error))
+        else:
+            self._refusals.pop(job_uid, None)
+
+    def _refused(self, job_uid: str, sentence: str, *, taken: bool = False) -> None:
+        known = self._refusals.get(job_uid)
+        pause = FIRST_PAUSE if known is None else min(LONGEST_PAUSE, 2.0 * known[1])
+        self._refusals[job_uid] = PolicyRefusal(sentence, taken, self._clock() + pause), pause
+        self._refusals.move_to_end(job_uid)
+        while len(self._refusals) > REMEMBERED:
+            self._refusals.popitem(last=False)

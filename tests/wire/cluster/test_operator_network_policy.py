@@ -1,0 +1,191 @@
+"""The NetworkPolicy of a job, from the operator to the API server: one write, and no obstacle to anything else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, NETWORK_POLICIES, PODS
+from trainium_operator.cluster.rbac import RIGHTS, Scope
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.testing.api.fake_kubernetes import Fault
+
+SETTINGS = Settings(job_network_policy=True, operator_labels="app=operator")
+NAME = "llama-workers"
+
+
+class Story:
+    """One job, its workers, and an operator that makes policies."""
+
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        self.cluster = FakeCluster(wall_clock)
+        self.process = OperatorProcess(self.cluster, settings=settings)
+        self.workers = Workers(self.cluster, nodes=4, total_steps=100_000)
+        self.workers.operator = self.process
+
+    def condition(self) -> dict[str, Any]:
+        status = self.cluster.get(JOBS, "default", "llama").get("status") or {}
+        return next((each for each in status.get("conditions", ()) if each["type"] == "NetworkPolicyApplied"), {})
+
+    def writes(self, method: str) -> int:
+        mine = [each for each in self.cluster.writes if NETWORK_POLICIES.plural in each.path]
+        return len([each for each in mine if method in each.method])
+
+    def policies(self) -> list[str]:
+        return self.cluster.names(NETWORK_POLICIES)
+
+    async def trains(self) -> None:
+        step = self.workers.step
+        await until(lambda: self.workers.step > step + 5, 120, "it trains")
+
+    async def recovers(self) -> None:
+        """One worker is deleted, and another one takes its place."""
+        lost = self.cluster.names(PODS)[0]
+        self.cluster.remove(PODS, "default", lost)
+        await until(lambda: len(self.cluster.names(PODS)) == 2, 20, "a new worker")
+        await self.trains()
+
+
+def told(run: Callable[[Story], Awaitable[None]], story: Callable[[], Story] = Story) -> Story:
+    async def whole() -> Story:
+        made = story()
+        running = asyncio.create_task(made.workers.run())
+        made.cluster.add(JOBS, training_job("llama", replicas=2))
+        await made.process.start()
+        try:
+            await run(made)
+        finally:
+            running.cancel()
+            await made.process.kill()
+        return made
+
+    return run_virtual(whole())
+
+
+def refusing(answer: Any, *, of: str = "") -> Fault:
+    """A fault for every request about policies, or those of one method."""
+    return lambda method, path: answer if NETWORK_POLICIES.plural in path and of in method else None
+
+
+def test_it_is_written_once_behind_the_first_pods_and_goes_with_the_job() -> None:
+    async def run(story: Story) -> None:
+        await story.trains()
+        policy = story.cluster.get(NETWORK_POLICIES, "default", NAME)
+        assert policy["apiVersion"] == "networking.k8s.io/v1"
+        assert policy["spec"]["ingress"][1]["from"][0]["podSelector"] == {"matchLabels": {"app": "operator"}}
+        await story.recovers()
+        await asyncio.sleep(1300)  # past lists and resyncs
+        assert story.condition() == {}
+        assert (story.writes("POST"), story.writes("PATCH")) == (1, 0)
+        paths = [write.path for write in story.cluster.writes if write.method == "POST"]
+        first = next(at for at, path in enumerate(paths) if path.endswith("/networkpolicies"))
+        assert len([path for path in paths[:first] if path.endswith("/pods")]) == 2
+        story.cluster.remove(JOBS, "default", "llama")
+        assert story.policies() == []
+
+    told(run)
+
+
+def test_without_the_setting_nothing_is_read_or_written() -> None:
+    async def run(story: Story) -> None:
+        await story.trains()
+        assert not [path for _, path in story.cluster.requests if NETWORK_POLICIES.plural in path]
+
+    told(run, lambda: Story(Settings()))
+
+
+def test_one_that_was_deleted_comes_back_and_one_that_says_something_else_is_brought_in_line() -> None:
+    async def run(story: Story) -> None:
+        await story.trains()
+        story.cluster.remove(NETWORK_POLICIES, "default", NAME)
+        await until(lambda: story.policies() == [NAME], 30, "it is back")
+
+        def edit(raw: dict[str, Any]) -> None:
+            raw["metadata"]["annotations"] = {}
+            raw["spec"]["ingress"] = [{}]
+
+        story.cluster.change(NETWORK_POLICIES, "default", NAME, edit)
+        whole = lambda: len(story.cluster.get(NETWORK_POLICIES, "default", NAME)["spec"]["ingress"]) == 2  # noqa: E731
+        await until(whole, 30, "it is as it was")
+
+    told(run)
+
+
+def test_a_policy_of_our_name_that_is_somebody_else_s_is_left_alone_and_told_while_the_job_trains() -> None:
+    async def run(story: Story) -> None:
+        mine = story.cluster.add(NETWORK_POLICIES, {"metadata": {"name": NAME}, "spec": {"podSelector": {}}})
+        await until(lambda: story.condition().get("reason") == "NameTaken", 60, "it is told")
+        assert f"NetworkPolicy {NAME} exists and does not belong to this job" in story.condition()["message"]
+        await story.recovers()
+        await asyncio.sleep(600)
+        assert story.cluster.get(NETWORK_POLICIES, "default", NAME) == mine
+        assert story.writes("") < 12, "it is not insisted"
+        story.cluster.remove(NETWORK_POLICIES, "default", NAME)
+        await until(lambda: story.condition().get("status") == "True", 330, "the job has its own")
+        assert story.cluster.get(NETWORK_POLICIES, "default", NAME)["metadata"]["ownerReferences"]
+
+    told(run)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (refusing(refuse(403, "Forbidden", "networkpolicies is forbidden: old role")), "old role"),
+        (refusing(refuse(403, "Forbidden", "denied by admission"), of="POST"), "denied by admission"),
+        (refusing(refuse(500, "InternalError", "failed calling webhook"), of="POST"), "failed calling webhook"),
+    ],
+)
+def test_an_operator_that_may_not_write_it_says_so_and_the_job_trains_and_recovers(fault: Fault, words: str) -> None:
+    async def run(story: Story) -> None:
+        story.cluster.faults.append(fault)
+        await story.trains()
+        await until(lambda: story.condition().get("status") == "False", 60, "it is told")
+        assert (story.condition()["reason"], words in story.condition()["message"]) == ("WriteFailed", True)
+        events = [raw for key, raw in story.cluster.objects.items() if key[0] == EVENTS.plural]
+        assert [words in raw["note"] for raw in events if raw["reason"] == "WriteFailed"] == [True]
+        await story.recovers()
+        story.cluster.faults.clear()
+        await until(lambda: story.condition().get("status") == "True", 400, "it is made once it may be")
+        assert story.policies() == [NAME]
+
+    told(run)
+
+
+def test_another_operator_that_takes_over_writes_nothing() -> None:
+    async def run(story: Story) -> None:
+        await story.trains()
+        await until(lambda: story.policies() == [NAME], 30, "the policy")
+        before = (story.writes("POST"), story.writes("PATCH"))
+        await story.process.kill()
+        story.process = OperatorProcess(story.cluster, settings=SETTINGS, identity="operator-1")
+        story.workers.operator = story.process
+        await story.process.start()
+        await story.trains()
+        await asyncio.sleep(60)
+        assert (story.writes("POST"), story.writes("PATCH")) == before
+
+    told(run)
+
+
+def test_no_other_right_is_used_than_the_table_gives_for_it() -> None:
+    async def run(story: Story) -> None:
+        await story.trains()
+        story.cluster.remove(NETWORK_POLICIES, "default", NAME)
+        await story.trains()
+
+    story = told(run)
+    verbs = {"POST": "create", "PATCH": "patch", "WATCH": "watch", "GET": "get"}
+    used = {verbs[method] for method, path in story.cluster.requests if NETWORK_POLICIES.plural in path}
+    (right,) = [each for each in RIGHTS if each.scope is Scope.NETWORK_POLICIES]
+    assert used <= set(right.verbs)
+    assert "create" in used
