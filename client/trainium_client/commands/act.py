@@ -29,9 +29,7 @@ def resume(name: JobName, namespace: Namespace = None, context: Context = None, 
 
 def scale(
     name: JobName,
-    size: Annotated[
-        int, typer.Argument(min=1, help="Nodes; those that would save no pass of a step stay warm in reserve.")
-    ],
+    size: Annotated[int, typer.Argument(help="Nodes; those that would save no pass of a step stay warm in reserve.")],
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
