@@ -84,6 +84,27 @@ def test_a_victim_is_never_the_culprit() -> None:
     assert result.status.failures == ()
 
 
+@pytest.mark.parametrize(
+    ("workers", "victims", "told"),
+    [
+        (1, (0,), "they lost each other and none reported"),
+        (4, (2,), "1 worker lost a peer and none reported"),
+        (4, (0, 1, 3), "3 workers lost a peer and none reported"),
+        (4, (), "none reported"),
+        (1, (), "none reported"),
+    ],
+)
+def test_who_lost_a_peer_is_counted_in_words_that_fit_the_job(workers: int, victims: Any, told: str) -> None:
+    def agent_of(at: int) -> Any:
+        failures = (failure(76, rank=at),) if at in victims else ()
+        record = restart(1, Cause.PEER_LOST)
+        return agent(at, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
+
+    entry = newest(planned(running(workers, agents={at: agent_of(at) for at in range(workers)})))
+    assert entry.message == (f"the processes restarted in place; {told} a failure of its own, so no worker is blamed")
+    assert "1 workers" not in entry.message
+
+
 def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:
     agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
     result = planned(without(running(4, agents=agents), 1))
