@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.rows import capacity, control, endings, nodes, pods, processes, storage, virtual
+from benchmarks.faults.rows import (
+    capacity,
+    control,
+    endings,
+    misleading,
+    nodes,
+    pods,
+    processes,
+    storage,
+    virtual,
+)
 
 if TYPE_CHECKING:
     from benchmarks.faults.row import Row
@@ -18,6 +28,7 @@ _FAMILIES = (
     control.ROWS,
     virtual.ROWS,
     capacity.ROWS,
+    misleading.ROWS,
 )
 ROWS: tuple[Row, ...] = tuple(
     sorted((row for family in _FAMILIES for row in family), key=lambda row: (row.number, row.part))

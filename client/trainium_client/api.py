@@ -90,7 +90,10 @@ class Api:
         return self._jobs("PATCH", asked, f"/{name}", body=patch, content_type=MERGE_PATCH)
 
     def scale_job(self, name: str, size: int) -> Json:
-        """Set the size by the scale subresource."""
+        """Set the size by the scale subresource. Raises ClientError for less than a node, with what to do instead."""
+        if size < 1:
+            hint = f"to give all of its nodes back, suspend it: kubectl trn suspend {name}"
+            raise ClientError(f"{name} cannot train on {size} nodes; {hint}")
         asked = Asked("patch", f"{PLURAL}/scale", self.namespace, name)
         body = {"spec": {"replicas": size}}
         return self._jobs("PATCH", asked, f"/{name}/scale", body=body, content_type=MERGE_PATCH)

@@ -320,12 +320,16 @@ class CheckpointStatus(StatusModel):
     """Newest warning about checkpoints, for instance that a damaged one was stepped over."""
 
 
+MAX_COUNTED_CAUSES = 32
+"""More than there are causes: a newer operator's are kept."""
+
+
 class RestartsStatus(StatusModel):
     """Interruptions by faults since the job began, changes of the size left out; never reset."""
 
     total: int = 0
-    """All interruptions."""
-    by_cause: Annotated[dict[str, int], Field(max_length=32)] = {}
+    """All interruptions: the sum of byCause."""
+    by_cause: Annotated[dict[str, int], Field(max_length=MAX_COUNTED_CAUSES)] = {}
     """Interruptions by cause."""
 
 

@@ -11,6 +11,7 @@ from trainium_client.again import corrected, run_again
 from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
 from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
+from trainium_contract.pages.words import plural
 from trainium_contract.views.raw import mapping, text
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def resume(name: JobName, namespace: Namespace = None, context: Context = None, 
 
 def scale(
     name: JobName,
-    size: Annotated[
-        int, typer.Argument(min=1, help="Nodes; those that would save no pass of a step stay warm in reserve.")
-    ],
+    size: Annotated[int, typer.Argument(help="Nodes; those that would save no pass of a step stay warm in reserve.")],
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -40,7 +39,7 @@ def scale(
     api = open_api(namespace, context, kubeconfig)
     _refuse_ended(api.job(name), "scaled")
     api.scale_job(name, size)
-    say(f"{name} is asked to train on {size} nodes; see: kubectl trn watch {name}")
+    say(f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}")
 
 
 def retry(

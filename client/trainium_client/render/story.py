@@ -8,6 +8,7 @@ from rich.text import Text
 
 from trainium_client.render.page import heading, labelled, stacked
 from trainium_contract.pages.words import clock, duration, plural, shortened
+from trainium_contract.views.interruptions import stage_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,7 +29,7 @@ def story_page(story: Story) -> RenderableType:
         return stacked(Text(f"{story.namespace}/{story.name} is {story.phase or 'not answered yet'}: {said}"),
                        *(Text(f"- {each}") for each in story.advice))  # fmt: skip
     seconds = {name: value for name, value in entry.stages.items() if value}
-    stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+    stages = ", ".join(f"{stage_words(name)} {duration(value)}" for name, value in seconds.items())
     steps = _steps(entry.step_before, entry.resume_step, entry.steps_lost)
     end = (
         ""

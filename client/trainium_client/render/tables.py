@@ -8,6 +8,7 @@ from rich.text import Text
 
 from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
 from trainium_contract.pages.words import ago, clock, duration, figure, share, size
+from trainium_contract.views.interruptions import stage_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
     columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
     parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
     rows = [(name, f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR)) for name, seconds in parts]
-    stages = [(name, f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
+    stages = [(stage_words(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
               for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])]  # fmt: skip
     by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
     sizes = [(str(each.size), str(each.steps), duration(each.step_seconds)) for each in goodput.sizes]

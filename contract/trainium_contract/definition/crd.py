@@ -120,6 +120,8 @@ def object_schema() -> dict[str, Any]:
     _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
     _attach(spec["properties"]["workers"]["properties"]["accelerator"], CLAIM_RULES)
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
+    # A size of 0 is a person's way to stop: a rule says how, and no rule is asked where the schema has refused.
+    del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]
     recovery = spec["properties"]["recovery"]["properties"]
     _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
     _attach(recovery["budgets"]["properties"]["byCause"], BY_CAUSE_RULES)

@@ -38,9 +38,20 @@ _STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRa
 """Beginning of a rule about steps that only the data tell: the trainer judges them when it has read its data."""
 
 
+_SUSPEND_INSTEAD = (
+    "a job trains on 1 node at least: to give all of them back, leave replicas as it is and set spec.suspend: true "
+    "(kubectl trn suspend NAME)"
+)
+
 SPEC_RULES: tuple[Rule, ...] = (
     Rule(
-        f"!has(self.workers.minReplicas) || self.workers.minReplicas <= {NODES}",
+        f"{NODES} >= 1",
+        f"workers.replicas is below 1; {_SUSPEND_INSTEAD}",
+        ".workers.replicas",
+        said(f"workers.replicas is %s; {_SUSPEND_INSTEAD}", NODES),
+    ),
+    Rule(
+        f"{NODES} < 1 || !has(self.workers.minReplicas) || self.workers.minReplicas <= {NODES}",
         "workers.minReplicas must not be above workers.replicas: lower minReplicas or raise replicas",
         ".workers.minReplicas",
         said(

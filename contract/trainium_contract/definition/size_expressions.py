@@ -50,7 +50,7 @@ def said_of_size(text: str, *values: str) -> str:
     return f"[{_CORES}].map(c, {said(nearby, *values, below, above)})[0]"
 
 
-# The schema refuses these by itself; a rule that divided by them would add a second, useless sentence.
+# Refused already, replicas by a rule of its own; a rule that divided by them would add a second, useless sentence.
 OUT_OF_BOUNDS = f"""
 {NODES} < 1 || {MODEL_PARALLEL} < 1 || self.trainer.batch.globalSize < 1 || self.trainer.batch.microSize < 1
 || self.workers.accelerator.?coresPerNode.orValue(1) < 1"""

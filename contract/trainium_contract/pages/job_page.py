@@ -16,7 +16,7 @@ from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.worker_times import worker_times_html
-from trainium_contract.views.interruptions import ranks_text
+from trainium_contract.views.interruptions import ranks_text, stage_words
 from trainium_contract.views.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def _time(report: Report) -> str:
     if goodput.ratio is None:
         return ""
     parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
-    stages = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
+    by_stage = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
+    stages = [(stage_words(name), seconds) for name, seconds in by_stage]
     lost = f"<h2>What was lost, by stage</h2>{share_bar(stages, first=1)}" if goodput.lost else ""
     return f"<h2>Where the time went</h2>{share_bar(parts)}{lost}"
 

@@ -29,7 +29,7 @@ class StageSeconds(StatusModel):
     detect: float = 0.0
     """From the failure until it was known."""
     decide: float = 0.0
-    """Until the answer was published; also the wait for a worker to replace a lost one."""
+    """Until the answer was decided on: the wait for a worker in place of a lost one, 0 where one was there."""
     restart: float = 0.0
     """Until the processes of the next attempt were up."""
     load: float = 0.0

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
+_MEANT = {"decide": "wait for a worker"}
+"""What a stage is, where its name in the status says too little (docs/decisions/0116-decide-is-the-wait.md)."""
 ANSWERS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",
@@ -69,6 +71,12 @@ class InterruptionView:
 def interruptions(status: Mapping[str, Any]) -> tuple[InterruptionView, ...]:
     """The history, oldest first."""
     return tuple(_entry(raw) for raw in objects(status, "history"))
+
+
+def stage_words(name: str) -> str:
+    """A stage of the ledger for people, by its name in the status; in either case of letters."""
+    meant = _MEANT.get(name.lower())
+    return f"{name} ({meant})" if meant else name
 
 
 def ranks_text(first: int, per: int) -> str:

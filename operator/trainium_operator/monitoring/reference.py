@@ -26,8 +26,8 @@ def _values(words: Iterable[str]) -> str:
 
 
 _RECOVERY_STAGES = (
-    f"parts of a recovery: {_values(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))}, "
-    "of lost time others besides ([definitions](goodput.md#lost-time))"
+    f"parts of a recovery: {_values(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))} "
+    "(`Decide` is the wait for a worker), of lost time others besides ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {
     "cause": "what an interruption was attributed to ([causes](causes.md))",

@@ -14,6 +14,7 @@ from trainium_operator.plan.diagnose.failure_policy import budget_verdict, reach
 from trainium_operator.plan.diagnose.stragglers import find_stragglers
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.history.in_place_restarts import take_restarts
+from trainium_operator.plan.history.interruptions import with_sound_counts
 from trainium_operator.plan.history.lost_members import note_losses
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
 from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, note_change, stop
@@ -140,7 +141,7 @@ def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
     """What follows from the spec and from the diagnosis alone."""
     size, status = facts.size, facts.job.status
     legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
-    status = status.replaced(observed_generation=facts.job.generation)
+    status = with_sound_counts(status).replaced(observed_generation=facts.job.generation)
     status = with_condition(status, ConditionType.SIZE_LEGAL, legal, size.reason, size.message, now=facts.now)
     status = note_compiled(facts, adopt_recorded(facts, status))
     desired = _within_quota(facts) or status.desired

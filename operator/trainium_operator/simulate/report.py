@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from trainium_contract.views.interruptions import stage_words
 from trainium_operator.simulate.study import bought
 from trainium_operator.simulate.virtual.failures import mix_of
 
@@ -41,8 +42,9 @@ def judgement(results: Sequence[Result], goal: float | None) -> Iterator[str]:
         if reached:
             yield f"{told}: reached."
         elif result.stage_to_shorten:
-            share = result.by_stage[result.stage_to_shorten]
-            yield f"{told}: missed; most is lost in {result.stage_to_shorten} ({_percent(share)}), shorten that first."
+            stage = result.stage_to_shorten
+            share = _percent(result.by_stage[stage])
+            yield f"{told}: missed; most is lost in {stage_words(stage)}, {share}: shorten that first."
         else:
             yield f"{told}: missed, by overhead in the steps."
 

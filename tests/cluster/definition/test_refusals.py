@@ -50,8 +50,8 @@ BAD_AT_CREATION = {
     "workers: {replica: 3}": 'unknown field "spec.workers.replica"',
     "trainers: {}": 'unknown field "spec.trainers"',
     # Zero, negative and too large sizes.
-    "workers: {replicas: 0}": "spec.workers.replicas in body should be greater than or equal to 1",
-    "workers: {replicas: -3}": "spec.workers.replicas in body should be greater than or equal to 1",
+    "workers: {replicas: 0}": "replicas as it is and set spec.suspend: true (kubectl trn suspend NAME)",
+    "workers: {replicas: -3}": "workers.replicas is -3; a job trains on 1 node at least",
     "workers: {replicas: 10001}": "spec.workers.replicas in body should be less than or equal to 10000",
     "workers: {spares: -1}": "spec.workers.spares in body should be greater than or equal to 0",
     "parallelism: {tensor: 0}": "spec.parallelism.tensor in body should be greater than or equal to 1",
@@ -429,6 +429,16 @@ def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(runnin
     assert running.kubectl("get", "trn", "good", "-o", "jsonpath={.spec.workers.replicas}") == "5"
     below = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=1")
     assert "minReplicas 2 is above workers.replicas 1" in below.stderr
+
+
+@pytest.mark.parametrize("of", ["scale", "apply"])
+def test_a_size_of_no_nodes_is_answered_with_how_to_suspend_and_with_nothing_else(running: Api, of: str) -> None:
+    if of == "scale":
+        said = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=0").stderr
+    else:
+        said = running.refusal(job("workers: {replicas: 0, minReplicas: 2, maxReplicas: 8}"))
+    assert said.count("spec.suspend: true (kubectl trn suspend NAME)") == 1
+    assert said.count("spec.workers") == 1, "no second sentence about minReplicas or legal sizes"
 
 
 def test_what_has_nothing_to_do_with_sizes_can_change_at_a_size_that_the_operator_floors(running: Api) -> None:

@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from tests.testing.virtual.operator_process import wall_clock
 from trainium_contract.faults.causes import Cause
+from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import (
+    CheckResult,
     HeartbeatRequest,
     Membership,
     ProcessFailure,
     Progress,
     RegisterRequest,
     RestartRecord,
+    StepTiming,
     WorkerPhase,
 )
 from trainium_contract.wire.worker_env import LABEL_EXTRA
@@ -84,6 +87,10 @@ class Workers:
         """No agent reaches any operator."""
         self.muted_nodes: set[str] = set()
         """Nodes whose agents reach no operator."""
+        self.clocks_off: dict[str, float] = {}
+        """Seconds by which the clock of a node is ahead; its agent's check says so, and its times are by that clock."""
+        self.timings: dict[str, StepTiming] = {}
+        """What the members on a node tell of their steps."""
         self._asked_to_stop: dict[str, float] = {}
         for number in range(nodes):
             cluster.add(NODES, _node(f"node-{number}"))
@@ -203,16 +210,17 @@ class Workers:
             agent.attempt = attempt
             agent.finished = self.steps[job] >= self.total_steps
             agent.restarts = [
-                each if each.resumed_at else each.model_copy(update={"resumed_at": wall_clock()})
+                each if each.resumed_at else each.model_copy(update={"resumed_at": self._clock(agent)})
                 for each in agent.restarts
             ]
 
     def crash_process(self, job: str, rank: int, code: int = 139) -> None:
         """One rank dies, and all ranks restart in place, without any operator."""
         members = self.members(job)
-        now, step = wall_clock(), self.step_of(job)
+        step = self.step_of(job)
         for agent in members:
             assert agent.membership is not None
+            now = self._clock(agent)
             generation, culprit = agent.membership.generation, agent is members[rank]
             if culprit:
                 agent.failures.append(self._failure(agent, generation, rank, code))
@@ -245,8 +253,16 @@ class Workers:
             exit_code=code,
             step=self.step_of(agent.job),
             message="boom",
-            at=wall_clock(),
+            at=self._clock(agent),
         )
+
+    def _clock(self, agent: Agent) -> float:
+        return wall_clock() + self.clocks_off.get(agent.node, 0.0)
+
+    def _checks(self, agent: Agent) -> tuple[CheckResult, ...]:
+        apart = self.clocks_off.get(agent.node, 0.0)
+        detail = f"The node's clock is {apart:.1f} s ahead of the coordinator's; see to its NTP." if apart else ""
+        return (CheckResult(check=PreflightCheck.CLOCK, passed=not apart, seconds=0.0, detail=detail),)
 
     def kill_pod(self, name: str, namespace: str = "default") -> None:
         """The agent of this pod is killed."""
@@ -291,7 +307,7 @@ class Workers:
             phase = WorkerPhase.FAILED if stopped else WorkerPhase.TRAINING
         else:
             phase = WorkerPhase.STANDBY
-        step = self.step_of(agent.job)
+        step, now = self.step_of(agent.job), self._clock(agent)
         return HeartbeatRequest(
             namespace=agent.job_id.namespace,
             job=agent.job,
@@ -300,7 +316,9 @@ class Workers:
             generation=agent.membership.generation if agent.member and agent.membership else 0,
             attempt=agent.attempt,
             phase=phase,
-            progress=Progress(step=step, updated=wall_clock(), durable_step=step - step % 5) if agent.member else None,
+            progress=Progress(step=step, updated=now, durable_step=step - step % 5) if agent.member else None,
+            timing=self.timings.get(agent.node) if agent.member else None,
+            checks=self._checks(agent),
             failures=tuple(agent.failures[-8:]),
             restarts=tuple(agent.restarts[-8:]),
             verdict=agent.verdict,

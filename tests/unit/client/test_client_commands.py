@@ -198,6 +198,14 @@ def test_acting_on_a_job_patches_exactly_what_was_asked(trn: Callable[..., Run],
     assert "is not suspended already" in trn("resume", "llama")[2]
 
 
+def test_a_size_of_no_nodes_is_answered_with_how_to_suspend(trn: Callable[..., Run], server: ApiServer) -> None:
+    code, _, err = trn("scale", "llama", "0")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "llama cannot train on 0 nodes; to give all of its nodes back, suspend it: kubectl trn suspend llama" in err
+    assert "cannot train on -2 nodes" in trn("scale", "llama", "--", "-2")[2]
+    assert all(method == "GET" for method, _, _ in server.requests)
+
+
 def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:

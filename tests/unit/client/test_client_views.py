@@ -22,6 +22,7 @@ from trainium_client.render.tables import goodput_page, history_page, machines_p
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
+from trainium_contract.pages.job_page import Report, report_html
 from trainium_contract.pages.words import duration
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
@@ -186,6 +187,20 @@ def test_the_story_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None
     said = show(story_page(story), width=100, colour=False)
     assert f"restart {duration(story.entry.stages['restart'])}" in said
     assert "processes restarted in place, pods kept" in said
+
+
+def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_the_ledger() -> None:
+    job = recorded("job")
+    job["status"]["history"][-1]["stages"]["decide"] = 41.0
+    job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
+
+    said = show(story_page(tell(job)), width=200, colour=False)
+    assert f"decide (wait for a worker) {duration(41.0)}" in said
+    ledger = show(goodput_page(job_view(job, now=NOW).goodput, 100), width=100, colour=False)
+    assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
+    assert "Decide (wait for a worker): 41.0 s" in report_html(
+        Report(job_view(job, now=NOW), (), None, None, (), ()), NOW
+    )
 
 
 def test_the_story_of_an_earlier_interruption_is_told_by_its_number() -> None:

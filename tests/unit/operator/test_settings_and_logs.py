@@ -7,7 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from trainium_operator.logs import configure_logs
+from trainium_operator.coordinator import server
+from trainium_operator.entrance import door
+from trainium_operator.logs import MOST_LINES, OF_OTHERS, Bounded, configure_logs
 from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings, parse_settings, process_identity
 
@@ -138,3 +140,27 @@ def test_a_worker_template_that_is_none_is_refused_with_a_sentence(
 def test_a_worker_template_reaches_the_plan() -> None:
     settings = parse_settings([], {"TRAINIUM_OPERATOR_WORKER_TEMPLATE": '{"spec": {"priority": 3}}'})
     assert plan_settings(settings, "ops").worker_template == {"spec": {"priority": 3}}
+
+
+def test_lines_that_others_can_have_written_are_bounded_by_the_minute_and_counted() -> None:
+    now = 0.0
+    bounded = Bounded(lambda: now)
+
+    def written(name: str = OF_OTHERS[0], level: int = logging.INFO) -> str:
+        record = logging.LogRecord(name, level, "", 0, "%s: the connection broke", ("/v1",), None)
+        return record.getMessage() if bounded.filter(record) else ""
+
+    assert sum(bool(written()) for _ in range(1000)) == MOST_LINES
+    assert written(OF_OTHERS[1]), "each has its own share"
+    assert written(level=logging.ERROR), "errors are always told"
+    assert all(written("trainium_operator.cluster.lease") for _ in range(1000))
+    now = 60.0
+    assert written() == "/v1: the connection broke (940 lines before it were left out)"
+    assert written() == "/v1: the connection broke"
+
+
+def test_the_bounded_lines_are_those_of_the_coordinator_and_of_the_entrance(lines: io.StringIO) -> None:
+    assert {server.logger.name, door._log.name} == set(OF_OTHERS)
+    for _ in range(200):
+        server.logger.warning("refused")
+    assert len(lines.getvalue().splitlines()) == MOST_LINES

@@ -11,7 +11,16 @@ from explorer.oracles import at_rest, describe
 from plan_builders import NOW, planned, published, running
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import FailureRecord, Interruption, MembershipStatus, Phase, Rung, TrainingJobStatus
+from trainium_contract.job import (
+    MAX_COUNTED_CAUSES,
+    FailureRecord,
+    Interruption,
+    MembershipStatus,
+    Phase,
+    RestartsStatus,
+    Rung,
+    TrainingJobStatus,
+)
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster
@@ -69,6 +78,32 @@ def test_a_status_that_was_emptied_is_built_anew_from_what_is_there() -> None:
     assert at_rest(cluster), describe(cluster)
     assert cluster.membership.generation >= generation
     assert set(cluster.pods) == pods
+
+
+@pytest.mark.parametrize(
+    "restarts",
+    [
+        RestartsStatus(total=0, by_cause={"Crash": 3}),
+        RestartsStatus(total=999, by_cause={"Crash": 3}),
+        RestartsStatus(total=5),
+        RestartsStatus(total=-7, by_cause={"Crash": -4, "NodeLost": 2}),
+        RestartsStatus(total=3, by_cause={f"Word{number}": 1 for number in range(MAX_COUNTED_CAUSES)}),
+    ],
+)
+def test_the_counts_of_interruptions_agree_again_and_each_fault_is_counted_once(restarts: RestartsStatus) -> None:
+    cluster = edited(restarts=restarts)
+    cluster.run(60)
+    before = cluster.status.restarts
+    assert before.total == sum(before.by_cause.values())
+    crashes = max(0, restarts.by_cause.get("Crash", 0))
+    assert before.by_cause.get("Crash", 0) == crashes, "what was counted by cause is kept"
+    cluster.kill_pod(cluster.members()[0].view.name)
+    cluster.run(90)
+    after = cluster.status.restarts
+    assert after.total == sum(after.by_cause.values())
+    assert len(after.by_cause) <= MAX_COUNTED_CAUSES, "the API server would refuse the status for ever"
+    known = {cause.value for cause in Cause}
+    assert sum(after.by_cause.get(name, 0) - before.by_cause.get(name, 0) for name in known) == 1
 
 
 def test_a_back_off_written_by_a_fast_clock_does_not_hold_creations_up_for_an_hour() -> None:

@@ -1,5 +1,6 @@
 """Whole lives of a job in the fake cluster: each fault alone, and what it must lead to."""
 
+import re
 from typing import Any
 
 import pytest
@@ -269,3 +270,27 @@ def test_restarts_in_place_go_on_while_the_operator_is_away_and_are_told_afterwa
     assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
     assert cluster.membership.generation == 1
     assert cluster.status.phase is Phase.RUNNING
+
+
+def test_a_job_of_one_worker_is_told_of_in_the_singular_all_its_life() -> None:
+    cluster = FakeCluster(spec(workers={"replicas": 1, "minReplicas": 1, "spares": 1}, trainer={"steps": 500}), nodes=3)
+    told: list[str] = []
+
+    def listen(seconds: int) -> None:
+        for _ in range(seconds):
+            cluster.run(1)
+            told.extend(condition.message for condition in cluster.status.conditions)
+
+    listen(30)
+    cluster.kill_pod(cluster.members()[0].view.name)
+    listen(40)
+    cluster.change(replicas=2)
+    listen(40)
+    cluster.change(replicas=1)
+    listen(40)
+    cluster.suspend(value=True)
+    listen(20)
+    told += [entry.message for entry in cluster.status.history]
+    assert "1 worker is registered" in told
+    assert "from 2 to 1 node" in told
+    assert not [each for each in told if re.search(r"(?<![\d.,])1 (workers|nodes|pods)\b", each)]

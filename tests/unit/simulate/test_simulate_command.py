@@ -75,7 +75,7 @@ def test_a_table_tells_what_a_spare_buys_and_which_stage_to_shorten(
     told = capsys.readouterr().out
 
     assert "What a spare buys" in told
-    assert "missed; most is lost in Decide" in told
+    assert "missed; most is lost in Decide (wait for a worker), " in told
     assert "NodeLost" in told
     assert "reached." in told
 

@@ -61,10 +61,14 @@ async def training(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[World]:
     await world.process.kill()
 
 
+@pytest.mark.parametrize("later", [0.0, 2.2, 3.7], ids=lambda later: f"{later} s after a beat")
 @pytest.mark.parametrize("kubelets_too", [False, True])
-def test_cut_off_from_all_nodes_for_five_minutes_it_deletes_nothing_and_says_so(kubelets_too: bool) -> None:
+def test_cut_off_from_all_nodes_for_five_minutes_it_deletes_nothing_and_says_so(
+    kubelets_too: bool, later: float
+) -> None:
     async def scenario() -> None:
         async with training(8, training_job("llama", replicas=6, spares=1)) as world:
+            await asyncio.sleep(later)
             before, step = world.untouched(), world.workers.step
             world.workers.cut_off = True
             if kubelets_too:

@@ -90,4 +90,4 @@ def _trains(facts: Facts, testimony: Testimony, worker: Worker) -> bool:
     beat = worker.heartbeat
     if beat is None or worker.silent or worker.node_bad or beat.phase is not WorkerPhase.TRAINING:
         return False
-    return testimony.stalls_at is None or facts.now < testimony.stalls_at
+    return not testimony.stalled(facts.now)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _STALL_STEPS = 3.0
 _STALL_FRACTION = 0.75
 """A step may have ended up to a heartbeat after the loss; the rest of the time-out must pass without another."""
+_SEEN_FRACTION = 0.5
+"""Of that time, before which no word of a witness says anything; agents speak several times in the rest of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,26 @@ class Testimony:
     lost_a_peer: bool
     stalls_at: float | None
     """When, without another step, training counts as stalled (Unix seconds); None while no step time is known."""
+    seen_to_stall: bool = False
+    """Whether a witness was heard well after the newest step. Who was cut off with all others tells of none either."""
+
+    def stalled(self, now: float) -> bool:
+        """Whether training stands still, as somebody says who would know."""
+        return self.stalls_at is not None and now >= self.stalls_at and self.seen_to_stall
 
 
 def take_testimony(facts: Facts) -> Testimony:
     """Hear the witnesses."""
     heard = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
     beats = [beat for member, beat in facts.beats if member.pod_uid in heard]
+    progressed, stalls_at = _stall(facts)
+    newest = max((facts.observed.agents[uid].heard for uid in heard if uid in facts.observed.agents), default=0.0)
     return Testimony(
         witnesses=bool(beats),
         awaited=frozenset(rank for beat in beats for rank in beat.waiting_for),
         lost_a_peer=any(_lost_a_peer(beat) for beat in beats),
-        stalls_at=_stalls_at(facts),
+        stalls_at=stalls_at,
+        seen_to_stall=stalls_at is not None and newest >= progressed + _SEEN_FRACTION * (stalls_at - progressed),
     )
 
 
@@ -65,7 +76,7 @@ def evidence_of_loss(testimony: Testimony, member: Member, worker: Worker, now: 
         return "the other workers wait for it"
     if testimony.lost_a_peer:
         return "another worker lost its connection to a peer"
-    if testimony.stalls_at is not None and now >= testimony.stalls_at:
+    if testimony.stalled(now):
         return "no worker has made a step since"
     return None
 
@@ -85,12 +96,15 @@ def _stood_in_a_collective(failure: ProcessFailure) -> bool:
     return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.hearsay)
 
 
-def _stalls_at(facts: Facts) -> float | None:
-    """Steps before the first one after a fault do not count: they belong to what went before. After the last: never."""
+def _stall(facts: Facts) -> tuple[float, float | None]:
+    """When the newest step was seen, and when without another training counts as stalled; None for never.
+
+    Steps before the first one after a fault do not count: they belong to what went before. After the last: never.
+    """
     if any(beat.progress is not None and not beat.progress.training for _, beat in facts.beats):
-        return None
+        return 0.0, None
     if any(entry.recovered_seconds is None for entry in facts.job.status.history):
-        return None
+        return 0.0, None
     agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.beats]
     known = [
         (agent.progressed, agent.step_seconds)
@@ -98,11 +112,12 @@ def _stalls_at(facts: Facts) -> float | None:
         if agent.progressed is not None and agent.step_seconds is not None
     ]
     if not known:
-        return None
+        return 0.0, None
     timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
     # All step together; seen through heartbeats a step of theirs may look twice as long to some.
     typical = median(seconds for _, seconds in known)
-    return max(at for at, _ in known) + max(_STALL_FRACTION * timeout, _STALL_STEPS * typical)
+    progressed = max(at for at, _ in known)
+    return progressed, progressed + max(_STALL_FRACTION * timeout, _STALL_STEPS * typical)
 
 
 def failed_since(facts: Facts, worker: Worker | None) -> float:

@@ -15,9 +15,11 @@ from trainium_contract.job import Rung
 from trainium_operator.plan.diagnose.culprits import find_culprit, records_of
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
 from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.view.node_problems import tells_time
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.wire.messages import RestartRecord
     from trainium_operator.plan.diagnose.culprits import Culprit
     from trainium_operator.plan.view.facts import Facts
 
@@ -43,7 +45,7 @@ def take_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool)
 
 def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None) -> TrainingJobStatus:
     """Record that `attempt` was interrupted and the next one began."""
-    record = culprit.record if culprit else next((record for _, record in records_of(facts, attempt + 1)), None)
+    record = _dated(facts, attempt, culprit)
     cause, message = _told(facts, attempt, culprit)
     return open_interruption(
         facts,
@@ -59,6 +61,14 @@ def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culpri
         detected_seconds=max(0.0, record.detected_at - record.failed_at) if record else 0.0,
         step_before=record.step_before if record and record.step_before >= 0 else None,
     )
+
+
+def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
+    """Who tells when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
+    right = {member.pod_uid for member, beat in facts.beats if tells_time(beat)}
+    if culprit is not None and (culprit.record is None or culprit.member.pod_uid in right):
+        return culprit.record
+    return next((record for member, record in records_of(facts, attempt + 1) if member.pod_uid in right), None)
 
 
 def _stood_still(culprit: Culprit) -> bool:

@@ -1,24 +1,26 @@
 """The history of interruptions: opened when one is detected, closed at the first new step, each exactly once.
 
 Invariants: each generation has at most one entry that ends it (further losses join it) and one per restart in place. An
-entry is counted when it is opened and never again, in the same status write.
+entry is counted when it is opened and never again, in the same status write. The counts by cause are what is counted;
+their sum is the total, also after a hand has edited either.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Interruption, Rung, TrainingJobStatus
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import MAX_COUNTED_CAUSES, Interruption, Rung, TrainingJobStatus
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
 from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
-    from trainium_contract.faults.causes import Cause
     from trainium_operator.plan.view.facts import Facts
 
 HISTORY_LENGTH = 10
+_CAUSES = frozenset(cause.value for cause in Cause)
 
 
 def open_interruption(
@@ -55,14 +57,29 @@ def open_interruption(
     failures = status.failures
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
     if rung not in (Rung.RESIZE, Rung.GROW):
-        total, by_cause = status.restarts.total + 1, dict(status.restarts.by_cause)
-        by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
-        status = status.replaced(restarts=status.restarts.replaced(total=total, by_cause=by_cause))
+        status = _counted(status, cause)
     recovery = facts.job.spec.recovery
     if not is_recorded(cause, recovery):
         return status
     failures = record_failure(failures, at=facts.now, cause=cause, pod=pod, node=suspect, recovery=recovery)
     return status.replaced(failures=failures)
+
+
+def with_sound_counts(status: TrainingJobStatus) -> TrainingJobStatus:
+    """The status with no count below 0 and their sum as the total, as it always is unless a hand edited it."""
+    by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
+    sound = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
+    return status if sound == status.restarts else status.replaced(restarts=sound)
+
+
+def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
+    """The status with one more interruption of this cause."""
+    by_cause = dict(status.restarts.by_cause)
+    if cause.value not in by_cause and len(by_cause) >= MAX_COUNTED_CAUSES:
+        # One key more than the definition allows would have every later status refused.
+        by_cause = {name: count for name, count in by_cause.items() if name in _CAUSES}
+    by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
+    return with_sound_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
 
 
 def first_rank(facts: Facts, pod: str) -> int | None:

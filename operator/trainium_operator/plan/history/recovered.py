@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import Interruption, Rung, TrainingJobStatus
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
+from trainium_operator.plan.view.node_problems import tells_time
 from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress
 
 if TYPE_CHECKING:
@@ -96,8 +97,12 @@ def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
 
 
 def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
-    """Records of the generation in force; those of older ones will never be completed."""
-    for _, beat in facts.beats:
+    """Records of the generation in force, by clocks that are right if there are such.
+
+    Those of older generations will never be completed.
+    """
+    beats = [beat for _, beat in facts.beats]
+    for beat in [each for each in beats if tells_time(each)] or beats:
         for record in beat.restarts:
             later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
             if later and record.generation == beat.generation:
@@ -115,10 +120,12 @@ def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
             continue
         # After a graceful change the ranks resume past the step that was known when it was decided.
         if progress.step > max(entry.step_before, progress.resume_step or 0):
-            at = progress.updated if progress.updated > (entry.failed_at or 0.0) else facts.now
+            told = tells_time(beat) and progress.updated > (entry.failed_at or 0.0)
+            at = progress.updated if told else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
         if not progress.training and progress.step >= entry.step_before:
-            at = progress.stage_since if progress.stage_since > (entry.failed_at or 0.0) else facts.now
+            told = tells_time(beat) and progress.stage_since > (entry.failed_at or 0.0)
+            at = progress.stage_since if told else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None
 

@@ -13,6 +13,7 @@ from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import counted
 from trainium_operator.plan.pods.deletion import deletion
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> Answer:
     released = release(facts, status)
     status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
     if workers:
-        message = f"{len(workers)} workers save and leave"
+        message = f"{counted(len(workers), 'worker')} {'saves and leaves' if len(workers) == 1 else 'save and leave'}"
         status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     else:
         status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)

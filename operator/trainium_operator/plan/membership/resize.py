@@ -20,6 +20,7 @@ from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_o
 from trainium_operator.plan.membership.resting import grows_again_at
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import counted
 from trainium_operator.plan.view.extras import joining, staying
 from trainium_operator.plan.view.facts import newcomers_of, sound_newcomers
 from trainium_operator.plan.view.progress import is_settled
@@ -33,7 +34,7 @@ def note_request(facts: Facts, status: TrainingJobStatus, desired: int) -> Train
     """Remember that the user changed the size; until it is reached, a change of size is theirs."""
     if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
-    message = f"from {len(facts.current.members)} to {desired} nodes"
+    message = f"from {len(facts.current.members)} to {counted(desired, 'node')}"
     return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
 
 
@@ -110,7 +111,7 @@ def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJ
         rung=Rung.RESIZE if requested or size < present else Rung.GROW,
         failed_at=facts.now,
         attempt=status.membership.attempt,
-        message=f"from {present} to {size} nodes{_why(facts, status, size - present)}",
+        message=f"from {present} to {counted(size, 'node')}{_why(facts, status, size - present)}",
     )
 
 

@@ -1,9 +1,9 @@
 """The stages of one interruption: when each ended, as far as that is known, and how much of a stretch falls into each.
 
-Detect ends when the failure is known, Decide when the next generation is decided on (a restart in place needs no
-decision), Restart when the processes are up, Load when they train, Replay with the first step that had not been done
-before. Invariants: the ends never go back; what is not known belongs to the stage before it, so nothing is counted
-twice and nothing is left out.
+Detect ends when the failure is known, Decide when the next generation is decided on: at once where the workers for it
+are there, so its seconds are the wait for them (a restart in place needs no decision). Restart ends when the processes
+are up, Load when they train, Replay with the first step that had not been done before. Invariants: the ends never go
+back; what is not known belongs to the stage before it, so nothing is counted twice and nothing is left out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import listed
+from trainium_operator.plan.model.sentences import counted, listed
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.device_claims import cannot_claim, free_devices
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
@@ -139,10 +139,10 @@ def _pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
     kind = ConditionType.PODS_READY
     if there >= desired:
-        message = f"{desired} workers are registered"
+        message = f"{counted(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
         return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
     reason, why = _missing(facts, status)
-    message = f"{there} of {desired} workers are registered. {why}"
+    message = f"{there} of {counted(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {why}"
     return with_condition(status, kind, False, reason, message, now=facts.now)
 
 
@@ -189,7 +189,7 @@ def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:
 def _running(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     kind = ConditionType.RUNNING
     if is_settled(facts):
-        message = f"{doing(status)} on {status.replicas} nodes"
+        message = f"{doing(status)} on {counted(status.replicas, 'node')}"
         return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
     if facts.current is None:
         return with_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
@@ -214,7 +214,7 @@ def _resizing(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
     requested = is_true(status, kind)
     if present == desired and not any(entry.rung is Rung.RESIZE for entry in _open_entries(status)):
-        return with_condition(status, kind, False, Reason.AT_SIZE, f"{present} nodes", now=facts.now)
+        return with_condition(status, kind, False, Reason.AT_SIZE, counted(present, "node"), now=facts.now)
     if requested or present >= desired:
         return status
     message = f"training on {present} of {desired} nodes until more workers are there"

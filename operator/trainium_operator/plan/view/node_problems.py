@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.model.observed import NodeView, Observed
     from trainium_operator.plan.view.workers import Worker
 
@@ -101,6 +102,11 @@ def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) 
     if told is None:
         return known
     return _worse(known, _as_it_counts(told, observed))
+
+
+def tells_time(beat: HeartbeatRequest) -> bool:
+    """Whether the clock of its node is right, as far as its agent knows; the times of another one date nothing."""
+    return all(check.passed for check in beat.checks if check.check is PreflightCheck.CLOCK)
 
 
 def _of_clock(worker: Worker) -> NodeProblem | None:

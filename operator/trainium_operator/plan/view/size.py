@@ -14,7 +14,7 @@ from trainium_contract.needs.worker_needs import does_not_fit
 from trainium_contract.sizes import SizeRule
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.model.sentences import counted, sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
@@ -107,7 +107,7 @@ def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchSh
     worth = _worth(desired, shape)
     short = shape.filled(desired) < 1 or shape.batch(desired) != shape.global_batch_size
     if desired == asked:
-        return Reason.AS_REQUESTED, f"{desired} nodes{f': {worth}' if short else ''}"
+        return Reason.AS_REQUESTED, f"{counted(desired, 'node')}{f': {worth}' if short else ''}"
     reserve = f" {largest - desired} in reserve: more would save no pass." if largest > desired else ""
     if largest == asked:
         return Reason.NODES_IN_RESERVE, f"{asked} nodes were requested; {desired} of them train: {worth}.{reserve}"

@@ -132,6 +132,15 @@ def test_a_silent_member_is_lost_when_no_step_has_been_made_for_longer_than_step
     assert newest(result).cause is Cause.NODE_LOST
 
 
+def test_who_was_cut_off_a_moment_later_is_no_witness_of_a_stall() -> None:
+    # All were cut off at once; of those who fall silent first the others seem to report still, and nobody makes a step.
+    others = {at: training(at, silent=3.2, progressed=NOW - 3.2, step_seconds=0.5) for at in (0, 2, 3)}
+    result = planned(running(4, agents={1: training(1, silent=4.1), **others}))
+    assert result.status.history == ()
+    spoke = {**others, 2: training(2, silent=0.5, progressed=NOW - 3.2, step_seconds=0.5)}
+    assert newest(planned(running(4, agents={1: training(1, silent=4.1), **spoke}))).cause is Cause.NODE_LOST
+
+
 def test_long_steps_are_not_taken_for_a_stall() -> None:
     agents = {at: training(at, progressed=NOW - 20, step_seconds=10) for at in (0, 2, 3)}
     result = planned(running(4, agents={1: training(1, silent=5), **agents}))

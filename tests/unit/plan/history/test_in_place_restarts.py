@@ -6,7 +6,8 @@ from plan_builders import NOW, agent, failure, newest, planned, published, ranks
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import MembershipStatus, Phase, Rung
-from trainium_contract.wire.messages import Transition, WorkerPhase
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import record_failure
 
 
@@ -31,6 +32,21 @@ def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> N
     assert [record.cause for record in result.status.failures] == [Cause.CRASH]
     assert result.status.failures[0].node == ""
     assert result.actions == ()
+
+
+@pytest.mark.parametrize("apart", [-3600.0, 3600.0])
+def test_a_clock_that_is_an_hour_off_dates_nothing(apart: float) -> None:
+    def agent_of(at: int, off: float = 0.0, **told: Any) -> Any:
+        record = restart(1, failed_at=NOW - 3 + off, detected_at=NOW - 2.9 + off, resumed_at=NOW - 1 + off)
+        return agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, restarts=(record,), **told)
+
+    wrong = CheckResult(check=PreflightCheck.CLOCK, passed=False, seconds=0.0, detail="an hour off")
+    agents = {at: agent_of(at) for at in (0, 2, 3)}
+    agents[1] = agent_of(1, apart, failures=(failure(137, rank=1),), checks=(wrong,))
+    entry = newest(planned(running(4, agents=agents)))
+    assert entry.pod == "demo-w-1"
+    assert entry.failed_at == NOW - 3
+    assert entry.recovered_seconds == pytest.approx(2.0)
 
 
 def test_a_restart_that_nobody_heard_of_until_the_job_was_done_is_still_told() -> None:
@@ -66,6 +82,27 @@ def test_a_victim_is_never_the_culprit() -> None:
     result = planned(nobody)
     assert (newest(result).cause, newest(result).pod) == (Cause.PEER_LOST, "")
     assert result.status.failures == ()
+
+
+@pytest.mark.parametrize(
+    ("workers", "victims", "told"),
+    [
+        (1, (0,), "they lost each other and none reported"),
+        (4, (2,), "1 worker lost a peer and none reported"),
+        (4, (0, 1, 3), "3 workers lost a peer and none reported"),
+        (4, (), "none reported"),
+        (1, (), "none reported"),
+    ],
+)
+def test_who_lost_a_peer_is_counted_in_words_that_fit_the_job(workers: int, victims: Any, told: str) -> None:
+    def agent_of(at: int) -> Any:
+        failures = (failure(76, rank=at),) if at in victims else ()
+        record = restart(1, Cause.PEER_LOST)
+        return agent(at, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
+
+    entry = newest(planned(running(workers, agents={at: agent_of(at) for at in range(workers)})))
+    assert entry.message == (f"the processes restarted in place; {told} a failure of its own, so no worker is blamed")
+    assert "1 workers" not in entry.message
 
 
 def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:

@@ -47,6 +47,34 @@ def holds(goodput: GoodputStatus) -> None:
     assert len(goodput.window.samples) < WINDOW
 
 
+def test_the_stage_decide_is_the_wait_for_a_worker_and_nothing_where_a_spare_is_there() -> None:
+    beside_a_spare = long_job()
+    beside_a_spare.run(30)
+    beside_a_spare.kill_pod(beside_a_spare.members()[1].view.name)
+    beside_a_spare.run(60)
+    entry = beside_a_spare.status.history[-1]
+    assert (entry.rung, entry.stages and entry.stages.decide) == (Rung.SPARE, 0.0)
+
+    alone = FakeCluster(spec(workers={"replicas": 4, "spares": 0}, trainer={"steps": 100_000}), nodes=4)
+    alone.run(30)
+    node = alone.members()[1].view.node
+    alone.lose_node(node)
+    alone.run(300)
+    assert alone.status.history[-1].decided_at is None, "there is no place for a fourth worker"
+    alone.restore_node(node)
+    begun = alone.status.membership.generation
+    there = 0.0
+    while alone.status.membership.generation == begun:
+        alone.run(1)
+        there += 1
+    alone.run(60)
+    entry = alone.status.history[-1]
+    assert entry.stages is not None
+    assert entry.rung is Rung.REPLACE
+    waited = 300 + there - (entry.detected_seconds or 0.0)
+    assert entry.stages.decide == pytest.approx(waited, abs=3), "until the worker was there, and no longer"
+
+
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(1, 40)), max_size=8))
 @settings(max_examples=trials(25))
 def test_productive_and_lost_time_are_the_wall_time_whatever_happens(story: list[tuple[str, int]]) -> None:
