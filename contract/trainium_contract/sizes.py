@@ -142,6 +142,10 @@ class BatchShape:
         rows = self.passes(nodes) * self.data_parallel(nodes) * self.micro_batch_size
         return self.batch(nodes) / rows
 
+    def idle_ranks(self, nodes: int) -> int:
+        """Data-parallel ranks that never have a sample at a legal size: the batch is smaller than their number."""
+        return max(0, self.data_parallel(nodes) - self.batch(nodes))
+
     def _least(self, most_passes: int, smallest: int) -> int:
         """The smallest size >= smallest that needs no more passes than these."""
         replicas = passes(self.global_batch_size, self.micro_batch_size, most_passes)

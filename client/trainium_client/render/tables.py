@@ -90,7 +90,19 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
          " ".join(["now"] * each.current + ["idle nodes"] * each.idle))
         for each in rows
     ]  # fmt: skip
-    return table(columns, cells, width)
+    worth = table(columns, cells, width)
+    idle = next((each for each in rows if each.idle_ranks), None)
+    return worth if idle is None else stacked(worth, Text(_idle(idle)))
+
+
+def _idle(row: SizeRow) -> str:
+    """Why a size has less than its nodes could give; the largest such size is the worst."""
+    return (
+        f"At {row.trains} nodes the batch of {row.batch:,} samples is smaller than the data-parallel degree "
+        f"({row.data_parallel:,}): {row.idle_ranks:,} of its ranks never have work, and the job has "
+        f"{share(row.batch / row.data_parallel)} of the speed that these nodes could give. Raise "
+        "trainer.batch.globalSize or take fewer cores."
+    )
 
 
 def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> RenderableType:

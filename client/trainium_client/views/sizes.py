@@ -34,6 +34,10 @@ class SizeRow:
     """Share of the speed at the size asked for, by the samples of a pass."""
     filled: float
     """Share of a step's rows that hold a sample."""
+    idle_ranks: int
+    """Data-parallel ranks that never have a sample, since the batch is smaller than their number."""
+    data_parallel: int
+    """Data-parallel degree."""
     step_seconds: float | None
     """As it was measured at this size; None where the job has not been."""
     current: bool
@@ -77,6 +81,8 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             batch=shape.batch(size),
             speed=shape.speed(size, full) if full else 0.0,
             filled=shape.filled(size),
+            idle_ranks=shape.idle_ranks(size),
+            data_parallel=shape.data_parallel(size),
             step_seconds=measured.get(size),
             current=size == now,
             idle=size > workers.replicas and spec.elasticity.idle_nodes is IdleNodes.TAKE,

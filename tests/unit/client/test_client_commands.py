@@ -75,6 +75,23 @@ def test_the_worth_of_each_number_of_nodes_is_shown_and_which_one_is_in_force(tr
     assert "100.0 %" in trn("sizes", "llama")[1]
 
 
+def test_a_size_whose_batch_is_smaller_than_its_ranks_is_told_with_the_share_of_speed(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    job = recorded("job")
+    job["spec"]["workers"] |= {"replicas": 1, "accelerator": {"device": "cpu", "coresPerNode": 4}}
+    job["spec"]["trainer"]["batch"] = {"globalSize": 3, "microSize": 1}
+    server.answers[f"{JOBS}/llama"] = job
+    rows = json.loads(trn("sizes", "llama", "-o", "json")[1])
+    code, out, _ = trn("sizes", "llama")
+
+    assert code == 0
+    assert [(row["trains"], row["dataParallel"], row["idleRanks"]) for row in rows][-1] == (1, 4, 1)
+    told = " ".join(out.split())
+    assert "batch of 3 samples is smaller than the data-parallel degree (4): 1 of its ranks never have work" in told
+    assert "75.0 % of the speed" in told
+
+
 def test_sizes_of_a_job_that_a_newer_version_made_are_refused_with_the_field(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from trainium_contract.sizes import BatchShape, SizeRule, likely_first, passes, step_batch
+from trainium_trainer.backends.mesh import place_of
 from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import Part, Rules, Samples
@@ -120,6 +121,40 @@ def test_every_micro_batch_has_one_shape_and_what_holds_no_sample_counts_for_not
     for micro in micros:
         empty = (micro.labels == IGNORED_LABEL).all(dim=1)
         assert (micro.inputs[empty] == RULES.padding).all(), "tokens that the model knows"
+
+
+@given(
+    global_size=st.integers(1, 40),
+    micro_size=st.integers(1, 4),
+    dp_size=st.integers(1, 8),
+    tp_size=st.integers(1, 5),
+    pp_size=st.integers(1, 4),
+    position=st.integers(0, 10_000),
+)
+def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_and_each_sample_is_in_one_group(
+    global_size: int, micro_size: int, dp_size: int, tp_size: int, pp_size: int, position: int
+) -> None:
+    held: dict[tuple[int, int], list[int]] = {}
+    by_data: dict[int, set[Share]] = {}
+    for rank in range(dp_size * tp_size * pp_size):
+        pp_rank, dp_rank, tp_rank = place_of(rank, dp_size=dp_size, tp_size=tp_size)
+        share = Share(global_size=global_size, micro_size=micro_size, dp_rank=dp_rank, dp_size=dp_size)
+        held.setdefault((pp_rank, tp_rank), []).extend(share.at(position))
+        by_data.setdefault(dp_rank, set()).add(share)
+    step = list(range(position, position + global_size))
+    assert held == {(pp, tp): step for pp in range(pp_size) for tp in range(tp_size)}
+    assert {rank: len(found) for rank, found in by_data.items()} == dict.fromkeys(range(dp_size), 1)
+    shape = BatchShape(
+        cores_per_node=dp_size * tp_size * pp_size,
+        tensor=tp_size,
+        pipeline=pp_size,
+        global_batch_size=max(global_size, micro_size),
+        micro_batch_size=micro_size,
+    )
+    assert shape.data_parallel(1) == dp_size, "the operator counts them as the trainer does"
+    assert shape.passes(1) == passes(shape.global_batch_size, micro_size, dp_size)
+    idle = sum(share.size == 0 for share in shares(shape.global_batch_size, micro_size, dp_size))
+    assert shape.idle_ranks(1) == idle, "who never has work is told"
 
 
 def test_a_pass_without_a_sample_is_made_once_and_used_at_every_step() -> None:

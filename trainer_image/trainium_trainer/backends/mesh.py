@@ -54,6 +54,12 @@ def _said(numbers: list[int]) -> str:
     return f"parallelism.tensor {tensor}, parallelism.pipeline {pipeline}, dataParallel {list(DataParallelMode)[mode]}"
 
 
+def place_of(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
+    """Pipeline, data and tensor rank of a rank of the world."""
+    place, tp_rank = divmod(rank, tp_size)
+    return (*divmod(place, dp_size), tp_rank)
+
+
 def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMesh | None]:
     """This rank's place, and the DeviceMesh (dimensions pp, dp, tp) where the configuration needs one. Collective."""
     refuse_another_mesh(settings)
@@ -76,8 +82,7 @@ def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMes
         found: ProcessGroup = device_mesh.get_group(name)
         return found
 
-    place, tp_rank = divmod(launch.rank, sizes["tp"])
-    pp_rank, dp_rank = divmod(place, sizes["dp"])
+    pp_rank, dp_rank, tp_rank = place_of(launch.rank, dp_size=sizes["dp"], tp_size=sizes["tp"])
     mesh = Mesh(
         rank=launch.rank,
         world_size=launch.world_size,

@@ -82,6 +82,8 @@ def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProbl
     ]
     if node.deleting:
         found.append(NodeProblem(Severity.DRAIN, Cause.PREEMPTED, "deletion", "the node is being deleted"))
+    if not found:
+        return ()
     return tuple(sorted(found, key=lambda problem: -problem.severity))
 
 
@@ -105,6 +107,8 @@ def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
 
 def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
     """None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
+    if not node.capacity:
+        return
     instance = INSTANCES.get(node.labels.get(LABEL_INSTANCE_TYPE, ""))
     counted = instance is not None and not (demand is not None and demand.claims)
     full = {NEURON: instance.devices} if counted and instance is not None else {}

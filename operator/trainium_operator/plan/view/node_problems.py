@@ -87,13 +87,17 @@ def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]
 def _of_devices(worker: Worker, observed: Observed) -> NodeProblem | None:
     """The worst of what is said of the devices that the worker claims."""
     taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()
+    if not taints and not worker.pod.device_health:
+        return None
     found = (*filter(None, map(taint_problem, taints)), health_problem(worker.pod.device_health))
     worst = max(filter(None, found), key=lambda problem: problem.severity, default=None)
     return None if worst is None else _as_it_counts(worst, observed)
 
 
 def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | None:
-    return max(filter(None, (one, other)), key=lambda problem: problem.severity, default=None)
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda problem: problem.severity)
 
 
 def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:

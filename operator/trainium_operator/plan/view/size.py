@@ -106,13 +106,18 @@ def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchSh
     cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
     worth = _worth(desired, shape)
     short = shape.filled(desired) < 1 or shape.batch(desired) != shape.global_batch_size
+    idle = _idle(desired, shape)
     if desired == asked:
-        return Reason.AS_REQUESTED, f"{counted(desired, 'node')}{f': {worth}' if short else ''}"
+        nodes = counted(desired, "node")
+        return Reason.AS_REQUESTED, f"{nodes}{f': {worth}' if short else ''}{f'.{idle}' if idle else ''}"
     reserve = f" {largest - desired} in reserve: more would save no pass." if largest > desired else ""
     if largest == asked:
-        return Reason.NODES_IN_RESERVE, f"{asked} nodes were requested; {desired} of them train: {worth}.{reserve}"
+        return (
+            Reason.NODES_IN_RESERVE,
+            f"{asked} nodes were requested; {desired} of them train: {worth}.{reserve}{idle}",
+        )
     what = "the largest legal size" if largest == desired else "the best size"
-    return Reason.FLOORED, f"{asked} nodes were requested{cut}; {desired} is {what}.{reserve} {_rule(shape)}"
+    return Reason.FLOORED, f"{asked} nodes were requested{cut}; {desired} is {what}.{reserve}{idle} {_rule(shape)}"
 
 
 def _worth(nodes: int, shape: BatchShape) -> str:
@@ -121,6 +126,18 @@ def _worth(nodes: int, shape: BatchShape) -> str:
     batch = shape.batch(nodes)
     near = f" of {batch:,} samples" if batch != shape.global_batch_size else ""
     return f"{passes} pass{plural} a step{near}, {shape.filled(nodes):.0%} of their rows filled"
+
+
+def _idle(nodes: int, shape: BatchShape) -> str:
+    """A sentence where ranks never have a sample; else empty."""
+    idle, ranks, batch = shape.idle_ranks(nodes), shape.data_parallel(nodes), shape.batch(nodes)
+    if not idle:
+        return ""
+    return (
+        f" The batch of {batch:,} is smaller than the data-parallel degree ({ranks:,}): {idle:,} of its ranks never "
+        f"have work, and the job has {batch / ranks:.0%} of the speed that its nodes could give; raise "
+        "trainer.batch.globalSize or take fewer cores."
+    )
 
 
 def _rule(shape: BatchShape) -> str:

@@ -41,6 +41,23 @@ def test_a_near_batch_is_told_and_counts_in_what_a_size_is_worth() -> None:
     assert (decision.batch(9), decision.passes(9), decision.speed(8)) == (24, 3, pytest.approx(8 / 11))
 
 
+def test_a_batch_below_the_data_parallel_degree_is_told_with_the_share_of_speed() -> None:
+    accelerator: Any = {"coresPerNode": 4}
+    decision = decide_size(
+        spec(
+            workers={"replicas": 2, "accelerator": accelerator},
+            trainer={"batch": {"globalSize": 3, "microSize": 1}},
+            elasticity={"sizes": "Any"},
+        )
+    )
+    assert (decision.desired, decision.reserve, decision.reason) == (1, 1, Reason.NODES_IN_RESERVE)
+    assert (
+        "The batch of 3 is smaller than the data-parallel degree (4): 1 of its ranks never have work"
+        in decision.message
+    )
+    assert "75% of the speed that its nodes could give; raise trainer.batch.globalSize" in decision.message
+
+
 def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole_ones() -> None:
     decision = decide_size(spec(workers={"replicas": 5}, parallelism={"tensor": 2}))
     assert (decision.desired, decision.reserve, decision.reason) == (4, 0, Reason.FLOORED)
