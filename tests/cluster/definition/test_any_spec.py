@@ -1,0 +1,72 @@
+"""Whatever a job's spec holds, a real API server takes it or says why, and what it takes the operator can read."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+
+from tests.testing.suite.any_json import PATIENT, as_sent, changed
+from trainium_operator.cluster.cache.views import job_record
+from trainium_operator.plan.view.size import decide_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Api
+
+pytestmark = pytest.mark.cluster
+
+RECORDED = Path(__file__).parents[2] / "testing/api/recorded"
+SPEC = json.loads((RECORDED / "job.json").read_text())["spec"]
+LONGEST_ANSWER = 64 << 10
+"""Characters of a refusal: the server quotes the value that it refuses."""
+
+
+@pytest.fixture(scope="module")
+def server(defined: Api) -> Iterator[tuple[http.client.HTTPSConnection, str]]:
+    """A connection that is kept, and where a job is offered without being kept."""
+    if defined.existing:
+        pytest.skip("thousands of requests are for a cluster of one's own")
+    from trainium_devcluster.node.api.client import load_kubeconfig
+
+    credentials = load_kubeconfig(Path(defined.variables["KUBECONFIG"]))
+    assert isinstance(credentials.tls, ssl.SSLContext)
+    connection = http.client.HTTPSConnection(urlsplit(credentials.server).netloc, context=credentials.tls, timeout=60)
+    yield connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
+    connection.close()
+
+
+def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
+    server: tuple[http.client.HTTPSConnection, str],
+) -> None:
+    connection, path = server
+    taken = 0
+
+    @PATIENT
+    @given(changed(SPEC, most=3))
+    def offer(spec: Any) -> None:
+        nonlocal taken
+        job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "any"}, "spec": spec}
+        connection.request("POST", path, json.dumps(as_sent(job)), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        said = answer.read()
+        assert answer.status in (201, 400, 413, 422), said[:500]
+        if answer.status != 201:
+            assert len(said) <= LONGEST_ANSWER
+            return
+        taken += 1
+        kept = json.loads(said)
+        kept["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
+        record = job_record(kept)
+        assert record.view is not None, record.error
+        decide_size(record.view.spec)
+
+    offer()
+    assert taken, "a rule that refuses everything would pass"
