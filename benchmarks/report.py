@@ -27,14 +27,19 @@ TITLES = {
     "coordinator": "The coordinator",
     "growth": "The coordinator alone, as fleets grow",
     "flood": "A flood",
+    "masked": "A masked micro-batch",
 }
-SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers"}
+SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers", "masked": "ranks"}
 NOTES = {
     "jobset": (
         "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
         "(4 kB, of a worker) on one warm control plane, in an order mixed anew for each round; ratios are taken within "
         "a round. No pod that a restart makes has an agent. The controller manager, which makes its pods, may make "
         "200 requests a second, ten times its default."
+    ),
+    "masked": (
+        "Where the global batch does not come out even, the last micro-batch of some ranks is empty: same shapes, same "
+        "collectives. A step should last by its passes, full or not; two ranks of a small model on the CPU."
     ),
     "growth": (
         "Server, state, tokens and TLS of the coordinator in a process of their own, without a cluster; nothing is "

@@ -26,6 +26,7 @@ MODULES = {
     "first_step": "benchmarks.cluster.first_step",
     "training_speed": "benchmarks.training_speed",
     "finetuning": "benchmarks.finetuning",
+    "masked": "benchmarks.training.masked",
     "loader": "benchmarks.training.loader",
     "scale": "benchmarks.scale",
     "client": "benchmarks.client.client",

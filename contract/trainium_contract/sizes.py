@@ -192,6 +192,7 @@ class Instance:
     core_bytes: int = 0
     """Device memory of a core; 0 where it is not known."""
     host_bytes: int = 0
+    vcpus: int = 0
 
 
 _GIB = 1 << 30
@@ -199,11 +200,11 @@ _GIB = 1 << 30
 
 INSTANCES: dict[str, Instance] = {
     # trn2 cores are logical cores at the default LNC of 2 (8 physical, 4 logical per device).
-    "trn1.2xlarge": Instance(devices=1, cores=2, efa=0, core_bytes=16 * _GIB, host_bytes=32 * _GIB),
-    "trn1.32xlarge": Instance(devices=16, cores=32, efa=8, core_bytes=16 * _GIB, host_bytes=512 * _GIB),
-    "trn1n.32xlarge": Instance(devices=16, cores=32, efa=16, core_bytes=16 * _GIB, host_bytes=512 * _GIB),
-    "trn2.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB),
-    "trn2u.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB),
+    "trn1.2xlarge": Instance(devices=1, cores=2, efa=0, core_bytes=16 * _GIB, host_bytes=32 * _GIB, vcpus=8),
+    "trn1.32xlarge": Instance(devices=16, cores=32, efa=8, core_bytes=16 * _GIB, host_bytes=512 * _GIB, vcpus=128),
+    "trn1n.32xlarge": Instance(devices=16, cores=32, efa=16, core_bytes=16 * _GIB, host_bytes=512 * _GIB, vcpus=128),
+    "trn2.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB, vcpus=192),
+    "trn2u.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB, vcpus=192),
 }
 """`aws.amazon.com/neuron` and `vpc.amazonaws.com/efa` capacities (Neuron and EKS device-plugin documentation); memory
-as EC2 lists it, of a trn2 device a quarter for each logical core."""
+and vCPUs as EC2 lists them, of a trn2 device a quarter for each logical core."""

@@ -29,7 +29,7 @@ _GIB = 1 << 30
 SHARED_SHARE = 0.5
 """Of a node's memory that /dev/shm may take (also tmpfs' default)."""
 _LARGEST_SHARE = 0.85
-"""Of a node's memory that a worker asks for at most; the rest is the kubelet's, the system's and daemon sets'."""
+"""Of a node's memory and CPUs that a worker asks for at most; the rest is the kubelet's and the system's."""
 _LEAST_PROCESS = 256 * _MIB
 """Asked for a process where the node is of no known type."""
 _LEAST_CPU = 100
@@ -104,7 +104,8 @@ def needs_at(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchS
 
 def worker_needs(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerNeeds:
     """What a worker pod asks for: enough for any size, since a pod stays when the job grows or shrinks."""
-    processes, room = shape.cores_per_node, _host_bytes(accelerator)
+    processes, share = shape.cores_per_node, _share(accelerator)
+    room = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
     sizes = islice((nodes for nodes in range(1, 2 * shape.tensor * shape.pipeline + 1) if shape.is_legal(nodes)), 2)
     known = [found for nodes in sizes if (found := needs_at(config, accelerator, shape, nodes)) is not None]
@@ -112,7 +113,7 @@ def worker_needs(config: TrainingConfig, accelerator: AcceleratorSpec, shape: Ba
         memory = max((found.host for found in known), default=processes * _GIB)
         return WorkerNeeds(
             memory=min(memory, int(room * _LARGEST_SHARE)),
-            milli_cpu=1000 * (processes + 1),  # one for the agent
+            milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _LARGEST_SHARE)),  # one for the agent
             shared_memory=int(room * SHARED_SHARE),
         )
     shared = max((found.shared_memory for found in known), default=None)
@@ -141,14 +142,23 @@ def does_not_fit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: Ba
     )
 
 
-def _host_bytes(accelerator: AcceleratorSpec) -> int:
-    """Memory of the node that is the worker's, by its share of the devices; 0 where nothing is known."""
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What of its node is a worker's; zeros where nothing is known."""
+
+    host_bytes: int = 0
+    vcpus: float = 0.0
+
+
+def _share(accelerator: AcceleratorSpec) -> _Share:
+    """By the worker's share of the devices."""
     instance = accelerator.instance()
     if instance is None or accelerator.device is not Device.NEURON:
-        return 0
+        return _Share()
     given = accelerator.resources.get("aws.amazon.com/neuron", "")
     devices = int(given) if given.isdecimal() else accelerator.claimed_devices() or instance.devices
-    return instance.host_bytes * min(devices, instance.devices) // instance.devices
+    devices = min(devices, instance.devices)
+    return _Share(instance.host_bytes * devices // instance.devices, instance.vcpus * devices / instance.devices)
 
 
 def _gib(size: int) -> str:

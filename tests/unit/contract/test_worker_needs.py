@@ -60,7 +60,7 @@ def test_what_is_asked_for_always_leaves_room_on_the_node(
     assert instance is not None
     assert 0 < found.memory <= 0.85 * instance.host_bytes
     assert found.shared_memory == instance.host_bytes // 2
-    assert found.milli_cpu == 1000 * (instance.cores + 1)
+    assert found.milli_cpu == 1000 * (instance.cores + 1) <= 850 * instance.vcpus
 
 
 def test_a_worker_with_some_of_the_devices_asks_for_its_share() -> None:
@@ -68,6 +68,23 @@ def test_a_worker_with_some_of_the_devices_asks_for_its_share() -> None:
     found = asked(spec(part, tensor=8, **HLAT))
     assert found.memory <= 0.85 * 128 * GIB
     assert found.shared_memory == 64 * GIB
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("trn1.2xlarge", 8), ("trn1.32xlarge", 128)])
+def test_more_processes_than_the_node_has_processors_still_get_a_node(kind: str, processes: int) -> None:
+    job = spec({"instanceType": kind, "coresPerNode": processes})
+    instance = job.workers.accelerator.instance()
+    assert instance is not None
+    assert asked(job).milli_cpu <= 850 * instance.vcpus
+
+
+@pytest.mark.parametrize("memory", [{"everySteps": 0}, {"buddies": 0}])
+def test_without_snapshots_or_copies_less_is_asked_for(memory: dict[str, int]) -> None:
+    whole = spec(tensor=8, model={"preset": "Llama3.2-1B"}, dataParallel="FullySharded")
+    fewer = whole.model_copy(
+        update={"checkpoint": whole.checkpoint.model_validate({**whole.checkpoint.to_wire(), "memory": memory})}
+    )
+    assert asked(fewer).memory < asked(whole).memory
 
 
 def test_a_worker_on_a_node_of_no_known_type_asks_for_little_and_its_shared_memory_is_bounded() -> None:

@@ -2,7 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import job, observed, planned, running, spec
+from plan_builders import created, deleted, job, observed, planned, running, spec
 
 from trainium_contract.job import ConditionType, Phase
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -135,3 +135,30 @@ def observed_invalid() -> Any:
 
     broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
     return replace(observed(job()), job=job(broken))
+
+
+TOO_LARGE: Any = {
+    "workers": {"replicas": 4, "accelerator": {"instanceType": "trn1.32xlarge"}},
+    "parallelism": {"tensor": 1},
+    "trainer": {"model": {"preset": "Llama2-7B"}, "batch": {"globalSize": 128}},
+}
+
+
+def test_a_model_that_fits_no_core_is_refused_before_a_pod_is_made() -> None:
+    decision = decide_size(spec(**TOO_LARGE))
+    assert (decision.desired, decision.reason) == (0, Reason.INVALID_SPEC)
+    assert decision.message.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs 100.4 GiB")
+    result = planned(observed(job(spec(**TOO_LARGE)), ()))
+    assert created(result) == []
+    told = find_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert told is not None
+    assert told.message == decision.message
+
+
+def test_a_job_that_trains_all_the_same_is_left_alone() -> None:
+    """An estimate that a later version corrects must not end what runs."""
+    seen = running()
+    trains = replace(seen, job=replace(seen.job, spec=spec(**TOO_LARGE)))
+    result = planned(trains)
+    assert deleted(result) == {}
+    assert result.status.phase is Phase.RUNNING
