@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainium_trainer.monitor.lines import LineWriter, forget_after, kept_aside, newest_lines, unwritable
@@ -96,14 +97,15 @@ class Recorder:
     def mend_samples(root: Path, step: int, samples: Sequence[int], aside: Path | None = None) -> None:
         """Append those of the resumed step's samples that nobody recorded. Raises StorageError.
 
-        A step that is in the state has summed all ranks' samples, whether or not each of them got to record its own.
+        A step that is in the state has summed all ranks' samples, whether or not each of them got to record its own. A
+        sample may be there twice, where one pass over the data ends and the next begins.
         """
         # Two: a rank's own line, and after it that of an earlier resume at this very step.
         paths = list(root.glob("samples-*.jsonl"))
         lines = [line for path in paths for line in newest_lines(path, 2)]
         lines += [json.loads(line) for path in paths for line in kept_aside(path, aside, last=step)]
-        recorded = {one for line in lines if line["step"] == step for one in line["samples"]}
-        missing = [one for one in samples if one not in recorded]
+        recorded = Counter(one for line in lines if line["step"] == step for one in line["samples"])
+        missing = list((Counter(samples) - recorded).elements())
         if missing:
             writer = LineWriter(root / "samples-0.jsonl", aside=aside, last=step)
             writer.write({"step": step, "samples": missing})

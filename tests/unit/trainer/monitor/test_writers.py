@@ -61,6 +61,18 @@ def test_samples_of_the_resumed_step_that_nobody_recorded_are_added_once(tmp_pat
     assert len(lines(tmp_path / "samples-1.jsonl")) == 2
 
 
+def test_a_sample_that_a_step_has_twice_is_there_twice_again(tmp_path: Path) -> None:
+    """Where one pass over the data ends and the next begins, a batch may hold a sample of both."""
+    write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [6, 1]}])
+    write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [2, 3]}])
+
+    for _ in range(2):
+        Recorder.mend_samples(tmp_path, 3, (7, 6, 6, 1))
+
+    found = [one for line in lines(tmp_path / "samples-0.jsonl") for one in line["samples"]]
+    assert sorted(found) == [1, 6, 6, 7]
+
+
 def test_a_step_that_is_resumed_twice_is_mended_once(tmp_path: Path) -> None:
     write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [4, 5]}])
     write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [2, 3]}])
