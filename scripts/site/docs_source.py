@@ -123,8 +123,8 @@ def decisions(root: Path) -> str:
     """The page that lists the decisions, newest first."""
     rows = []
     for file in sorted((root / DECISIONS).glob("[0-9]*.md"), reverse=True):
-        title = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        rows.append(f"- [{title}]({file.name})\n")
+        title, _, status, *_ = file.read_text(encoding="utf-8").splitlines()
+        rows.append(f"- [{title.lstrip('# ')}]({file.name}) ({status.removeprefix('Status: ')})\n")
     return (
         "# Decisions\n\nWhy it is built as it is: what was decided, what else there was, what was measured.\n\n"
         + "".join(rows)

@@ -90,7 +90,7 @@ class _Agent:
     stepped: tuple[int, int] = (-1, -1)
     """Generation and attempt of the last heartbeat that brought a higher step."""
     step: int = -1
-    """The newest that it told of since it last had none."""
+    """The newest that it reported since it last had none."""
 
 
 class _Job:

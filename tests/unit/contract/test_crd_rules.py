@@ -1,4 +1,4 @@
-"""The rules as data; `tests/cluster/test_crd.py` has the API server evaluate them."""
+"""The rules as data; `tests/cluster/definition/test_refusals.py` has the API server evaluate them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The history that people read, taken up where the state was resumed: rewound, mended, and the monitors after it.
 
-Invariant: a history that cannot be read or written is told of and stops nothing.
+Invariant: a history that cannot be read or written is reported and stops nothing.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def _leave(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """By a draft of its own: artifacts are told of from another thread than notices and alerts."""
+    """By a draft of its own: artifacts are reported from another thread than notices and alerts."""
     draft = path.with_name(f"{path.name}.draft")
     draft.write_text(text)
     draft.replace(path)

@@ -1,4 +1,4 @@
-"""Policy: members slower than the others are always told of, and handed over when that costs nothing but a spare.
+"""Policy: members slower than the others are always reported, and handed over when that costs nothing but a spare.
 
 Where no spare is free and the others are faster without it (`faster_without`), it is left out.
 

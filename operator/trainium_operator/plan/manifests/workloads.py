@@ -48,7 +48,7 @@ def workload(
     scheduling = job.spec.scheduling
     spec: Json = {
         "queueName": scheduling.queue_name,
-        # What a job would like beside what it needs yields to what others need, and the last step first.
+        # What a job would like beside what it needs yields to what others need, and the last quota step first.
         "priority": (priority or 0) - part,
         "podSets": [{"name": name, "count": count, "template": template} for name, count in counts.items() if count],
     }

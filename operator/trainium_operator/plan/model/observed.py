@@ -218,7 +218,7 @@ SILENCE_TOLD_SECONDS = 2.0
 """Two heartbeats; the coordinator tells who has fallen silent, so a member heard more recently needs no look."""
 
 _EVERY_INTERVAL_WORKERS = 256
-"""Jobs of up to so many workers are told of every `status_interval_seconds`; a plan of them takes about 10 ms."""
+"""Jobs of up to so many workers write their status every `status_interval_seconds`; their plan takes about 10 ms."""
 _LARGEST_FACTOR = 6.0
 
 

@@ -69,7 +69,7 @@ class WorkloadView:
     version: str
     """Its resource version: what was decided from an older one is not written over a newer one."""
     part: int
-    """Which part of the job's quota it asks for: 0 for what the job needs, 1 and more for steps beyond it."""
+    """Which part of the job's quota it asks for: 0 for what the job needs, 1 and more for quota steps beyond it."""
     asked: Mapping[str, int]
     """Pods by pod set."""
     content_hash: str = ""

@@ -1,4 +1,4 @@
-"""Into which Workloads a job's quota is divided: what it needs, and steps beyond it, each worth a pass.
+"""Into which Workloads a job's quota is divided: what it needs, and quota steps beyond it, each worth a pass.
 
 Kueue admits and preempts whole Workloads. So an elastic job asks for its smallest size with one, and for each larger
 size that saves a pass with one more: it starts on what it gets, a preemption takes steps and leaves the job training,
