@@ -19,11 +19,22 @@ app.kubernetes.io/component: operator
 {{- end }}
 
 {{- define "trainium-operator.labels" -}}
-{{ include "trainium-operator.selector" . }}
+{{- include "trainium-operator.labelsAnd" (list . dict) }}
+{{- end }}
+
+{{- /* The labels of an object, with more of its own; the argument is a list of the context and those, which win. */}}
+{{- define "trainium-operator.labelsAnd" -}}
+{{- $more := index . 1 }}
+{{- with index . 0 }}
+{{- include "trainium-operator.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: trainium-operator
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with merge (dict) $more .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "trainium-operator.serviceAccount" -}}

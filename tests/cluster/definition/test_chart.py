@@ -340,6 +340,40 @@ def test_operator_pods_rather_keep_away_from_trainium_and_leave_a_lost_node_soon
     assert own["spec"]["template"]["spec"]["tolerations"] == [*pod["spec"]["tolerations"], {"key": "mine"}]
 
 
+def selectors(document: Any) -> Iterator[dict[str, str]]:
+    """Every label selector of an object, wherever it stands in it."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if key in {"matchLabels", "selector"} and isinstance(value, dict):
+                yield {name: each for name, each in value.items() if isinstance(each, str)}
+            yield from selectors(value)
+    elif isinstance(document, list):
+        for each in document:
+            yield from selectors(each)
+
+
+@pytest.mark.parametrize("more", ["replicas=2", EVERYTHING, "kueue.enabled=true,dra.enabled=true,ui.enabled=true"])
+def test_common_labels_are_on_every_object_and_pod_and_in_no_selector(api: Api, more: str) -> None:
+    ours = {"cost": "centre", "team.example/name": "ml"}
+    documents = rendered(api, rf"{more},commonLabels.cost=centre,commonLabels.team\.example/name=ml")
+    assert len(documents) == len(rendered(api, more))
+    for document in documents:
+        assert ours.items() <= document["metadata"]["labels"].items(), document["metadata"]["name"]
+        if "template" in document.get("spec", {}):
+            assert ours.items() <= document["spec"]["template"]["metadata"]["labels"].items()
+    found = [selector for document in documents for selector in selectors(document.get("spec", {}))]
+    assert len(found) >= 4
+    assert not [selector for selector in found if ours.keys() & selector.keys()]
+
+
+def test_a_label_of_one_object_wins_over_a_common_one(api: Api) -> None:
+    monitor = "metrics.podMonitor.create=true,metrics.podMonitor.labels.team=monitoring"
+    documents = rendered(api, f"commonLabels.team=ml,podLabels.team=operators,{monitor}")
+    assert only(documents, "Deployment", NAME)["metadata"]["labels"]["team"] == "ml"
+    assert only(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]["team"] == "operators"
+    assert only(documents, "PodMonitor", NAME)["metadata"]["labels"]["team"] == "monitoring"
+
+
 def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
     definition = only(rendered(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
     assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -362,6 +396,8 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         ("replicas=-1", "minimum: got -1, want 0"),
         ("watchNamespace=Training", "does not match pattern"),
         ("watchNamespaces={a,B}", "does not match pattern"),
+        ("commonLabels.cost=a b", "does not match pattern"),
+        (r"commonLabels.app\.kubernetes\.io/name=mine", "invalid propertyName 'app.kubernetes.io/name'"),
     ],
 )
 def test_a_misspelt_or_bad_value_is_refused(api: Api, settings: str, sentence: str) -> None:
