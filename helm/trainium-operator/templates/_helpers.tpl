@@ -74,6 +74,22 @@ authorization:
 {{- end }}
 {{- end }}
 
+{{- /* Flags of the Lease's times. The operator checks them too; here a bad one is refused before a pod is made. */}}
+{{- define "trainium-operator.lease" -}}
+{{- with .Values.lease }}
+{{- $deadline := float64 .renewDeadlineSeconds }}
+{{- if gt $deadline (mulf 0.8 .durationSeconds) }}
+{{- fail (printf "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds (%v), not %v: who lost the Lease must have stopped before another replica takes over" (mulf 0.8 .durationSeconds) $deadline) }}
+{{- end }}
+{{- if gt (float64 .retrySeconds) (divf $deadline 2) }}
+{{- fail (printf "lease.retrySeconds must be at most half of lease.renewDeadlineSeconds (%v), not %v: one renewal that fails must not lose the Lease" (divf $deadline 2) .retrySeconds) }}
+{{- end -}}
+- --lease-duration={{ int .durationSeconds }}
+- --lease-renew-deadline={{ .renewDeadlineSeconds }}
+- --lease-retry={{ .retrySeconds }}
+{{- end }}
+{{- end }}
+
 {{- define "trainium-operator.coordinator" -}}
 {{ include "trainium-operator.fullname" . }}-coordinator
 {{- end }}

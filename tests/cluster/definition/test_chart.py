@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm/trainium-operator"
 EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.yaml"))
 EVERYTHING = (
-    "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
+    "replicas=3,lease.durationSeconds=6,lease.renewDeadlineSeconds=4,lease.retrySeconds=1,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
     "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
     "metrics.secure=true,metrics.tokenSecret.name=scraper,https.issuer.name=ca,ui.enabled=true,"
     "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
@@ -290,6 +290,9 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
     assert parsed.lease_name == NAME
+    assert parsed.lease_duration == (6 if settings == EVERYTHING else 15)
+    assert parsed.lease_renew_deadline == (4 if settings == EVERYTHING else 10)
+    assert parsed.lease_retry == (1 if settings == EVERYTHING else 2)
     assert parsed.coordinator_service == f"{NAME}-coordinator"
     assert parsed.secret_name == f"{NAME}-coordinator-tls"
     assert parsed.memory_name == f"{NAME}-quarantine"
@@ -397,6 +400,12 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         ("watchNamespace=Training", "does not match pattern"),
         ("watchNamespaces={a,B}", "does not match pattern"),
         ("commonLabels.cost=a b", "does not match pattern"),
+        ("lease.durationSeconds=2", "minimum: got 2, want 3"),
+        ("lease.durationSeconds=12", "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds"),
+        (
+            "lease.retrySeconds=6",
+            "lease.retrySeconds must be at most half of lease.renewDeadlineSeconds (5), not 6",
+        ),
         (r"commonLabels.app\.kubernetes\.io/name=mine", "invalid propertyName 'app.kubernetes.io/name'"),
     ],
 )
