@@ -223,7 +223,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         prog="trainium-operator",
         description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
     )
-    told = "`run` (may be left out); see also `simulate --help`"
+    told = "`run` (may be left out); see also `simulate --help` and `check --help`"
     parser.add_argument("command", nargs="?", choices=["run"], default="run", help=told)
     types = get_type_hints(Settings)
     for each in fields(Settings):

@@ -208,7 +208,7 @@ def test_pages_of_jobs_bring_a_right_a_service_and_its_name_in_the_certificate_a
     (port,) = only(documents, "Service", parsed.ui_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, "https")
     rules = only(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
-    opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[1:]]
+    opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[2:]]
     assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
 
     few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
@@ -425,7 +425,7 @@ def test_the_plain_install_is_what_helm_renders_now(api: Api) -> None:
     assert generate.stale(ROOT, helm) == [], "run `python -m trainium_operator.generate`"
 
 
-def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Api) -> None:
+def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restricted_pods_are(defined: Api) -> None:
     template = only(rendered(defined), "Deployment", NAME)["spec"]["template"]
     pod = {
         "apiVersion": "v1",
@@ -433,6 +433,8 @@ def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Ap
         "metadata": {"name": "probe", "labels": template["metadata"]["labels"]},
         "spec": template["spec"] | {"serviceAccountName": "default", "automountServiceAccountToken": False},
     }
+    test_pod = only(rendered(defined), "Pod", f"{NAME}-test")
+    of_helm_test = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
     space = {
         "apiVersion": "v1",
         "kind": "Namespace",
@@ -440,13 +442,55 @@ def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Ap
     }
     defined.kubectl("apply", "-f", "-", stdin=json.dumps(space))
     try:
-        done = defined.run(
-            "kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod)
-        )
-        assert "violates PodSecurity" not in done.stderr
-        assert done.returncode == 0, done.stderr
+        create = ("kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-")
+        for each in (pod, of_helm_test):
+            done = defined.run(*create, stdin=json.dumps(each))
+            assert "violates PodSecurity" not in done.stderr
+            assert done.returncode == 0, done.stderr
     finally:
         defined.kubectl("delete", "namespace", f"{RELEASE}-restricted", "--wait=false")
+
+
+@pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
+def test_helm_test_asks_what_the_chart_installed_and_needs_no_rights(api: Api, settings: str) -> None:
+    documents = rendered(api, settings)
+    pod = only(documents, "Pod", f"{NAME}-test")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in pod["spec"]
+    deployment = only(documents, "Deployment", NAME)["spec"]
+    (container,), (running,) = pod["spec"]["containers"], deployment["template"]["spec"]["containers"]
+    assert (container["image"], container["command"]) == (running["image"], running["command"])
+    parsed = parse_settings(running["args"], {})
+    assert dict(argument.removeprefix("--").split("=") for argument in container["args"][1:]) == {
+        "service": f"{parsed.coordinator_service}.system.svc",
+        "authority": "/etc/trainium-operator/coordinator/ca.crt",
+        "replicas": str(deployment["replicas"]),
+        "coordinator-port": str(parsed.coordinator_port),
+        "probe-port": str(parsed.metrics_port),
+    }
+    assert f"{parsed.coordinator_service}.system.svc" in server_names(parsed.coordinator_service, "system")
+    (secret,) = [volume["secret"] for volume in pod["spec"]["volumes"]]
+    assert (secret["secretName"], secret["items"]) == (parsed.secret_name, [{"key": "ca.crt", "path": "ca.crt"}])
+
+
+@pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
+def test_the_pod_of_helm_test_is_in_no_selector_but_the_one_that_lets_it_in(api: Api, settings: str) -> None:
+    documents = rendered(api, settings)
+    labels = only(documents, "Pod", f"{NAME}-test")["metadata"]["labels"].items()
+    specs = {one["kind"]: one["spec"] for one in documents if one["kind"] != "NetworkPolicy" and "spec" in one}
+    of_operators = [each for spec in specs.values() for each in selectors(spec) if each]
+    assert len(of_operators) >= 3
+    assert not [each for each in of_operators if each.items() <= labels]
+    for policy in (one["spec"] for one in documents if one["kind"] == "NetworkPolicy"):
+        assert not policy["podSelector"]["matchLabels"].items() <= labels
+        (peer,) = policy["ingress"][1]["from"]
+        assert peer["podSelector"]["matchLabels"].items() <= labels
+        assert [port["port"] for port in policy["ingress"][1]["ports"]] == ["coordinator", "metrics"]
+
+
+def test_without_replicas_there_is_nothing_to_test(api: Api) -> None:
+    assert "Pod" not in {document["kind"] for document in rendered(api, "replicas=0")}
 
 
 def test_an_upgrade_keeps_the_certificates_that_the_operator_wrote(defined: Api) -> None:
