@@ -16,6 +16,7 @@ import typer
 
 from trainium_client.commands.main import app as client
 from trainium_devcluster.cli import app as devcluster
+from trainium_operator.check import app as check
 from trainium_operator.settings import PREFIX, Settings
 from trainium_operator.simulate.command import app as simulate
 from trainium_trainer.cli import app as trainer
@@ -30,6 +31,7 @@ where a command line is wrong; those of a training process are in [causes](cause
 _PROGRAMS = (
     ("kubectl trn", "Looks at jobs and acts on them ([tasks](kubectl-trn.md)).", client),
     ("trainium-operator simulate", "What goodput a job will get ([tasks](simulate.md)).", simulate),
+    ("trainium-operator check", "Whether an installed operator works; `helm test` runs it.", check),
     ("trainium-trainer", "Data, models, checkpoints and artifacts, outside of a job and in one.", trainer),
     ("trainium-devcluster", "A Kubernetes to try it all on ([tasks](devcluster.md)).", devcluster),
 )

@@ -40,12 +40,16 @@ LEASE_CONNECTIONS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until told to stop; the exit code is 0 then, and 1 after a failure. `simulate` has its own command line."""
+    """Run until told to stop; the exit code is 0 then, and 1 after a failure. `simulate` and `check` have their own."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["simulate"]:
         from trainium_operator.simulate.command import main as simulate  # noqa: PLC0415 - the operator never needs it
 
         sys.exit(simulate(given[1:]))
+    if given[:1] == ["check"]:
+        from trainium_operator.check import main as check  # noqa: PLC0415 - nor this
+
+        check(given[1:])
     settings = parse_settings(given, os.environ)
     configure_logs(settings.log_level, settings.log_format)
     use_little_memory_per_connection()

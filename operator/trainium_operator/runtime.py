@@ -42,7 +42,7 @@ from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.fleet.fleet_reconciler import Fleet, FleetMeter
-from trainium_operator.cluster.lease import LeaseElector
+from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
@@ -114,7 +114,12 @@ class Runtime:
         self.state = CoordinatorState(clock)
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
         lease_api = Api(lease_transport or transport, on_request=self._on_request)
-        self.elector = LeaseElector(lease_api, namespace, settings.lease_name, identity, wall_clock=wall_clock)
+        times = LeaseTimes.of(
+            duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
+        )
+        self.elector = LeaseElector(
+            lease_api, namespace, settings.lease_name, identity, wall_clock=wall_clock, times=times
+        )
         self.acting = Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
         services = filter(None, (settings.coordinator_service, settings.ui_service))
         self.keeper = CertificateKeeper(

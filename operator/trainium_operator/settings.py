@@ -32,6 +32,8 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
 
 MOST_NAMESPACES = 50
 """Served by name: each takes five connections to the API server, one for each kind that is watched in it."""
+LEASE_SECONDS = (3, 600)
+"""Shortest and longest time of the Lease."""
 MOST_NAMED_JOBS = 500
 """With metrics of their own: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
@@ -59,6 +61,11 @@ class Settings:
         "", "pod template for the workers of all jobs, as JSON (metadata and spec); what a job's own says wins"
     )
     lease_name: str = _setting("trainium-operator", "name of the Lease that the acting replica holds")
+    lease_duration: int = _setting(
+        15, "seconds after the last renewal that was seen in which no other replica takes the Lease"
+    )
+    lease_renew_deadline: float = _setting(10.0, "seconds without a renewal after which the holder stops to act")
+    lease_retry: float = _setting(2.0, "seconds between two renewals")
     coordinator_service: str = _setting(
         "trainium-operator-coordinator", "name of the headless Service by which workers find the coordinator"
     )
@@ -150,6 +157,7 @@ class Settings:
     def problems(self) -> list[str]:
         """What is wrong, one sentence each."""
         checks = (
+            *self._lease_checks(),
             ("--workers", self.workers, self.workers >= 1, "at least 1"),
             ("--status-interval", self.status_interval, self.status_interval > 0, "above 0 seconds"),
             ("--resync", self.resync, self.resync > 0, "above 0 seconds"),
@@ -192,6 +200,22 @@ class Settings:
         )
         return [f"{flag} must be {rule}, not {value!r}" for flag, value, good, rule in checks if not good]
 
+    def _lease_checks(self) -> tuple[tuple[str, float, bool, str], ...]:
+        """Who lost the Lease has stopped before another may take it, and one try that fails does not lose it."""
+        duration, deadline, retry = self.lease_duration, self.lease_renew_deadline, self.lease_retry
+        low, high = LEASE_SECONDS
+        longest = f"four fifths of --lease-duration ({0.8 * duration:g})"
+        return (
+            ("--lease-duration", duration, low <= duration <= high, f"from {low} to {high} seconds"),
+            ("--lease-renew-deadline", deadline, 1 <= deadline <= 0.8 * duration, f"from 1 second to {longest}"),
+            (
+                "--lease-retry",
+                retry,
+                0.2 <= retry <= deadline / 2,
+                f"from 0.2 seconds to half of --lease-renew-deadline ({deadline / 2:g})",
+            ),
+        )
+
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Settings of a command line. Ends the process with a sentence when they are not usable, as argparse does."""
@@ -199,7 +223,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         prog="trainium-operator",
         description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
     )
-    told = "`run` (may be left out); see also `simulate --help`"
+    told = "`run` (may be left out); see also `simulate --help` and `check --help`"
     parser.add_argument("command", nargs="?", choices=["run"], default="run", help=told)
     types = get_type_hints(Settings)
     for each in fields(Settings):

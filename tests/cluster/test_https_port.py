@@ -116,3 +116,10 @@ def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(
         plain.request("GET", "/metrics")
         assert plain.getresponse().status == 404
         plain.close()
+
+
+@pytest.mark.long
+def test_helm_test_says_that_the_installed_operator_works(secured: Site) -> None:
+    said = secured.helm("test", "trainium-operator", "-n", SYSTEM, "--timeout", "120s", "--logs")
+    assert "the operator works: 2 of 2 replicas ready, " in said
+    assert "leads, certificates are its own" in said

@@ -19,11 +19,22 @@ app.kubernetes.io/component: operator
 {{- end }}
 
 {{- define "trainium-operator.labels" -}}
-{{ include "trainium-operator.selector" . }}
+{{- include "trainium-operator.labelsAnd" (list . dict) }}
+{{- end }}
+
+{{- /* The labels of an object, with more of its own; the argument is a list of the context and those, which win. */}}
+{{- define "trainium-operator.labelsAnd" -}}
+{{- $more := index . 1 }}
+{{- with index . 0 }}
+{{- include "trainium-operator.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: trainium-operator
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with merge (dict) $more .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "trainium-operator.serviceAccount" -}}
@@ -60,6 +71,22 @@ authorization:
   credentials:
     name: {{ . }}
     key: {{ $.Values.metrics.tokenSecret.key }}
+{{- end }}
+{{- end }}
+
+{{- /* Flags of the Lease's times. The operator checks them too; here a bad one is refused before a pod is made. */}}
+{{- define "trainium-operator.lease" -}}
+{{- with .Values.lease }}
+{{- $deadline := float64 .renewDeadlineSeconds }}
+{{- if gt $deadline (mulf 0.8 .durationSeconds) }}
+{{- fail (printf "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds (%v), not %v: who lost the Lease must have stopped before another replica takes over" (mulf 0.8 .durationSeconds) $deadline) }}
+{{- end }}
+{{- if gt (float64 .retrySeconds) (divf $deadline 2) }}
+{{- fail (printf "lease.retrySeconds must be at most half of lease.renewDeadlineSeconds (%v), not %v: one renewal that fails must not lose the Lease" (divf $deadline 2) .retrySeconds) }}
+{{- end -}}
+- --lease-duration={{ int .durationSeconds }}
+- --lease-renew-deadline={{ .renewDeadlineSeconds }}
+- --lease-retry={{ .retrySeconds }}
 {{- end }}
 {{- end }}
 

@@ -35,7 +35,7 @@ class LeaseLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Seconds; `renew_deadline` must be well below `duration`."""
+    """Seconds; `renew_deadline` must be well below `duration`, `retry` below that; the settings check both."""
 
     duration: float = 15.0
     renew_deadline: float = 10.0
@@ -43,12 +43,28 @@ class LeaseTimes:
     """Between two renewals."""
     attempt: float = 3.0
     """For one try to renew: one that hangs must leave time for others."""
+    take: float = 10.0
+    """For one try to acquire."""
+    give_back: float = 2.0
+    """For the one try to release it: a process that ends does not wait for longer."""
     again: float = 0.5
     """Between a try that failed and the next."""
     look: float = 1.0
     """Between two looks of one who stands by."""
     nudged_look: float = 0.2
     """While `nudge` says that the holder may have gone: a Lease that was released is taken within this time."""
+
+    @classmethod
+    def of(cls, *, duration: float, renew_deadline: float, retry: float) -> LeaseTimes:
+        """These three as given, and the tries so that three that hang fit into the time for a renewal."""
+        return cls(
+            duration=duration,
+            renew_deadline=renew_deadline,
+            retry=retry,
+            attempt=min(0.3 * renew_deadline, 10.0),
+            take=min(renew_deadline, 10.0),
+            again=min(0.5, retry),
+        )
 
 
 class LeaseElector:
@@ -138,7 +154,7 @@ class LeaseElector:
             return
         self.leading = False
         try:
-            async with asyncio.timeout(self._times.retry):
+            async with asyncio.timeout(self._times.give_back):
                 await self._write(holder="", duration=1)
         except (ApiError, TimeoutError) as error:
             logger.warning("the lease was not released, it will run out by itself: %s", str(error) or "timed out")
@@ -148,7 +164,7 @@ class LeaseElector:
     async def _try_acquire(self) -> bool:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        async with asyncio.timeout(self._times.renew_deadline):
+        async with asyncio.timeout(self._times.take):
             try:
                 self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
             except NotFoundError:

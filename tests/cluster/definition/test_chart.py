@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm/trainium-operator"
 EXAMPLES = sorted(path.name for path in (ROOT / "manifests/examples").glob("*.yaml"))
 EVERYTHING = (
-    "replicas=3,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
+    "replicas=3,lease.durationSeconds=6,lease.renewDeadlineSeconds=4,lease.retrySeconds=1,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
     "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
     "metrics.secure=true,metrics.tokenSecret.name=scraper,https.issuer.name=ca,ui.enabled=true,"
     "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
@@ -208,7 +208,7 @@ def test_pages_of_jobs_bring_a_right_a_service_and_its_name_in_the_certificate_a
     (port,) = only(documents, "Service", parsed.ui_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, "https")
     rules = only(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
-    opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[1:]]
+    opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[2:]]
     assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
 
     few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
@@ -290,6 +290,9 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
     assert parsed.lease_name == NAME
+    assert parsed.lease_duration == (6 if settings == EVERYTHING else 15)
+    assert parsed.lease_renew_deadline == (4 if settings == EVERYTHING else 10)
+    assert parsed.lease_retry == (1 if settings == EVERYTHING else 2)
     assert parsed.coordinator_service == f"{NAME}-coordinator"
     assert parsed.secret_name == f"{NAME}-coordinator-tls"
     assert parsed.memory_name == f"{NAME}-quarantine"
@@ -340,6 +343,40 @@ def test_operator_pods_rather_keep_away_from_trainium_and_leave_a_lost_node_soon
     assert own["spec"]["template"]["spec"]["tolerations"] == [*pod["spec"]["tolerations"], {"key": "mine"}]
 
 
+def selectors(document: Any) -> Iterator[dict[str, str]]:
+    """Every label selector of an object, wherever it stands in it."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if key in {"matchLabels", "selector"} and isinstance(value, dict):
+                yield {name: each for name, each in value.items() if isinstance(each, str)}
+            yield from selectors(value)
+    elif isinstance(document, list):
+        for each in document:
+            yield from selectors(each)
+
+
+@pytest.mark.parametrize("more", ["replicas=2", EVERYTHING, "kueue.enabled=true,dra.enabled=true,ui.enabled=true"])
+def test_common_labels_are_on_every_object_and_pod_and_in_no_selector(api: Api, more: str) -> None:
+    ours = {"cost": "centre", "team.example/name": "ml"}
+    documents = rendered(api, rf"{more},commonLabels.cost=centre,commonLabels.team\.example/name=ml")
+    assert len(documents) == len(rendered(api, more))
+    for document in documents:
+        assert ours.items() <= document["metadata"]["labels"].items(), document["metadata"]["name"]
+        if "template" in document.get("spec", {}):
+            assert ours.items() <= document["spec"]["template"]["metadata"]["labels"].items()
+    found = [selector for document in documents for selector in selectors(document.get("spec", {}))]
+    assert len(found) >= 4
+    assert not [selector for selector in found if ours.keys() & selector.keys()]
+
+
+def test_a_label_of_one_object_wins_over_a_common_one(api: Api) -> None:
+    monitor = "metrics.podMonitor.create=true,metrics.podMonitor.labels.team=monitoring"
+    documents = rendered(api, f"commonLabels.team=ml,podLabels.team=operators,{monitor}")
+    assert only(documents, "Deployment", NAME)["metadata"]["labels"]["team"] == "ml"
+    assert only(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]["team"] == "operators"
+    assert only(documents, "PodMonitor", NAME)["metadata"]["labels"]["team"] == "monitoring"
+
+
 def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
     definition = only(rendered(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
     assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -362,6 +399,14 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         ("replicas=-1", "minimum: got -1, want 0"),
         ("watchNamespace=Training", "does not match pattern"),
         ("watchNamespaces={a,B}", "does not match pattern"),
+        ("commonLabels.cost=a b", "does not match pattern"),
+        ("lease.durationSeconds=2", "minimum: got 2, want 3"),
+        ("lease.durationSeconds=12", "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds"),
+        (
+            "lease.retrySeconds=6",
+            "lease.retrySeconds must be at most half of lease.renewDeadlineSeconds (5), not 6",
+        ),
+        (r"commonLabels.app\.kubernetes\.io/name=mine", "invalid propertyName 'app.kubernetes.io/name'"),
     ],
 )
 def test_a_misspelt_or_bad_value_is_refused(api: Api, settings: str, sentence: str) -> None:
@@ -380,7 +425,7 @@ def test_the_plain_install_is_what_helm_renders_now(api: Api) -> None:
     assert generate.stale(ROOT, helm) == [], "run `python -m trainium_operator.generate`"
 
 
-def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Api) -> None:
+def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restricted_pods_are(defined: Api) -> None:
     template = only(rendered(defined), "Deployment", NAME)["spec"]["template"]
     pod = {
         "apiVersion": "v1",
@@ -388,6 +433,8 @@ def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Ap
         "metadata": {"name": "probe", "labels": template["metadata"]["labels"]},
         "spec": template["spec"] | {"serviceAccountName": "default", "automountServiceAccountToken": False},
     }
+    test_pod = only(rendered(defined), "Pod", f"{NAME}-test")
+    of_helm_test = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
     space = {
         "apiVersion": "v1",
         "kind": "Namespace",
@@ -395,13 +442,55 @@ def test_the_operator_pod_is_admitted_where_only_restricted_pods_are(defined: Ap
     }
     defined.kubectl("apply", "-f", "-", stdin=json.dumps(space))
     try:
-        done = defined.run(
-            "kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod)
-        )
-        assert "violates PodSecurity" not in done.stderr
-        assert done.returncode == 0, done.stderr
+        create = ("kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-")
+        for each in (pod, of_helm_test):
+            done = defined.run(*create, stdin=json.dumps(each))
+            assert "violates PodSecurity" not in done.stderr
+            assert done.returncode == 0, done.stderr
     finally:
         defined.kubectl("delete", "namespace", f"{RELEASE}-restricted", "--wait=false")
+
+
+@pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
+def test_helm_test_asks_what_the_chart_installed_and_needs_no_rights(api: Api, settings: str) -> None:
+    documents = rendered(api, settings)
+    pod = only(documents, "Pod", f"{NAME}-test")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in pod["spec"]
+    deployment = only(documents, "Deployment", NAME)["spec"]
+    (container,), (running,) = pod["spec"]["containers"], deployment["template"]["spec"]["containers"]
+    assert (container["image"], container["command"]) == (running["image"], running["command"])
+    parsed = parse_settings(running["args"], {})
+    assert dict(argument.removeprefix("--").split("=") for argument in container["args"][1:]) == {
+        "service": f"{parsed.coordinator_service}.system.svc",
+        "authority": "/etc/trainium-operator/coordinator/ca.crt",
+        "replicas": str(deployment["replicas"]),
+        "coordinator-port": str(parsed.coordinator_port),
+        "probe-port": str(parsed.metrics_port),
+    }
+    assert f"{parsed.coordinator_service}.system.svc" in server_names(parsed.coordinator_service, "system")
+    (secret,) = [volume["secret"] for volume in pod["spec"]["volumes"]]
+    assert (secret["secretName"], secret["items"]) == (parsed.secret_name, [{"key": "ca.crt", "path": "ca.crt"}])
+
+
+@pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
+def test_the_pod_of_helm_test_is_in_no_selector_but_the_one_that_lets_it_in(api: Api, settings: str) -> None:
+    documents = rendered(api, settings)
+    labels = only(documents, "Pod", f"{NAME}-test")["metadata"]["labels"].items()
+    specs = {one["kind"]: one["spec"] for one in documents if one["kind"] != "NetworkPolicy" and "spec" in one}
+    of_operators = [each for spec in specs.values() for each in selectors(spec) if each]
+    assert len(of_operators) >= 3
+    assert not [each for each in of_operators if each.items() <= labels]
+    for policy in (one["spec"] for one in documents if one["kind"] == "NetworkPolicy"):
+        assert not policy["podSelector"]["matchLabels"].items() <= labels
+        (peer,) = policy["ingress"][1]["from"]
+        assert peer["podSelector"]["matchLabels"].items() <= labels
+        assert [port["port"] for port in policy["ingress"][1]["ports"]] == ["coordinator", "metrics"]
+
+
+def test_without_replicas_there_is_nothing_to_test(api: Api) -> None:
+    assert "Pod" not in {document["kind"] for document in rendered(api, "replicas=0")}
 
 
 def test_an_upgrade_keeps_the_certificates_that_the_operator_wrote(defined: Api) -> None:

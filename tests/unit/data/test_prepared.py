@@ -89,7 +89,7 @@ def test_a_tokenizer_may_be_brought_and_must_be_one(tmp_path: Path, tokenizer: P
 def test_a_cache_folder_that_can_never_be_written_is_the_users_to_change(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt")
     (tmp_path / "cache").write_text("a file where a folder should be")
-    with pytest.raises(UserError, match=r"cannot be used .*: free space there or set data.cacheDirectory"):
+    with pytest.raises(UserError, match=r"cannot be used \(.*\): set data.cacheDirectory to a folder"):
         opened(config(tmp_path, tmp_path / "d.txt"))
 
 

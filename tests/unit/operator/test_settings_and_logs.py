@@ -41,6 +41,18 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--https-port", "-1"], "--https-port must be from 0 to 65535, not -1"),
         (["--ui", "true", "--https-port", "8443"], "--https-port must be another port than --metrics-port and"),
         (["--secure-metrics", "true", "--https-port", "8080"], "--https-port must be another port than --metrics-port"),
+        (["--lease-duration", "2"], "--lease-duration must be from 3 to 600 seconds, not 2"),
+        (["--lease-duration", "2.5"], "invalid int value: '2.5'"),
+        (
+            ["--lease-duration", "12"],
+            "--lease-renew-deadline must be from 1 second to four fifths of --lease-duration (9.6), not 10.0",
+        ),
+        (["--lease-renew-deadline", "nan"], "--lease-renew-deadline must be from 1 second to four fifths"),
+        (
+            ["--lease-retry", "5.5"],
+            "--lease-retry must be from 0.2 seconds to half of --lease-renew-deadline (5), not 5.5",
+        ),
+        (["--lease-retry", "0"], "--lease-retry must be from 0.2 seconds to half"),
         (["--log-level", "loud"], "--log-level must be one of debug, info"),
         (["--workers", "many"], "invalid int value: 'many'"),
         (["--watch-namespaces", "ml,Research"], "--watch-namespaces must be at most 50 names of namespaces"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
@@ -9,20 +10,29 @@ from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.suite.virtual_time import run_virtual
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES
-from trainium_operator.cluster.lease import LeaseElector, LeaseLostError
+from trainium_operator.cluster.lease import LeaseElector, LeaseLostError, LeaseTimes
+from trainium_operator.settings import Settings
 
 
-def elector(cluster: FakeCluster, identity: str, *, clock_error: float = 0.0) -> LeaseElector:
+def elector(
+    cluster: FakeCluster, identity: str, *, clock_error: float = 0.0, times: LeaseTimes | None = None
+) -> LeaseElector:
     loop = asyncio.get_running_loop()
     return LeaseElector(
-        Api(cluster), "ns", "lease", identity, wall_clock=lambda: 1.7e9 + clock_error + loop.time(), jitter=lambda: 0.5
+        Api(cluster),
+        "ns",
+        "lease",
+        identity,
+        wall_clock=lambda: 1.7e9 + clock_error + loop.time(),
+        times=times,
+        jitter=lambda: 0.5,
     )
 
 
 class Operator:
     """Acquires, then holds; what a process does."""
 
-    def __init__(self, cluster: FakeCluster, identity: str, **options: float) -> None:
+    def __init__(self, cluster: FakeCluster, identity: str, **options: Any) -> None:
         self.elector = elector(cluster, identity, **options)
         self.led_at: float | None = None
         self._leads = asyncio.Event()
@@ -96,6 +106,44 @@ def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
         return (second.led_at or 0) - crashed
 
     assert 12 < run_virtual(scenario()) < 20
+
+
+@pytest.mark.parametrize(("duration", "deadline", "retry"), [(3, 2.4, 0.2), (6, 4.5, 0.5), (60, 48, 24)])
+def test_with_times_of_ones_own_the_other_waits_for_the_holders_lease_and_the_holder_stops_before(
+    duration: int, deadline: float, retry: float
+) -> None:
+    async def scenario() -> tuple[float, float]:
+        cluster = FakeCluster()
+        times = LeaseTimes.of(duration=duration, renew_deadline=deadline, retry=retry)
+        first, loop = Operator(cluster, "a", times=times), asyncio.get_running_loop()
+        await first.leads()
+        second = Operator(cluster, "b")  # as during an upgrade that changes them: the holder's count
+        await asyncio.sleep(600)
+        assert second.led_at is None
+        cut_off = loop.time()
+        cluster.faults.append(
+            lambda method, _path: refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" else None
+        )
+        with contextlib.suppress(LeaseLostError):
+            await first.task
+        assert not first.elector.may_act()
+        stopped = loop.time()
+        cluster.faults.clear()
+        await second.leads()
+        await second.crash()
+        return stopped - cut_off, (second.led_at or 0) - stopped
+
+    stopped, apart = run_virtual(scenario())
+    assert deadline - retry <= stopped <= deadline + 0.5
+    assert 0 < apart < duration
+
+
+def test_what_the_settings_say_by_default_are_the_times_of_a_lease() -> None:
+    given = Settings()
+    made = LeaseTimes.of(
+        duration=given.lease_duration, renew_deadline=given.lease_renew_deadline, retry=given.lease_retry
+    )
+    assert made == LeaseTimes()
 
 
 def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_trainer.exits import StorageError
+from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.storage.protocol import Retry
 
 T = TypeVar("T")
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def kept(action: Callable[[], T], where: str, retry: Retry) -> T:
@@ -25,10 +23,10 @@ def kept(action: Callable[[], T], where: str, retry: Retry) -> T:
         cause = error.__cause__
         reason = getattr(cause, "strerror", None) or cause
         number = getattr(cause, "errno", None)
-        if number in _FULL:
+        if number in FULL:
             advice = "free space and start again, what is complete is not written again"
-        elif number in _FORBIDDEN:
-            advice = "give write permission there, or name another place"
+        elif number in FORBIDDEN:
+            advice = f"{what_forbids(number, where)}, or name another place"
         else:
             advice = "look at the store and start again, what is complete is not written again"
         raise StorageError(f"artifact {where}: cannot be written ({reason}): {advice}") from cause

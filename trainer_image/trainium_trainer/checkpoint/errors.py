@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 from trainium_trainer.exits import PeerLostError, StorageError, UserError
+from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
 
 __all__ = [
     "DamagedFileError",
@@ -16,10 +17,8 @@ __all__ = [
     "storage_error",
 ]
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
-_LASTING = _FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR, errno.ENODEV}
+_LASTING = FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR, errno.ENODEV}
 
 
 class StaleGenerationError(PeerLostError):
@@ -45,10 +44,10 @@ def is_transient(error: OSError) -> bool:
 
 def storage_error(error: OSError, where: str) -> StorageError:
     """The sentence for an I/O error: what, where, what to do."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
-    elif error.errno in _FORBIDDEN:
-        advice = "it is not writable: give the worker (or its role) write permission or choose another checkpoint.path"
+    elif error.errno in FORBIDDEN:
+        advice = f"{what_forbids(error.errno, where)}, or choose another checkpoint.path"
     elif error.errno == errno.ENODEV:
         advice = "make the bucket, or choose another checkpoint.path"
     elif error.errno == errno.ETIMEDOUT:

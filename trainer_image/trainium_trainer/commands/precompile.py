@@ -29,6 +29,7 @@ from trainium_trainer.compile.sizes import Sizes, read_sizes
 from trainium_trainer.configuration.backend_limits import SCATTERED, check_nxd_node
 from trainium_trainer.configuration.config import settle
 from trainium_trainer.exits import StorageError, TrainerError, UserError
+from trainium_trainer.write_access import FORBIDDEN, what_forbids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,8 +79,9 @@ def precompile(
         try:
             outcome = ready(settings, local, shared, force=force)
         except OSError as error:
+            advice = what_forbids(error.errno) if error.errno in FORBIDDEN else "make room"
             raise StorageError(
-                f"the compiler's cache: {error.strerror or error} ({error.filename}): make room, or name another "
+                f"the compiler's cache: {error.strerror or error} ({error.filename}): {advice}, or name another "
                 "folder (neuron.cacheDirectory, neuron.sharedCacheDirectory)"
             ) from error
         typer.echo(

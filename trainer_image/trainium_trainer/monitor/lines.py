@@ -17,6 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.exits import StorageError
+from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,10 @@ _PAUSE_SECONDS = 5.0
 
 def unwritable(path: Path, error: OSError) -> StorageError:
     """The sentence for a file of records that cannot be used."""
-    advice = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
+    if error.errno in FORBIDDEN:
+        advice = what_forbids(error.errno)
+    else:
+        advice = "free space" if error.errno in FULL else "make it writable"
     return StorageError(f"{path}: cannot be written ({error.strerror}): {advice}")
 
 

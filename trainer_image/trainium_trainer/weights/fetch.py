@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.weights.folder import ModelFolder
+from trainium_trainer.write_access import FORBIDDEN, what_forbids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,9 +132,10 @@ def _explained(error: Exception, name: str, revision: str | None) -> TrainerErro
             return StorageError(f"{where}: the hub answered {status}: start again later, what is there stays")
         case errors.LocalEntryNotFoundError() | ConnectionError() | TimeoutError():
             return lost
-        case OSError(errno=int()):
+        case OSError(errno=int() as number):
+            advice = what_forbids(number) if number in FORBIDDEN else "free space"
             return StorageError(
-                f"{where}: cannot be written ({error.strerror}): free space or name another folder by --output"
+                f"{where}: cannot be written ({error.strerror}): {advice}, or name another folder by --output"
             )
     # By name: the library has changed the client that it asks by before.
     return lost if {kind.__name__ for kind in type(error).__mro__} & _LOST else None

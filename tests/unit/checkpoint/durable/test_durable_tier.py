@@ -394,7 +394,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path: Path) -> 
     assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     if os.getuid() != 0:
         (tmp_path / "locked").mkdir(mode=0o500)
-        with pytest.raises(StorageError, match="not writable"):
+        with pytest.raises(StorageError, match=f"user {os.getuid()} cannot write there: make it writable"):
             solo(tmp_path / "locked")
 
 

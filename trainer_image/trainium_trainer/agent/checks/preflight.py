@@ -20,6 +20,7 @@ from trainium_contract.needs.descriptors import too_small
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.open_files import limit
+from trainium_trainer.write_access import FORBIDDEN, what_forbids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -113,7 +114,8 @@ def _unwritable(directory: Path) -> str:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        return error.strerror or str(error)
+        reason = error.strerror or str(error)
+        return f"{reason}: {what_forbids(error.errno)}" if error.errno in FORBIDDEN else reason
     return ""
 
 

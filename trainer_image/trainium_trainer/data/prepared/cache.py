@@ -21,13 +21,14 @@ from trainium_trainer.data.prepared.writer import locked
 from trainium_trainer.data.sources.files import S3, reading, s3
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.trainer.data import DataConfig
 
-_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _COPIED_AT_ONCE = 16 << 20
 
 
@@ -48,10 +49,16 @@ def usable(cache: Path) -> Iterator[Path]:
         cache.mkdir(parents=True, exist_ok=True)
         yield cache
     except OSError as error:
-        kind = UserError if error.errno in _LASTING else StorageError
+        kind = UserError if error.errno in FORBIDDEN | _NOT_A_FOLDER else StorageError
+        if error.errno in FORBIDDEN:
+            advice = f"{what_forbids(error.errno)}, or "
+        elif error.errno in FULL:
+            advice = "free space there or "
+        else:
+            advice = ""
         raise kind(
             f"data.cacheDirectory {cache}: cannot be used ({error.strerror or error}): "
-            "free space there or set data.cacheDirectory to a folder that can be written"
+            f"{advice}set data.cacheDirectory to a folder that can be written"
         ) from error
 
 

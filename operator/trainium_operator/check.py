@@ -1,0 +1,169 @@
+"""The command `trainium-operator check`: whether the operator that the chart installed works; `helm test` runs it.
+
+It looks as a worker and a kubelet do, from inside the cluster and with no rights at the API server: every replica
+answers its readiness probe (then the API server serves it TrainingJobs), every replica shows a certificate of the
+release's own authority, and one of them leads (it asks for a token where the others answer that they do not lead).
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - typer reads it
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainium_contract.wire.messages import MEMBERSHIP_PATH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_ANSWER_SECONDS = 5.0
+_PAUSE_SECONDS = 1.0
+_ASKED = MEMBERSHIP_PATH.format(namespace="none", job="none")
+_MOST = 200
+"""Characters of somebody's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What one address of the coordinator's Service answered."""
+
+    address: str
+    leads: bool = False
+    problem: str = ""
+    """Why it does not work, in a few words; empty: it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the operator works, and the sentence that says so."""
+
+    works: bool
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Where the operator is to be found."""
+
+    service: str
+    """Name of the coordinator's Service, with its namespace and .svc."""
+    replicas: int
+    coordinator_port: int
+    probe_port: int
+    authority: Path
+    """File with the certificates that the release trusts."""
+
+
+def verdict(service: str, expected: int, found: Sequence[Replica]) -> Verdict:
+    """Of what the replicas answered."""
+    bad = [f"{each.address} {each.problem}" for each in found if each.problem]
+    leaders = [each.address for each in found if each.leads and not each.problem]
+    if bad:
+        problem = "; ".join(bad)
+    elif len(found) < expected:
+        problem = f"{service} has {len(found)} of {expected} replicas: look at the Deployment's pods"
+    elif len(leaders) != 1:
+        problem = f"{len(leaders)} of {len(found)} replicas lead: look at the Lease and at the operator's log"
+    else:
+        good = f"{len(found)} of {expected} replicas ready" if len(found) > 1 else "the only replica is ready"
+        return Verdict(works=True, sentence=f"the operator works: {good}, {leaders[0]} leads, certificates are its own")
+    return Verdict(works=False, sentence=f"the operator does not work: {problem}")
+
+
+def addresses_of(name: str) -> list[str]:
+    """Every address of a name. Raises OSError."""
+    return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+
+
+def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addresses_of) -> Verdict:
+    """Ask every replica once."""
+    try:
+        trust = ssl.create_default_context(cafile=str(installed.authority))
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror or str(error)
+        return Verdict(
+            works=False,
+            sentence=f"the operator does not work: {installed.authority}: {reason}: no replica has written its "
+            "certificates into the Secret yet; look at the operator's log",
+        )
+    try:
+        addresses = resolve(installed.service)
+    except OSError as error:
+        return Verdict(
+            works=False,
+            sentence=f"the operator does not work: {installed.service}: {error.strerror or error}: the Service has no "
+            "pods, or names are not resolved; look at the Deployment's pods",
+        )
+    found = [_replica(installed, address, trust) for address in addresses]
+    return verdict(installed.service, installed.replicas, found)
+
+
+def until_it_works(look_once: Callable[[], Verdict], seconds: float, pause: Callable[[float], None]) -> Verdict:
+    """The first verdict that it works, else the last one after about so many seconds of pauses."""
+    for _ in range(int(seconds / _PAUSE_SECONDS)):
+        found = look_once()
+        if found.works:
+            return found
+        pause(_PAUSE_SECONDS)
+    return look_once()
+
+
+def _replica(installed: Installed, address: str, trust: ssl.SSLContext) -> Replica:
+    try:
+        probed = http.client.HTTPConnection(address, installed.probe_port, timeout=_ANSWER_SECONDS)
+        status, text = _get(probed, "/readyz")
+        if status != http.client.OK:
+            return Replica(address, problem=f"is not ready ({text}); look at its log")
+        connection = http.client.HTTPSConnection(address, installed.coordinator_port, timeout=_ANSWER_SECONDS)
+        plain = socket.create_connection((address, installed.coordinator_port), _ANSWER_SECONDS)
+        with plain, trust.wrap_socket(plain, server_hostname=installed.service) as connection.sock:
+            status, text = _get(connection, _ASKED)
+    except ssl.SSLCertVerificationError as error:
+        return Replica(address, problem=f"shows a certificate that the release does not trust ({error.verify_message})")
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return Replica(address, problem=f"does not answer ({reason}); look at its log and at NetworkPolicies")
+    if status in (http.client.UNAUTHORIZED, http.client.SERVICE_UNAVAILABLE):
+        return Replica(address, leads=status == http.client.UNAUTHORIZED)
+    return Replica(address, problem=f"answers {status} where it should ask for a token ({text}); look at its log")
+
+
+def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
+    """Status and the begin of the answer's sentence."""
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read(_MOST).decode(errors="replace").strip()
+    finally:
+        connection.close()
+    return answer.status, " ".join(text.split())
+
+
+app = typer.Typer(name="trainium-operator check", add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def check(
+    service: Annotated[str, typer.Option(help="The coordinator's Service, as NAME.NAMESPACE.svc.")],
+    authority: Annotated[Path, typer.Option(help="ca.crt of the coordinator's Secret.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas that must be ready.")] = 1,
+    coordinator_port: Annotated[int, typer.Option(help="Port of the coordinator.")] = 8443,
+    probe_port: Annotated[int, typer.Option(help="Port of the probes.")] = 8080,
+    seconds: Annotated[float, typer.Option(min=0.0, max=600.0, help="How long to wait until it works.")] = 30.0,
+) -> None:
+    """Tell in one sentence whether the installed operator works, from inside the cluster; exit 1 when not."""
+    installed = Installed(service, replicas, coordinator_port, probe_port, authority)
+    found = until_it_works(lambda: look(installed), seconds, time.sleep)
+    typer.echo(found.sentence, err=not found.works)
+    raise typer.Exit(0 if found.works else 1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command; ends the process with its exit code."""
+    app(args=list(arguments), prog_name="trainium-operator check")

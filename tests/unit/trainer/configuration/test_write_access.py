@@ -1,0 +1,120 @@
+"""A place that cannot be written is told as that, with who cannot write it: not as one that is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainium_trainer.agent.checks.preflight import _unwritable
+from trainium_trainer.artifacts.store import kept
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.data.prepared.cache import usable
+from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.monitor.lines import unwritable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NOBODY = 65534
+
+
+@contextmanager
+def ordinary_user() -> Iterator[int]:
+    """What is done within is done by this user, as a worker is one; root could write everywhere."""
+    if os.geteuid() != 0:
+        yield os.geteuid()
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield NOBODY
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def locked() -> Iterator[Path]:
+    """A folder that may be entered by everybody and written by nobody but root; pytest's own are root's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="locked-"))
+    folder.chmod(0o555)
+    yield folder
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A volume that is mounted read-only."""
+    root = tmp_path / "volume"
+    root.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small tmpfs")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=64k", "none", str(root)], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield root
+    subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def cache(folder: Path) -> None:
+    with usable(folder / "cache"):
+        pass
+
+
+def checkpoints(folder: Path) -> None:
+    Retry(()).run(lambda: PosixStorage(folder).write("step-1", b"x"), str(folder))
+
+
+def artifacts(folder: Path) -> None:
+    kept(lambda: PosixStorage(folder).write("model", b"x"), str(folder), Retry(()))
+
+
+def records(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    try:
+        path.write_bytes(b"x")
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+WRITERS = [(cache, UserError), (checkpoints, StorageError), (artifacts, StorageError), (records, StorageError)]
+
+
+@pytest.mark.parametrize(("write", "kind"), WRITERS)
+def test_a_folder_of_somebody_elses_is_told_with_the_user_who_cannot_write_it(
+    locked: Path, write: Callable[[Path], None], kind: type[Exception]
+) -> None:
+    with ordinary_user() as user, pytest.raises(kind) as refused:
+        write(locked)
+    said = str(refused.value)
+    assert f"user {user} cannot write there: make it writable for that user (fsGroup; a hostPath takes none" in said
+    assert str(locked) in said
+    assert "space" not in said
+
+
+@pytest.mark.parametrize(("write", "kind"), WRITERS)
+def test_a_volume_that_is_mounted_read_only_is_told_as_that(
+    read_only: Path, write: Callable[[Path], None], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind, match=r"Read-only file system\)?: it is mounted read-only: mount it writable"):
+        write(read_only)
+
+
+def test_the_preflight_names_who_cannot_write(locked: Path) -> None:
+    with ordinary_user() as user:
+        assert f"Permission denied: user {user} cannot write there" in _unwritable(locked)
+
+
+def test_a_full_volume_is_still_told_as_full(tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(StorageError, match=r"free space there or set data\.cacheDirectory"), usable(tmp_path):
+        full()
