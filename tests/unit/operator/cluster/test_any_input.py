@@ -136,7 +136,7 @@ def test_any_job_becomes_a_record_whose_status_can_be_written_again(spec: Any, s
 @PATIENT
 @given(changed({"data": MEMBERSHIP.get("data", {}), "binaryData": MEMBERSHIP.get("binaryData", {})}), st.text())
 def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> None:
-    raw = {"metadata": {"annotations": {}}, **parts}
+    raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
     for each in (raw, {**raw, "data": {"membership.json": text}}):
         membership_of(each)
         assert child_record(each).content_hash == ""
