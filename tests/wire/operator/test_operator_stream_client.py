@@ -122,10 +122,11 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
     monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 4.0)  # one agent: each four seconds
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
+        # How many of the one come before so many of the other is drawn anew each time.
         await until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
+        await until(lambda: site.frames.count(Kind.ALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
         assert site.frames.count(Kind.REGISTER) == 1
-        assert site.frames.count(Kind.ALIVE) >= 4, "most signs of life say nothing else"
         view = site.state.agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
