@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 WORKER_CONTAINER = "worker"
 PRECOMPILE_CONTAINER = "precompile"
-TEMPLATE_REVISION = 1
+TEMPLATE_REVISION = 0
 """Counts changes of this module by which the same job gets other pods (a test says when). They are no user's doing, so
 an upgrade of the operator replaces no pod for them, and calls none outdated."""
 _OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
@@ -106,8 +106,17 @@ def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> 
     ours = merge_template(ours, _named(dict(settings.worker_template)))
     merged = merge_template(ours, _named(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
-    if asks:
-        spec = with_worker_needs(spec, job.spec)
+    plain = _body(job, metadata, spec)
+    revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
+    # What the operator works out by itself is no part of the digest: no pod is outdated for it, in any version's eyes.
+    digest = revision + content_hash(plain)
+    body = _body(job, metadata, with_worker_needs(spec, job.spec)) if asks else plain
+    body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = digest
+    return body
+
+
+def _body(job: JobView, metadata: Json, spec: Json) -> Json:
+    """Metadata and spec as merged, with what no template may change, and what follows from the containers."""
     labels = {
         **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
         **names.object_labels(job.name, "worker"),
@@ -117,13 +126,10 @@ def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> 
         spec = {**spec, "affinity": _one_per_node(job.name, spec.get("affinity") or {})}
     if job.spec.precompile.enabled:
         spec = {**spec, "initContainers": [*(spec.get("initContainers") or []), *_precompiling(job, spec)]}
-    body: Json = {
+    return {
         "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
         "spec": {**spec, "restartPolicy": "Never"},
     }
-    revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
-    body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = revision + content_hash(body)
-    return body
 
 
 def template_hash(job: JobView, settings: PlanSettings) -> str:

@@ -84,6 +84,14 @@ def test_the_pods_of_a_job_are_the_same_at_every_size() -> None:
     assert template_hash(few, SETTINGS) == template_hash(many, SETTINGS)
 
 
+def test_what_the_operator_works_out_by_itself_makes_no_pod_outdated_in_any_versions_eyes() -> None:
+    view = job(spec(workers=TRN1, trainer={"batch": {"globalSize": 128}}))
+    key = "trainium.dev/template-hash"
+    with_needs, without = (pod_template(view, SETTINGS, asks=asks) for asks in (True, False))
+    assert with_needs["spec"] != without["spec"]
+    assert with_needs["metadata"]["annotations"][key] == without["metadata"]["annotations"][key]
+
+
 def test_a_queue_is_asked_only_for_what_people_ask_for() -> None:
     """Kueue refuses a workload that asks for a resource which its queue does not name."""
 
