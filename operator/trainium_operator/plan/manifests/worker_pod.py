@@ -134,7 +134,7 @@ def _body(job: JobView, metadata: Json, spec: Json) -> Json:
 
 def template_hash(job: JobView, settings: PlanSettings) -> str:
     """The digest that pods made now carry."""
-    digest: str = pod_template(job, settings)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
+    digest: str = pod_template(job, settings, asks=False)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
     return digest
 
 
