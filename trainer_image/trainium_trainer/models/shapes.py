@@ -105,16 +105,18 @@ def _shape(
     )
 
 
-PRESETS: dict[ModelPreset, ModelShape] = {
-    ModelPreset.TINY: _shape(ModelPreset.TINY, 10_000.0, 8192),
-    ModelPreset.SMALL: _shape(ModelPreset.SMALL, 10_000.0, 8192),
-    ModelPreset.LLAMA2_7B: _shape(ModelPreset.LLAMA2_7B, 10_000.0, 4096),
-    ModelPreset.LLAMA2_13B: _shape(ModelPreset.LLAMA2_13B, 10_000.0, 4096),
-    ModelPreset.LLAMA2_70B: _shape(ModelPreset.LLAMA2_70B, 10_000.0, 4096),
-    ModelPreset.LLAMA3_8B: _shape(ModelPreset.LLAMA3_8B, 500_000.0, 8192),
-    ModelPreset.LLAMA3_70B: _shape(ModelPreset.LLAMA3_70B, 500_000.0, 8192),
-    ModelPreset.LLAMA31_8B: _shape(ModelPreset.LLAMA31_8B, 500_000.0, 131_072, _LLAMA31_STRETCH),
-    ModelPreset.LLAMA31_70B: _shape(ModelPreset.LLAMA31_70B, 500_000.0, 131_072, _LLAMA31_STRETCH),
-    ModelPreset.LLAMA32_1B: _shape(ModelPreset.LLAMA32_1B, 500_000.0, 131_072, replace(_LLAMA31_STRETCH, factor=32.0)),
+_POSITIONS: dict[ModelPreset, tuple[float, int, RopeStretch | None]] = {
+    ModelPreset.TINY: (10_000.0, 8192, None),
+    ModelPreset.SMALL: (10_000.0, 8192, None),
+    ModelPreset.LLAMA2_7B: (10_000.0, 4096, None),
+    ModelPreset.LLAMA2_13B: (10_000.0, 4096, None),
+    ModelPreset.LLAMA2_70B: (10_000.0, 4096, None),
+    ModelPreset.LLAMA3_8B: (500_000.0, 8192, None),
+    ModelPreset.LLAMA3_70B: (500_000.0, 8192, None),
+    ModelPreset.LLAMA31_8B: (500_000.0, 131_072, _LLAMA31_STRETCH),
+    ModelPreset.LLAMA31_70B: (500_000.0, 131_072, _LLAMA31_STRETCH),
+    ModelPreset.LLAMA32_1B: (500_000.0, 131_072, replace(_LLAMA31_STRETCH, factor=32.0)),
 }
+"""Base of the rotary embedding, longest sequence, scaling."""
+PRESETS = {preset: _shape(preset, *positions) for preset, positions in _POSITIONS.items()}
 """Published shapes (the models' own `config.json`); a vocabulary of 0 stands for the tokenizer's."""
