@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.testing.suite.any_json import PATIENT, as_sent, changed
+from tests.testing.suite.trials import trials
 from trainium_operator.cluster.cache.views import job_record
 from trainium_operator.plan.view.size import decide_size
 
@@ -49,7 +50,7 @@ def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
     connection, path = server
     taken = 0
 
-    @PATIENT
+    @settings(PATIENT, max_examples=trials(40))
     @given(changed(SPEC, most=3))
     def offer(spec: Any) -> None:
         nonlocal taken
