@@ -16,7 +16,7 @@ from trainium_contract.wire import worker_env as env
 from trainium_operator.plan.manifests.claims import claiming
 from trainium_operator.plan.manifests.devices import device_tolerations, expected_devices, extended_resources
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
-from trainium_operator.plan.manifests.requests import with_worker_needs
+from trainium_operator.plan.manifests.requests import SHARED_MEMORY, WORKER_CONTAINER, with_worker_needs
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.model import names
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-WORKER_CONTAINER = "worker"
 PRECOMPILE_CONTAINER = "precompile"
 TEMPLATE_REVISION = 0
 """Counts changes of this module by which the same job gets other pods (a test says when). They are no user's doing, so
@@ -199,7 +198,7 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
         "volumeMounts": [
             {"name": "config", "mountPath": env.CONFIG_DIRECTORY, "readOnly": True},
             {"name": "token", "mountPath": env.TOKEN_PATH.rsplit("/", 1)[0], "readOnly": True},
-            {"name": "shared-memory", "mountPath": env.SHARED_MEMORY_MOUNT},
+            {"name": SHARED_MEMORY, "mountPath": env.SHARED_MEMORY_MOUNT},
             {"name": "cache", "mountPath": _CACHE_DIRECTORY},
             {"name": "checkpoints", "mountPath": env.CHECKPOINT_MOUNT},
         ],
@@ -278,7 +277,7 @@ def _volumes(job: str, spec: TrainingJobSpec) -> list[Json]:
     return [
         {"name": "config", "configMap": {"name": names.config_name(job)}},
         {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}},
         {"name": "cache", "emptyDir": {}},
         {"name": "checkpoints", **_storage(spec.checkpoint.storage)},
     ]
