@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def remembered_manifests() -> Iterator[None]:
-    """Each manifest is built once per spec."""
+    """Each manifest is built once for a spec and what is asked by name."""
     with (
         patch.object(configuration, "config_map", _once(configuration.config_map)),
         patch.object(worker_pod, "pod_template", _once(worker_pod.pod_template)),
@@ -24,13 +24,14 @@ def remembered_manifests() -> Iterator[None]:
 
 
 def _once(build: Callable[..., Any]) -> Callable[..., Any]:
-    built: dict[int, tuple[Any, Any]] = {}
+    built: dict[tuple[int, *tuple[tuple[str, Any], ...]], tuple[Any, Any]] = {}
 
-    def remembered(job: Any, *rest: Any) -> Any:
-        known = built.get(id(job.spec))
+    def remembered(job: Any, *rest: Any, **asked: Any) -> Any:
+        key = (id(job.spec), *sorted(asked.items()))
+        known = built.get(key)
         if known is None:
             # The spec is kept with what was built from it, so that no other object gets its id.
-            known = built[id(job.spec)] = (job.spec, build(job, *rest))
+            known = built[key] = (job.spec, build(job, *rest, **asked))
         return known[1]
 
     return remembered
