@@ -162,12 +162,8 @@ class Container:
         try:
             await asyncio.shield(process.running)
         except LaunchError as error:
-            message = f"failed to start container: {error}"
-            self.emit(Severity.WARNING, "Failed", f"Error: {message}", self.name)
+            self.emit(Severity.WARNING, "Failed", f"Error: {_not_started(error)}", self.name)
             await asyncio.shield(self._watcher)
-            if isinstance(self.state, Terminated):
-                self.state = Terminated(_START_ERROR, "StartError", message, 0.0, self.state.finished_at, self._id)
-            self.changed()
             return
         if self.process is process:
             self.state = Running(time.time())
@@ -191,15 +187,21 @@ class Container:
     async def _watch(self, process: Process, log: LogWriter, began: float, termination_log: str, scratch: str) -> None:
         """Wait for the end of the process and turn it into a state."""
         ended: Exit = await asyncio.shield(process.exited)
+        await asyncio.wait([process.running])
         if self._prober is not None:
             self._prober.cancel()
             self._prober = None
         await log.close()
-        message = self._termination_message(ended, Path(termination_log), log)
+        # The first state that is seen must be the right one: a pod that ended is not looked at again.
+        if error := process.running.exception():
+            end = Terminated(_START_ERROR, "StartError", _not_started(error), 0.0, ended.at, self._id)
+        else:
+            message = self._termination_message(ended, Path(termination_log), log)
+            end = Terminated(ended.code, exit_reason(ended.code), message, began, ended.at, self._id)
         self.process = None
-        self.ready = self.kind is Kind.INIT and ended.code == 0
+        self.ready = self.kind is Kind.INIT and end.exit_code == 0
         self.started = False
-        self.state = Terminated(ended.code, exit_reason(ended.code), message, began, ended.at, self._id)
+        self.state = end
         remove_tree(Path(scratch))
         self.changed()
 
@@ -342,6 +344,10 @@ class Container:
             if path.stem.isdigit() and int(path.stem) < self._attempt - 1:
                 path.unlink()
                 path.with_suffix(".old").unlink(missing_ok=True)
+
+
+def _not_started(error: BaseException) -> str:
+    return f"failed to start container: {error}"
 
 
 def _terminated(body: Json) -> Terminated:
