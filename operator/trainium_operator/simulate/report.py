@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from trainium_contract.views.interruptions import stage_words
-from trainium_operator.simulate.study import bought
+from trainium_operator.simulate.interval import USUAL_INTERVALS, best_interval, loss, losses, present_interval
+from trainium_operator.simulate.study import MONTH, bought
 from trainium_operator.simulate.virtual.failures import mix_of
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from trainium_operator.simulate.interval import IntervalLoss
     from trainium_operator.simulate.study import Estimate, Result
 
 _ROWS = 6
@@ -26,7 +28,7 @@ _LEAST = 0.00005
 def show(console: Console, results: Sequence[Result], *, goal: float | None) -> None:
     """All tables."""
     console.print(_goodput(results))
-    for table in (_spares(results), _losses(results), _recoveries(results)):
+    for table in (_spares(results), _losses(results), _recoveries(results), _intervals(results)):
         if table.row_count:
             console.print(table)
     for sentence in judgement(results, goal):
@@ -121,6 +123,36 @@ def _recoveries(results: Sequence[Result]) -> Table:
     return table
 
 
+def _intervals(results: Sequence[Result]) -> Table:
+    usual = [_duration(each) for each in USUAL_INTERVALS]
+    columns = ("case", "rollbacks a month", "best", "present", *usual)
+    table = _table("Loss by the interval of durable saves: their stall and the steps made again", *columns)
+    for result in results:
+        stages, rollbacks = result.case.stages, result.rollbacks
+        most = "" if rollbacks.seen else "≤ "
+        by_interval = {each.seconds: f"{most}{_percent(each.total)}" for each in losses(rollbacks, stages)}
+        present = present_interval(result.case.spec, stages)
+        told = "-"
+        if present is not None:
+            told = f"{_duration(present)}: {most}{_percent(loss(present, rollbacks, stages).total)}"
+        table.add_row(
+            _name(result),
+            f"{most}{rollbacks.a_second * MONTH:,.2f}",
+            f"{'≥ ' if most else ''}{_duration(best_interval(rollbacks, stages))}",
+            told,
+            *(by_interval.get(each, "-") for each in USUAL_INTERVALS),
+        )
+    return table
+
+
+def _duration(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "none"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
@@ -182,10 +214,33 @@ def _result(result: Result, gain: tuple[float, float] | None, goal: float | None
             }
             for each in result.recoveries
         ],
+        "durableInterval": _interval_document(result),
         "sparesBring": None if gain is None else {"nodeHours": round(gain[0], 2), "holdNodeHours": round(gain[1], 2)},
         "goal": None if goal is None else {"strict": goal, "reached": result.strict.mean >= goal},
         "stageToShorten": result.stage_to_shorten or None,
         "nodeHours": result.node_hours,
+    }
+
+
+def _interval_document(result: Result) -> dict[str, Any]:
+    stages, rollbacks = result.case.stages, result.rollbacks
+    present = present_interval(result.case.spec, stages)
+    best = best_interval(rollbacks, stages)
+    return {
+        "rollbacks": rollbacks.seen,
+        "rollbacksAMonthAtMost" if not rollbacks.seen else "rollbacksAMonth": round(rollbacks.a_second * MONTH, 4),
+        "bestSeconds": None if math.isinf(best) else round(best, 1),
+        "present": None if present is None else _interval_loss(loss(present, rollbacks, stages)),
+        "usual": [_interval_loss(each) for each in losses(rollbacks, stages)],
+    }
+
+
+def _interval_loss(each: IntervalLoss) -> dict[str, float]:
+    return {
+        "everySeconds": each.seconds,
+        "stall": round(each.stall, 7),
+        "madeAgain": round(each.made_again, 7),
+        "loss": round(each.total, 7),
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, mean, median, stdev
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_operator.simulate.interval import Rollbacks
 from trainium_operator.simulate.virtual.schedule import DAY, draw
 from trainium_operator.simulate.virtual.world import Setting, World
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainium_operator.simulate.virtual.schedule import Fault
 
 HOUR = 3600.0
+MONTH = 30 * DAY
 Key = TypeVar("Key")
 
 
@@ -102,6 +104,7 @@ class Result:
     sizes: Mapping[int, float]
     """Share of the time in force at each size."""
     recoveries: tuple[Recoveries, ...]
+    rollbacks: Rollbacks
     node_hours: float
     """That were simulated."""
     plans: int
@@ -155,6 +158,7 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
         by_stage=_shares((outcome.lost_by_stage for outcome in outcomes), wall),
         sizes=dict(sorted(_shares((outcome.sizes for outcome in outcomes), in_force).items(), reverse=True)),
         recoveries=_recoveries([each for outcome in outcomes for each in outcome.recoveries], seeds * case.days),
+        rollbacks=Rollbacks(sum(outcome.rollbacks for outcome in outcomes), wall),
         node_hours=seeds * case.days * 24 * (case.nodes + case.spares),
         plans=sum(outcome.plans for outcome in outcomes),
     )
@@ -162,7 +166,7 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
 
 def bought(before: Result, after: Result) -> tuple[float, float]:
     """What the further spares of `after` bring and hold, in node-hours a month of 30 days."""
-    hours = 30 * DAY / HOUR
+    hours = MONTH / HOUR
     gain = (after.work.mean - before.work.mean) * after.case.nodes * hours
     return gain, (after.case.spares - before.case.spares) * hours
 

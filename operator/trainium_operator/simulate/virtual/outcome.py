@@ -65,6 +65,8 @@ class Outcome:
     recoveries: tuple[Recovery, ...]
     faults: Mapping[FaultClass, int] = field(default_factory=dict)
     verdicts: int = 0
+    rollbacks: int = 0
+    """Times that training went on from the durable tier."""
     plans: int = 0
 
     @property

@@ -46,6 +46,8 @@ class Training:
         self.best = 0
         """The newest step that was ever completed."""
         self.durable = 0
+        self.rollbacks = 0
+        """How often training went on from the durable tier, with steps to make again."""
         self.resume = 0
         self.started = 0.0
         """When the processes of the present attempt were up; 0 before."""
@@ -158,7 +160,7 @@ class Training:
         memory = self._spec.checkpoint.memory
         if not memory.every_steps:
             return self.durable
-        newest = self.step - self.step % memory.every_steps
+        newest = self._newest_in_memory()
         if lost and self._spec.trainer.data_parallel.is_sharded:
             gone = set(lost)
             half = max(1, self.size // 2)
@@ -169,13 +171,17 @@ class Training:
             return self.durable
         return max(newest, self.durable)
 
+    def _newest_in_memory(self) -> int:
+        """The step of the newest snapshot in memory; without such snapshots, that of the newest step."""
+        return self.step - self.step % (self._spec.checkpoint.memory.every_steps or 1)
+
     def loading_seconds(self, resume: int, *, newcomers: bool) -> float:
         """Meeting, building the model and loading the state."""
         memory = self._spec.checkpoint.memory.every_steps
         stages = self._stages
         if self.step == 0 and resume == 0:
             seconds = stages.load_memory_seconds
-        elif not memory or resume < self.step - self.step % max(1, memory):
+        elif not memory or resume < self._newest_in_memory():
             seconds = stages.load_durable_seconds
         else:
             seconds = stages.load_peer_seconds if newcomers else stages.load_memory_seconds
@@ -188,12 +194,14 @@ class Training:
             taken = min(rolled, self.fresh[size])
             self.fresh[size] -= taken
             rolled -= taken
+        self.rollbacks += lost > 0
         self.best = self.step = self.resume = self.durable
         return lost
 
     def run(self, now: float, resume: int, *, first_step: float) -> None:
         """The ranks train; the first step takes so much longer."""
         self.state, self.loaded = State.RUNNING, now
+        self.rollbacks += resume < self._newest_in_memory()
         self.step = self.resume = resume
         self.stopped = now
         self._base = (now + first_step, resume)

@@ -318,6 +318,7 @@ class World:
             recoveries=recoveries,
             faults=dict(sorted(self.faults.items())),
             verdicts=self.operator.incarnation,
+            rollbacks=self.run.training.rollbacks,
             plans=self.operator.plans,
         )
 
