@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_client.again import corrected, run_again
-from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    JobName,
+    Kubeconfig,
+    Namespace,
+    Output,
+    open_api,
+    told,
+)
 from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
 from trainium_contract.pages.words import plural
@@ -18,14 +27,26 @@ if TYPE_CHECKING:
     from trainium_client.api import Api, Json
 
 
-def suspend(name: JobName, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+def suspend(
+    name: JobName,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
     """Save, give all nodes back, and wait for `resume`."""
-    _set_suspend(open_api(namespace, context, kubeconfig), name, yes=True)
+    _set_suspend(open_api(namespace, context, kubeconfig), name, output, yes=True)
 
 
-def resume(name: JobName, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+def resume(
+    name: JobName,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
     """Go on from the newest checkpoint."""
-    _set_suspend(open_api(namespace, context, kubeconfig), name, yes=False)
+    _set_suspend(open_api(namespace, context, kubeconfig), name, output, yes=False)
 
 
 def scale(
@@ -34,12 +55,14 @@ def scale(
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """Change the number of nodes while the job trains."""
     api = open_api(namespace, context, kubeconfig)
     _refuse_ended(api.job(name), "scaled")
     api.scale_job(name, size)
-    say(f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}")
+    sentence = f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}"
+    told(output, sentence, name=name, namespace=api.namespace, nodes=size)
 
 
 def retry(
@@ -50,22 +73,26 @@ def retry(
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """Run a failed job again, from its newest checkpoint: it is deleted and made anew, as it is or as the file says."""
     api = open_api(namespace, context, kubeconfig)
     job = api.job(name)
     run_again(api, job, None if filename is None else corrected(job, read_job(filename, name), str(filename)))
-    say(f"{name} runs again; it resumes from its newest checkpoint; see: kubectl trn watch {name}")
+    sentence = f"{name} runs again; it resumes from its newest checkpoint; see: kubectl trn watch {name}"
+    told(output, sentence, name=name, namespace=api.namespace)
 
 
-def _set_suspend(api: Api, name: str, *, yes: bool) -> None:
+def _set_suspend(api: Api, name: str, output: Format, *, yes: bool) -> None:
     job = api.job(name)
     _refuse_ended(job, "suspended" if yes else "resumed")
-    if (mapping(job, "spec").get("suspend") is True) is yes:
-        say(f"{name} is {'suspended' if yes else 'not suspended'} already")
-        return
-    api.patch_job(name, {"spec": {"suspend": yes}})
-    say(f"{name} saves and gives its nodes back" if yes else f"{name} goes on from its newest checkpoint")
+    changed = (mapping(job, "spec").get("suspend") is True) is not yes
+    if changed:
+        api.patch_job(name, {"spec": {"suspend": yes}})
+        sentence = f"{name} saves and gives its nodes back" if yes else f"{name} goes on from its newest checkpoint"
+    else:
+        sentence = f"{name} is {'suspended' if yes else 'not suspended'} already"
+    told(output, sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)
 
 
 def _refuse_ended(job: Json, what: str) -> None:

@@ -18,7 +18,16 @@ from trainium_client.commands.inspect import (
     OperatorNamespace,
     Quarantine,
 )
-from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    JobName,
+    Kubeconfig,
+    Namespace,
+    Output,
+    open_api,
+    told,
+)
 from trainium_client.errors import ClientError
 from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members
@@ -49,6 +58,7 @@ def support_bundle(
     quarantine: Quarantine = DEFAULT_QUARANTINE,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """Everything for a bug report, in one archive; secrets are left out."""
     api = open_api(namespace, context, kubeconfig)
@@ -64,8 +74,9 @@ def support_bundle(
         _write(path, f"{name}-support", parts)
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
-    say(f"{path}: {len(parts)} files, {size(path.stat().st_size)}; {len(missing)} things could not be read "
-        "(missing.txt)")  # fmt: skip
+    written = path.stat().st_size
+    sentence = f"{path}: {len(parts)} files, {size(written)}; {len(missing)} things could not be read (missing.txt)"
+    told(output, sentence, file=str(path), bytes=written, files=sorted(parts), missing=missing)
 
 
 def _take_job(api: Api, name: str, parts: dict[str, str], missing: list[str]) -> None:

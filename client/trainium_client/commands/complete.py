@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NO_FILES = ":4"
 _OF_A_JOB = frozenset({
     "status", "watch", "why", "logs", "ranks", "stacks", "checkpoints", "goodput", "history", "suspend", "resume",
-    "scale", "sizes", "retry", "report", "support-bundle",
+    "scale", "sizes", "retry", "report", "simulate", "support-bundle",
 })  # fmt: skip
 _WITH_VALUE = frozenset(
     {"-n", "--namespace", "--context", "--kubeconfig", "-o", "--output", "--rank", "--tail", "--entry"}

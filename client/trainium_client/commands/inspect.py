@@ -20,6 +20,7 @@ from trainium_client.commands.options import (
     emit,
     open_api,
     say,
+    told,
 )
 from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.inside import ask_all, json_lines, run_inside
@@ -188,6 +189,7 @@ def release(
     quarantine: Quarantine = DEFAULT_QUARANTINE,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """Take a machine out of quarantine; what was held against it does not count again."""
     api = open_api(operator_namespace, context, kubeconfig)
@@ -200,8 +202,9 @@ def release(
     asked = Asked("patch", "configmaps", operator_namespace, quarantine)
     path = f"/api/v1/namespaces/{operator_namespace}/configmaps/{quarantine}"
     api.call("PATCH", asked, path, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
-    say(f"{found.node or found.key} is released ({found.state}, {len(found.strikes)} strikes); "
-        "the operator reads it within 15 seconds")  # fmt: skip
+    machine = found.node or found.key
+    sentence = f"{machine} is released ({found.state}, {len(found.strikes)} strikes)"
+    told(output, f"{sentence}; the operator reads it within 15 seconds", machine=machine, was=found)
 
 
 def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:

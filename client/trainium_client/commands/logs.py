@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import threading
 import time
@@ -11,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_client.api import Api, Missing
-from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    JobName,
+    Kubeconfig,
+    Namespace,
+    Output,
+    open_api,
+    say,
+)
 from trainium_client.errors import ClientError
 from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members, read_members
@@ -20,12 +31,13 @@ from trainium_contract.views.raw import mapping, plain, text
 from trainium_contract.views.workers import pod_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.workers import MemberRow, Members
 
 _POLL_SECONDS = 2.0
+_MARK = re.compile(r"\[rank (\d{1,7})\] ")
 _OLD_PODS = 8
 """Pods that are looked through for what a rank said before."""
 
@@ -64,6 +76,7 @@ def logs(
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """What one rank writes, followed across restarts and pods."""
     api = open_api(namespace, context, kubeconfig)
@@ -71,7 +84,8 @@ def logs(
     member = members.of_rank(rank)
     if member is None:
         raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
-    printer = _Printer(rank, every=every, timestamps=timestamps)
+    form = _json_line if output is Format.JSON else _stamped if timestamps else _bare
+    printer = _Printer(rank, form, every=every)
     if previous:
         _previous(api, name, rank, members, printer)
     elif follow:
@@ -79,25 +93,41 @@ def logs(
     else:
         query = {"timestamps": "true", **({"tailLines": str(tail)} if tail >= 0 else {})}
         for line in _read(api, member, query):
-            printer.write(line)
+            printer.write(line, member.pod)
 
 
 class _Printer:
     """Writes the lines of one rank."""
 
-    def __init__(self, rank: int, *, every: bool, timestamps: bool) -> None:
-        self._rank, self._every, self._timestamps = rank, every, timestamps
+    def __init__(self, rank: int, form: Callable[[Line, str, str], str], *, every: bool) -> None:
+        """`form(line, words, pod)`: what is written of a line."""
+        self.rank, self._form, self._every = rank, form, every
         self._safe = sys.stdout.isatty()
 
-    def write(self, line: Line) -> bool:
+    def write(self, line: Line, pod: str) -> bool:
         """Whether it was a line of the rank."""
-        said = words_of(self._rank, line, every=self._every)
+        said = words_of(self.rank, line, every=self._every)
         if said is None:
             return False
         # A program's output must not steer the person's terminal; a file gets it as it is.
         said = plain(said) if self._safe else said
-        sys.stdout.write(f"{line.stamp} {said}\n" if self._timestamps else f"{said}\n")
+        sys.stdout.write(self._form(line, said, pod) + "\n")
         return True
+
+
+def _bare(_: Line, said: str, __: str) -> str:
+    return said
+
+
+def _stamped(line: Line, said: str, _: str) -> str:
+    return f"{line.stamp} {said}"
+
+
+def _json_line(line: Line, said: str, pod: str) -> str:
+    """A line of JSON lines: without the rank's mark, so that `rank` alone says whose it is; null of the agent's own."""
+    marked = _MARK.match(line.words)
+    rank, words = (int(marked[1]), line.words[marked.end() :]) if marked else (None, said)
+    return json.dumps({"time": line.stamp, "pod": pod, "rank": rank, "line": words}, ensure_ascii=False)
 
 
 def _read(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[Line]:
@@ -139,7 +169,7 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
     for pod in old:
         log = found[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
-        if sum(printer.write(line) for line in lines):
+        if sum(printer.write(line, pod) for line in lines):
             say(f"-- that was {pod}")
             return
     if known:
@@ -156,7 +186,7 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
 def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int) -> None:
     """The rank's lines, pod after pod, until the job has ended."""
     last, current = "", member
-    rank = printer._rank  # noqa: SLF001 - one module
+    rank = printer.rank
     while True:
         query = {"timestamps": "true", "follow": "true"}
         query |= {"sinceTime": _whole_seconds(last)} if last else {"tailLines": str(tail)} if tail >= 0 else {}
@@ -173,7 +203,7 @@ def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int
 def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], last: str, printer: _Printer) -> str:
     """Until the pod ends or the rank leaves it; the time stamp of the newest line."""
     path = f"/api/v1/namespaces/{api.namespace}/pods/{member.pod}/log"
-    rank, done = printer._rank, threading.Event()  # noqa: SLF001 - one module
+    rank, done = printer.rank, threading.Event()
     with api.connection.stream(path, query={"container": "worker", **query}) as stream:
         if stream.status >= 400:
             # The pod may be starting, or just gone: who has the rank next is asked after a moment.
@@ -197,7 +227,7 @@ def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], l
                 line = split_line(raw)
                 if line.stamp > last:
                     last = line.stamp
-                    printer.write(line)
+                    printer.write(line, member.pod)
                     sys.stdout.flush()
         finally:
             done.set()

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from trainium_client.commands import act, bundle, inspect, logs, look, report, ui, watch
+from trainium_client.commands import act, bundle, inspect, logs, look, report, simulate, ui, watch
 from trainium_client.commands.options import close_connections
 from trainium_client.errors import ClientError
 
@@ -30,6 +30,7 @@ for _command in (
     app.command()(_command)
 app.command()(report.report)
 app.command()(ui.ui)
+app.command(context_settings={"ignore_unknown_options": True})(simulate.simulate)
 app.command("support-bundle")(bundle.support_bundle)
 
 

@@ -97,6 +97,17 @@ def emit(output: Format, value: Any, page: Callable[[Any, float, int], Any]) -> 
     sys.stdout.flush()
 
 
+def told(output: Format, sentence: str, **facts: Any) -> None:
+    """What a command did: a sentence to the person, or the same with facts of snake_case names as JSON."""
+    if output is Format.TEXT:
+        say(sentence)
+        return
+    from trainium_client.render.machine import as_json, camel  # noqa: PLC0415 - each form loads what it needs
+
+    sys.stdout.write(as_json({"message": sentence, **{camel(name): fact for name, fact in facts.items()}}))
+    sys.stdout.flush()
+
+
 def say(sentence: str) -> None:
     """A sentence to the person, beside the output."""
     sys.stderr.write(f"{sentence}\n")

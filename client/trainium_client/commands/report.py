@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_client.commands.inspect import on_storage
-from trainium_client.commands.options import Context, JobName, Kubeconfig, Namespace, open_api, say
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    JobName,
+    Kubeconfig,
+    Namespace,
+    emit,
+    open_api,
+    say,
+)
 from trainium_client.errors import ClientError
 from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
@@ -26,7 +35,12 @@ if TYPE_CHECKING:
 
 def report(
     name: JobName,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File; default: NAME.html.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File; default: NAME.html. json: the same for programs, on standard output."
+        ),
+    ] = None,
     metrics: Annotated[
         Path | None, typer.Option("--metrics", help="metrics.jsonl of the run; default: read in the worker of rank 0.")
     ] = None,
@@ -43,7 +57,11 @@ def report(
     if rows is None:
         notes.append(f"checkpoints on storage: {why_not}")
     entries = interruptions(mapping(screen.job, "status"))
-    page = report_html(Report(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods), now)
+    found = Report(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods)
+    if output == Path(Format.JSON):
+        emit(Format.JSON, found, lambda *_: None)
+        return
+    page = report_html(found, now)
     path = output or Path(f"{name}.html")
     try:
         path.write_text(page, encoding="utf-8")

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from trainium_client.commands.options import Context, Kubeconfig, Namespace, complete_jobs, open_api, say
+from trainium_client.commands.options import (
+    Context,
+    Format,
+    Kubeconfig,
+    Namespace,
+    Output,
+    complete_jobs,
+    open_api,
+    told,
+)
 
 
 def ui(
@@ -22,6 +31,7 @@ def ui(
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """Jobs in the browser, live and read-only, with your own rights; until Ctrl-C."""
     # Imported here: the other commands do without, and start sooner.
@@ -37,7 +47,7 @@ def ui(
     where = "" if everywhere and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
     pages = LocalPages(lambda: open_api(namespace, context, kubeconfig), f"/{secret}")
     server = UiServer(pages, secret, where, port)
-    say(f"{server.url}\nserved to this machine until Ctrl-C")
+    told(output, f"{server.url}\nserved to this machine until Ctrl-C", url=server.url)
     if show:
         threading.Thread(target=webbrowser.open, args=(server.once,), daemon=True).start()
     try:

@@ -1,0 +1,66 @@
+"""`simulate`: a job of the cluster, or of a file, in `trainium-operator simulate`, which drives the real plan.
+
+Invariant: nothing is written into the cluster; the simulation is the operator's program, found beside this one or on
+PATH, never a second one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainium_client.commands.options import Context, Kubeconfig, Namespace, complete_jobs, open_api
+from trainium_client.errors import ClientError
+
+_PROGRAM = "trainium-operator"
+
+
+def simulate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME] [OPTION]...",
+            help="The TrainingJob, as the cluster has it, then options of trainium-operator simulate.",
+            autocompletion=complete_jobs,
+        ),
+    ] = None,
+    filename: Annotated[Path | None, typer.Option("--filename", "-f", help="A manifest in place of NAME.")] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Take the times of the stages from the job's history.")
+    ] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> int:
+    """What goodput a job will have and what each spare buys (options: trainium-operator simulate --help)."""
+    program = find_program()
+    options = list(words or [])
+    name = options.pop(0) if filename is None and options and not options[0].startswith("-") else None
+    if name is None and filename is None:
+        raise ClientError("give the NAME of a job in the cluster first, or a manifest with -f FILE")
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = filename or Path(folder) / f"{name}.json"
+        if name is not None:
+            manifest.write_text(json.dumps(open_api(namespace, context, kubeconfig).job(name)), encoding="utf-8")
+        learning = ["--learn-from", str(manifest)] if learn else []
+        done = subprocess.run([program, "simulate", str(manifest), *learning, *options], check=False)
+    return 1 if done.returncode else 0
+
+
+def find_program() -> str:
+    """The operator's program. Raises ClientError where it is not installed."""
+    beside = shutil.which(_PROGRAM, path=str(Path(sys.executable).parent))
+    found = beside or shutil.which(_PROGRAM)
+    if found is None:
+        raise ClientError(
+            f"{_PROGRAM} is not installed here, and it does the simulation; install it from the same release: "
+            "pip install trainium_operator-*.whl trainium_contract-*.whl"
+        )
+    return found

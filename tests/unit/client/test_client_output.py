@@ -1,0 +1,182 @@
+"""What programs and odd terminals get: JSON of every command, a closed pipe, a narrow window; and `simulate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_answers
+from trainium_client.commands import simulate
+from trainium_client.commands.main import app, main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Run = tuple[int, str, str]
+EXAMPLE = Path(__file__).parents[3] / "manifests" / "examples" / "laptop.yaml"
+QUARANTINE = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with ApiServer(recorded_answers(), tmp_path).running() as running:
+        yield running
+
+
+@pytest.fixture
+def trn(server: ApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+
+    def run(*arguments: str) -> Run:
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        said = capfd.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return run
+
+
+def told(trn: Callable[..., Run], *words: str) -> Any:
+    code, out, err = trn(*words, "-o", "json")
+    assert (code, err) == (0, ""), (out, err)
+    return json.loads(out)
+
+
+def test_what_was_done_to_a_job_is_told_to_programs(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama/scale"] = {}
+    who = {"name": "llama", "namespace": "team"}
+
+    assert told(trn, "suspend", "llama") == {
+        "message": "llama saves and gives its nodes back", **who, "suspend": True, "changed": True
+    }  # fmt: skip
+    assert told(trn, "resume", "llama")["changed"] is False
+    scaled = told(trn, "scale", "llama", "4")
+    assert scaled == {"message": scaled["message"], **who, "nodes": 4}
+
+
+def test_what_was_held_against_a_released_machine_is_told_to_programs(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    strikes = [{"at": 1.0, "cause": "Device", "job": "team/llama", "evidence": "e"}]
+    record = {"node": "node-2", "machine": "i-1", "strikes": strikes, "since": 1.0}
+    server.answers[QUARANTINE] = {"data": {"i-1": json.dumps(record)}}
+
+    found = told(trn, "release", "node-2")
+
+    assert found["message"].startswith("node-2 is released")
+    assert (found["machine"], len(found["was"]["strikes"])) == ("node-2", 1)
+    assert server.requests[-1][0] == "PATCH"
+
+
+def test_a_log_is_a_line_of_json_each(trn: Callable[..., Run]) -> None:
+    code, out, _ = trn("logs", "llama", "--all", "-o", "json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    _, plainly, _ = trn("logs", "llama", "--all")
+
+    assert code == 0
+    assert len(lines) == len(plainly.splitlines())
+    assert {each["pod"] for each in lines} == {"llama-w-0"}
+    assert {None, 0} <= {each["rank"] for each in lines}, "the agent's own lines are of no rank"
+    assert not any(each["line"].startswith("[rank ") for each in lines)
+    assert all(each["time"].startswith("2026-") for each in lines)
+
+
+def test_a_report_for_programs_holds_what_the_page_holds(
+    trn: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = told(trn, "report", "llama")
+
+    assert found["view"]["name"] == "llama"
+    assert {"entries", "members", "checkpoints", "curve", "notes", "pods"} <= set(found)
+    assert not (tmp_path / "json").exists()
+
+
+def test_a_support_bundle_tells_programs_where_it_is_and_what_it_lacks(trn: Callable[..., Run], tmp_path: Path) -> None:
+    file = tmp_path / "bundle.tar.gz"
+    found = told(trn, "support-bundle", "llama", "-f", str(file))
+
+    assert (found["file"], found["bytes"]) == (str(file), file.stat().st_size)
+    assert "job.json" in found["files"]
+    assert any(each.startswith("nodes:") for each in found["missing"])
+
+
+def test_every_command_takes_an_output() -> None:
+    without = []
+    for command in app.registered_commands:
+        called = command.callback.__name__ if command.callback else ""
+        code = "from trainium_client.commands.main import main; main()"
+        words = [sys.executable, "-c", code, command.name or called, "--help"]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        if "--output" not in said:
+            without.append(called)
+    assert without == ["simulate"], "that one hands what it is given to trainium-operator, which takes it"
+
+
+@pytest.mark.parametrize("command", ["status llama", "history llama", "logs llama --all", "sizes llama -o json"])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(server: ApiServer, command: str) -> None:
+    words = [sys.executable, "-m", "trainium_client.commands.main", *command.split()]
+    environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
+    finally:
+        os.close(writer)
+
+    assert (ended.returncode, ended.stderr.decode()) == (1, "")
+
+
+@pytest.mark.parametrize("columns", ["20", "40"])
+@pytest.mark.parametrize("command", ["status", "why", "history", "goodput", "sizes", "ranks --no-steps", "checkpoints"])
+def test_a_narrow_terminal_gets_narrow_lines_and_every_row(
+    trn: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, command: str, columns: str
+) -> None:
+    first, *rest = command.split()
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = trn(first, "llama", *rest)
+
+    assert code == 0
+    assert out.strip()
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_a_manifest_is_simulated_by_the_operators_program(trn: Callable[..., Run]) -> None:
+    short = ("--days", "0.1", "--seeds", "1", "--failures-per-1000-node-days", "4")
+    code, out, err = trn("simulate", "-f", str(EXAMPLE), *short, "-o", "json")
+
+    assert (code, err) == (0, "")
+    assert json.loads(out)["results"][0]["days"] == 0.1
+
+
+def test_a_job_of_the_cluster_is_simulated_as_it_is_there(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama"]["spec"] = {
+        "workers": {"replicas": 3, "accelerator": {"device": "cpu"}}, "trainer": {"batch": {"globalSize": 24}}
+    }  # fmt: skip
+    short = ("--days", "0.1", "--seeds", "1", "--failures-per-1000-node-days", "4")
+    code, out, _ = trn("simulate", "llama", "--learn", *short, "-o", "json")
+
+    assert code == 0
+    assert json.loads(out)["results"][0]["nodes"] == 3
+
+
+def test_what_cannot_be_simulated_is_told_in_a_sentence(
+    trn: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for words in ([], ["--days", "3", "llama"]):
+        code, _, err = trn("simulate", *words)
+        assert (code, err) == (1, "error: give the NAME of a job in the cluster first, or a manifest with -f FILE\n")
+    code, _, err = trn("simulate", "-f", str(tmp_path / "none.yaml"))
+    assert (code, err.count("\n")) == (1, 1)
+
+    monkeypatch.setattr(simulate.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = trn("simulate", "llama")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "trainium-operator is not installed here" in err
