@@ -27,6 +27,7 @@ TITLES = {
     "coordinator": "The coordinator",
     "growth": "The coordinator alone, as fleets grow",
     "flood": "A flood",
+    "planning": "A plan when every size is legal",
     "masked": "A masked micro-batch",
 }
 SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers", "masked": "ranks"}
@@ -40,6 +41,11 @@ NOTES = {
     "masked": (
         "Where the global batch does not come out even, the last micro-batch of some ranks is empty: same shapes, same "
         "collectives. A step should last by its passes, full or not; two ranks of a small model on the CPU."
+    ),
+    "planning": (
+        "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in virtual "
+        "time; each call of the operator's own plan is measured in processor time. Even: only sizes at which the global "
+        "batch comes out even."
     ),
     "growth": (
         "Server, state, tokens and TLS of the coordinator in a process of their own, without a cluster; nothing is "

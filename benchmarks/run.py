@@ -22,6 +22,7 @@ MODULES = {
     "coordinator": "benchmarks.fleets.coordinator",
     "growth": "benchmarks.fleets.growth",
     "flood": "benchmarks.fleets.flood",
+    "planning": "benchmarks.fleets.planning",
     "recovery": "benchmarks.cluster.recovery",
     "first_step": "benchmarks.cluster.first_step",
     "training_speed": "benchmarks.training_speed",
