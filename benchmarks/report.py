@@ -43,9 +43,9 @@ NOTES = {
         "collectives. A step should last by its passes, full or not; two ranks of a small model on the CPU."
     ),
     "planning": (
-        "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in virtual "
-        "time; each call of the operator's own plan is measured in processor time. Even: only sizes at which the global "
-        "batch comes out even."
+        "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "
+        "virtual time; each call of the operator's own plan is measured in processor time. Even: only sizes at which "
+        "the global batch comes out even."
     ),
     "growth": (
         "Server, state, tokens and TLS of the coordinator in a process of their own, without a cluster; nothing is "
