@@ -28,9 +28,10 @@ TITLES = {
     "growth": "The coordinator alone, as fleets grow",
     "flood": "A flood",
     "planning": "A plan when every size is legal",
+    "fairness": "One job among a hundred",
     "masked": "A masked micro-batch",
 }
-SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers", "masked": "ranks"}
+SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers", "masked": "ranks", "fairness": "workers"}
 NOTES = {
     "jobset": (
         "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
@@ -41,6 +42,11 @@ NOTES = {
     "masked": (
         "Where the global batch does not come out even, the last micro-batch of some ranks is empty: same shapes, same "
         "collectives. A step should last by its passes, full or not; two ranks of a small model on the CPU."
+    ),
+    "fairness": (
+        "100 jobs of 1 to 64 workers on fake nodes; a webhook refuses the pods of five of them for ever and keeps every "
+        "write of the operator waiting for 200 ms. A worker's pod of one job fails: first while the job is alone in the "
+        "cluster, then beside the others; in figures of all jobs the column counts jobs."
     ),
     "planning": (
         "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "

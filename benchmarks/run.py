@@ -23,6 +23,7 @@ MODULES = {
     "growth": "benchmarks.fleets.growth",
     "flood": "benchmarks.fleets.flood",
     "planning": "benchmarks.fleets.planning",
+    "fairness": "benchmarks.fleets.fairness",
     "recovery": "benchmarks.cluster.recovery",
     "first_step": "benchmarks.cluster.first_step",
     "training_speed": "benchmarks.training_speed",

@@ -162,7 +162,7 @@ class FleetRun:
             watch = await stack.enter_async_context(PodWatch(self.kube, f"{LABEL_JOB}={NAME}"))
             agents = None
             if last and self.plan.agents:
-                agents = AgentsProcess(self.cluster, NAME, [(operator.host, operator.port)], SERVER_NAME)
+                agents = AgentsProcess(self.cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME)
                 await stack.enter_async_context(agents)
                 await agents.ask("state")
             await self._start(operator, watch)

@@ -59,7 +59,7 @@ class CoordinatorRun:
         addresses = [(host, self._port) for host in HOSTS]
         async with (
             PodWatch(self._kube, f"{LABEL_JOB}={NAME}") as watch,
-            AgentsProcess(self._cluster, NAME, addresses, SERVER_NAME, streams=self._streams) as agents,
+            AgentsProcess(self._cluster, NAME, addresses=addresses, name=SERVER_NAME, streams=self._streams) as agents,
         ):
             await agents.ask("state")
             await self._kube.request("POST", JOBS, training_job(self._count, spares=1))

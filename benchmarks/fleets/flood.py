@@ -131,7 +131,7 @@ async def measure(report: Report, folder: Path, *, rounds: int) -> None:
             run = FleetRun(plan, report, cluster, kube, site)
             async with (
                 PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
-                AgentsProcess(cluster, NAME, [(operator.host, operator.port)], SERVER_NAME) as agents,
+                AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
                 await agents.ask("state")
                 await kube.request("POST", JOBS, run.body)

@@ -171,7 +171,9 @@ class Race:
         return {"created": created - began, "Running": running - began, "all restarted": restarted}
 
     async def _ours(self) -> dict[str, float]:
-        agents = AgentsProcess(self._cluster, NAME, [(self._operator.host, self._operator.port)], SERVER_NAME)
+        agents = AgentsProcess(
+            self._cluster, NAME, addresses=[(self._operator.host, self._operator.port)], name=SERVER_NAME
+        )
         async with PodWatch(self._kube, f"{LABEL_JOB}={NAME}") as watch, agents:
             await agents.ask("state")
             async with self._counted(OURS):

@@ -25,13 +25,13 @@ class AgentsError(Exception):
 
 
 class AgentsProcess:
-    """Agents of one job against one or more coordinators; ends with its `async with` block."""
+    """Agents of one or more jobs against one or more coordinators; ends with its `async with` block."""
 
     def __init__(
-        self, cluster: Cluster, job: str, addresses: Sequence[tuple[str, int]], name: str, *, streams: bool = True
+        self, cluster: Cluster, *jobs: str, addresses: Sequence[tuple[str, int]], name: str, streams: bool = True
     ) -> None:
         """`streams` off: agents as they were in the version before."""
-        self._options = {"cluster": cluster.name, "job": job, "addresses": list(addresses), "name": name}
+        self._options = {"cluster": cluster.name, "jobs": jobs, "addresses": list(addresses), "name": name}
         self._options["streams"] = streams
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -67,7 +67,7 @@ class AgentsProcess:
         return self._process.pid
 
     async def ask(self, op: str, *, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
-        """One command; raises AgentsError."""
+        """One command, to the agents of the first job or of the one that the field `job` names; raises AgentsError."""
         assert self._process is not None
         assert self._process.stdin is not None
         number = next(self._numbers)

@@ -251,16 +251,19 @@ async def _serve(options: Command) -> None:
     cluster = Cluster.connect(options["cluster"])
     async with Kube(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
-        agents = Agents(kube, options["job"], addresses, options["name"], streams=options["streams"])
-        following = asyncio.create_task(agents.run())
+        name, streams = options["name"], options["streams"]
+        agents = {job: Agents(kube, job, addresses, name, streams=streams) for job in options["jobs"]}
+        following = [asyncio.create_task(each.run()) for each in agents.values()]
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         pending: set[asyncio.Task[None]] = set()
         async for line in reader:
-            task = asyncio.create_task(_carry_out(agents, json.loads(line)))
+            command = json.loads(line)
+            task = asyncio.create_task(_carry_out(agents[command.get("job", options["jobs"][0])], command))
             pending.add(task)
             task.add_done_callback(pending.discard)
-        following.cancel()
+        for each in following:
+            each.cancel()
 
 
 async def _carry_out(agents: Agents, command: Command) -> None:
