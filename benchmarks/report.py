@@ -44,9 +44,9 @@ NOTES = {
         "collectives. A step should last by its passes, full or not; two ranks of a small model on the CPU."
     ),
     "fairness": (
-        "100 jobs of 1 to 64 workers on fake nodes; a webhook refuses the pods of five of them for ever and keeps every "
-        "write of the operator waiting for 200 ms. A worker's pod of one job fails: first while the job is alone in the "
-        "cluster, then beside the others; in figures of all jobs the column counts jobs."
+        "100 jobs of 1 to 64 workers on fake nodes; a webhook refuses the pods of five of them for ever and keeps "
+        "every write of the operator waiting for 200 ms. A worker's pod of one job fails: first while the job is alone "
+        "in the cluster, then beside the others; in figures of all jobs the column counts jobs."
     ),
     "planning": (
         "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "
