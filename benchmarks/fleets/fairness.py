@@ -41,6 +41,8 @@ WRITE_SECONDS = 0.2
 GOAL = 1.5
 SPARES = 1
 _PATIENCE = 600.0
+_AT_ONCE = 10
+"""Jobs that are waited for side by side; more would burden the API server with questions."""
 
 
 def main() -> None:
@@ -123,10 +125,14 @@ class Crowd:
         async with AgentsProcess(self._cluster, *jobs, addresses=self._addresses, name=SERVER_NAME) as agents:
             for name, size in {**others, **MEASURED}.items():
                 await self._start(name, size)
-            for number, (name, size) in enumerate(jobs.items(), start=1):
-                await self._train(agents, name, size)
-                if number % 20 == 0:
-                    say(f"{number} jobs train")
+            turns = asyncio.Semaphore(_AT_ONCE)
+
+            async def train(name: str, size: int) -> None:
+                async with turns:
+                    await self._train(agents, name, size)
+
+            await asyncio.gather(*(train(name, size) for name, size in jobs.items()))
+            say(f"{len(jobs)} jobs train")
             found: dict[str, list[float]] = {name: [] for name in MEASURED}
             for _ in range(rounds):
                 for name, size in MEASURED.items():

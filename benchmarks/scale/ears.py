@@ -80,7 +80,7 @@ def die_at(step: int) -> None:
 
     after_step = CheckpointManager.after_step
 
-    def last_step(self: CheckpointManager, position: Position, votes: float) -> None:
+    def last_step(self: CheckpointManager, position: Position, votes: int) -> None:
         if position.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         after_step(self, position, votes)

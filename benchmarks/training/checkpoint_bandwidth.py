@@ -33,6 +33,7 @@ from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.checkpoint.root.owner import Start
 from trainium_trainer.warm import warm
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def manager_of(place: Place, state: Sharded, root: Path) -> CheckpointManager:
         {"path": str(root), "memory": {"everySteps": 0}, "durable": {"everySeconds": None, "keepLast": 1}}
     )
     return CheckpointManager(
-        config, state=state, mesh=place, generation=0, memory_directory=None, settings={"of": "benchmark"}
+        config, state=state, mesh=place, start=Start(0), memory_directory=None, settings={"of": "benchmark"}
     )
 
 

@@ -30,8 +30,10 @@ import torch.distributed as dist
 
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_trainer.checkpoint.durable.save_policy import Save, decided
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.checkpoint.manager import CheckpointManager, Outside
+from trainium_trainer.checkpoint.root.owner import Start
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.warm import warm
 
@@ -86,18 +88,18 @@ class Training:
         self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.data = torch.randn(samples, width)
-        self.step(0.0)
+        self.step(0)
 
-    def step(self, vote: float) -> float:
+    def step(self, vote: int) -> int:
         """One optimizer step; the sum of the votes."""
         self.optimizer.zero_grad(set_to_none=False)
         self.model(self.data).square().mean().backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), torch.tensor([vote])])
+        flat = torch.cat([*(g.reshape(-1) for g in gradients), torch.tensor([float(vote)])])
         if dist.is_initialized():
             dist.all_reduce(flat)
         self.optimizer.step()
-        return float(flat[-1])
+        return round(flat[-1].item())
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """The live state."""
@@ -138,10 +140,10 @@ def managers(training: Training, place: Place, folder: Path, rate: float) -> dic
             config,
             state=training,
             mesh=place,
-            generation=0,
+            start=Start(0),
             memory_directory=memory_directory(folder, number, place.rank),
             settings={"of": "benchmark"},
-            storage=ThrottledStorage(root, rate) if "slow" in mode else PosixStorage(root),
+            outside=Outside(ThrottledStorage(root, rate) if "slow" in mode else PosixStorage(root)),
         )
         made[mode].resume()
         made[mode].finish(Position(0, 0, 0))
@@ -174,7 +176,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
                 manager.after_step(Position(steps[mode], steps[mode], 0), votes)
                 end = time.perf_counter()
                 if number:  # the first round warms up
-                    times[mode].append((end - start, before + end - start_after, votes > 0.5))
+                    times[mode].append((end - start, before + end - start_after, decided(votes) is not Save.NOTHING))
             # Between blocks, so that one mode's save does not run in another mode's block.
             manager.finish(Position(steps[mode], steps[mode], 0))
     for number, manager in enumerate(all_managers.values()):

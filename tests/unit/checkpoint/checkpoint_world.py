@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_trainer.checkpoint.durable.save_policy import Save, decided
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.checkpoint.manager import CheckpointManager, Outside
+from trainium_trainer.checkpoint.root.owner import NOBODY, Start
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
 
@@ -171,13 +173,10 @@ class Run:
             config,
             state=self.state,
             mesh=place,
-            generation=generation,
+            start=Start(generation, job or NOBODY, run),
             memory_directory=memory,
             settings={"model": settings.pop("settings", "one")},
-            run=run,
-            job=job,
-            storage=storage,
-            retry=retry or Retry(delays=()),
+            outside=Outside(storage, retry or Retry(delays=())),
         )
         self.resumed = self.manager.resume()
         self.step = self.resumed.step if self.resumed else 0
@@ -185,16 +184,16 @@ class Run:
         if not self.resumed:
             self.state.become(0)
 
-    def advance(self, *, save: Any = None) -> float:
+    def advance(self, *, save: bool | None = None) -> Save:
         self.manager.before_update()
         votes = torch.tensor(self.manager.vote())
         if self.place.world_size > 1:
             dist.all_reduce(votes)
         self.step += 1
         self.state.become(self.step)
-        decided = float(votes) if save is None else float(save)
-        self.manager.after_step(position(self.step), decided)
-        return decided
+        total = int(votes) if save is None else int(save)
+        self.manager.after_step(position(self.step), total)
+        return decided(total)
 
     def to(self, step: int, *, save_at: Any = ()) -> Run:
         while self.step < step:

@@ -65,7 +65,7 @@ class StepTotals:
     """Whether any rank was asked to leave."""
     memory_ends: bool
     """Whether any rank's node memory goes with it."""
-    votes: float
+    votes: int
     """Sum of what the ranks' checkpoint managers voted."""
 
 
@@ -142,7 +142,7 @@ class Backend(Protocol):
         """Add the gradients of the batch's summed loss; `last` marks the final micro-batch of the step. Collective."""
         ...
 
-    def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
+    def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """Sum tokens, stop requests and votes over the job. Collective."""
         ...
 

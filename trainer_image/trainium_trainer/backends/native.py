@@ -245,7 +245,7 @@ class NativeBackend:
             self._losses += pipeline.run(batches)
         self._store.absorb()
 
-    def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
+    def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
         counts = self.mesh.counts_loss
         self._own_loss = _sum(self._losses)
@@ -257,7 +257,7 @@ class NativeBackend:
         self._losses = []
         self._tokens = 0
         self._loss_sum, tokens, stops, ends, votes = values.tolist()
-        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=votes)
+        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=int(votes))
 
     def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`; the loss was summed by `totals`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +31,7 @@ from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.late_step_check import Ownership
 from trainium_trainer.checkpoint.root.metrics_copy import fetch_records
-from trainium_trainer.checkpoint.root.owner import NOBODY, OwnerRecords
+from trainium_trainer.checkpoint.root.owner import OwnerRecords
 from trainium_trainer.checkpoint.root.run_settings import as_begun, settings_digest
 from trainium_trainer.checkpoint.session import Session
 from trainium_trainer.checkpoint.storage.opening import open_storage
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
-    from trainium_trainer.checkpoint.root.owner import JobIdentity
+    from trainium_trainer.checkpoint.root.owner import Start
     from trainium_trainer.checkpoint.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,16 @@ log = logging.getLogger(__name__)
 NONE_YET = -1
 _GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks that have written wait this long for the slowest; a lost peer is noticed at once, by its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What a manager meets that is not of the run: where it writes, how often it tries, what time it is."""
+
+    storage: Storage | None = None
+    """None: what the configured path names."""
+    retry: Retry = field(default_factory=Retry)
+    clock: Callable[[], float] = time.monotonic
 
 
 class CheckpointManager:
@@ -70,32 +80,27 @@ class CheckpointManager:
         *,
         state: TrainingState,
         mesh: Mesh,
-        generation: int,
+        start: Start,
         memory_directory: Path | None,
         settings: Mapping[str, Any],
-        run: str = "",
-        job: JobIdentity | None = None,
-        storage: Storage | None = None,
-        retry: Retry | None = None,
-        clock: Callable[[], float] = time.monotonic,
         after_milestone: AfterMilestone | None = None,
+        outside: Outside | None = None,
     ) -> None:
         self._config = config
         self._state = state
         self._mesh = mesh
-        self._generation = generation
+        self._start = start
         self._settings = settings
         self._config_digest = settings_digest(settings)
-        self._job = job or NOBODY
-        self._run = run or self._job.uid
-        self._storage = storage if storage is not None else open_storage(config.path)
-        self._retry = retry if retry is not None else Retry()
-        self._clock = clock
+        outside = outside or Outside()
+        self._storage = outside.storage if outside.storage is not None else open_storage(config.path)
+        self._retry = outside.retry
+        self._clock = outside.clock
         self._after_milestone = after_milestone
         self._memory_directory = memory_directory if config.memory.every_steps else None
         self._memory: MemoryTier | None = None
         self._durable: DurableTier | None = None
-        self._token = FenceToken(generation, self._run, "")
+        self._token = FenceToken(start.generation, start.name, "")
         self._entrance = self._new_entrance()
         self._ownership = Ownership(self._check_owner)
         self._group: ProcessGroup | None = None
@@ -123,7 +128,7 @@ class CheckpointManager:
         key = self._shard_key()
         layout = Layout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
-        token = self._token = FenceToken(self._generation, self._run, self._session)
+        token = self._token = FenceToken(self._start.generation, self._start.name, self._session)
         self._entrance = self._new_entrance()
         session = Session(
             state=self._state,
@@ -152,7 +157,7 @@ class CheckpointManager:
             self._memory.settle()
             self._note_sealed()
 
-    def vote(self) -> float:
+    def vote(self) -> int:
         """This rank's word on a durable save after the step under way, to be summed in the step's own all-reduce."""
         tier = self._tier()
         wanted = Save.NOTHING
@@ -168,7 +173,7 @@ class CheckpointManager:
         """
         self._ownership.confirm(since)
 
-    def after_step(self, position: Position, votes: float) -> None:
+    def after_step(self, position: Position, votes: int) -> None:
         """After the optimizer step: snapshot to memory, start a durable save when `votes` (the sum) says so.
 
         A save that failed is reported in `warnings`. Raises StorageError when too many in a row have failed, when one
@@ -250,7 +255,7 @@ class CheckpointManager:
         self._entrance.check()
 
     def _new_entrance(self) -> Entrance:
-        owner = OwnerRecords(self._storage, self._job, self._config.take_over)
+        owner = OwnerRecords(self._storage, self._start.job, self._config.take_over)
         return Entrance(self._storage, owner, self._token, self._retry)
 
     def _open_group(self) -> None:
@@ -269,7 +274,7 @@ class CheckpointManager:
                 self._memory_directory,
                 key=key,
                 layout=layout,
-                generation=self._generation,
+                generation=self._start.generation,
                 session=self._session,
                 config_digest=self._config_digest,
             )
@@ -330,7 +335,7 @@ class CheckpointManager:
         if self._snapshot_step == position.step:
             return
         if self._keeps_snapshots:
-            moment = Moment(position, self._generation, self._session)
+            moment = Moment(position, self._start.generation, self._session)
             self._memory.stage(moment, self._state.local_tensors())
             self._note_sealed()
         else:

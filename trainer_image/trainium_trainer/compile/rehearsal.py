@@ -108,7 +108,7 @@ def rehearse(settings: Settings) -> None:
         for _ in range(_STEPS):
             for number, batch in enumerate(batches, start=1):
                 backend.accumulate(batch, last=number == len(batches))
-            backend.totals(stop=False, memory_ends=False, vote=0.0)
+            backend.totals(stop=False, memory_ends=False, vote=0)
             backend.step(
                 tokens=sum(batch.valid_tokens for batch in batches),
                 learning_rate=settings.config.optimizer.learning_rate,

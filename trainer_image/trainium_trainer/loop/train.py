@@ -10,87 +10,27 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import told_origin
-from trainium_trainer.artifacts.stage import at_milestones
-from trainium_trainer.backends.choose import find_backend, make_backend
-from trainium_trainer.backends.sample_group import fellows_of
-from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.configuration.config import with_steps
-from trainium_trainer.data.batches.broadcast import Fellows
 from trainium_trainer.data.batches.loader import validation_batches
-from trainium_trainer.data.batches.share import Share
-from trainium_trainer.data.online.streams import Streams
-from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.prepared.prepared import watching
-from trainium_trainer.data.streaming import open_loader
-from trainium_trainer.data.tokens.tokenizer import digest_of
-from trainium_trainer.exits import NumericalError, UserError
-from trainium_trainer.loop.course import Course
-from trainium_trainer.loop.history import History
-from trainium_trainer.loop.memory_check import told_at_start
+from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.loop.wiring import report_warnings, start
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
-from trainium_trainer.monitor.pulse import Activity
-from trainium_trainer.monitor.writers import Recorder
-from trainium_trainer.weights.beginning import Beginning
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.backends.base import Backend, StepOutcome
+    from trainium_trainer.backends.base import StepOutcome
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.batches.loader import Loader
-    from trainium_trainer.data.opening import Data
     from trainium_trainer.loop.stop import StopRequest
-    from trainium_trainer.monitor.watch import Alert, Watch
+    from trainium_trainer.loop.wiring import Run
+    from trainium_trainer.monitor.watch import Alert
 
 _log = logging.getLogger("trainium.train")
 _SECONDS_BETWEEN_LINES = 1.0
-
-
-class Stopwatch:
-    """Names where start-up time goes."""
-
-    def __init__(self) -> None:
-        self._last = self._first = time.perf_counter()
-        self._laps: list[str] = []
-
-    def lap(self, name: str) -> None:
-        """Give the time since the last lap a name."""
-        now = time.perf_counter()
-        self._laps.append(f"{name} {now - self._last:.2f} s")
-        self._last = now
-
-    def line(self) -> str:
-        """All laps and their sum."""
-        return f"start-up: {', '.join(self._laps)}, together {self._last - self._first:.2f} s"
-
-
-@dataclass(slots=True)
-class Run:
-    """The parts of one rank, put together by `start`."""
-
-    config: TrainingConfig
-    course: Course
-    backend: Backend
-    data: Data
-    loader: Loader
-    manager: CheckpointManager
-    recorder: Recorder
-    watch: Watch
-    progress: ProgressWriter
-    position: Position
-    stopwatch: Stopwatch
-    stop: StopRequest
-    begin: Beginning
-    validation_loss: float | None = None
-    """The newest one that this process has measured."""
 
 
 def train(settings: Settings, stop: StopRequest) -> ExitCode:
@@ -131,115 +71,6 @@ def _after(run: Run, node_rank: int) -> None:
             node_rank=node_rank,
             trained_loss=run.validation_loss,
         )
-
-
-def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Run:
-    """Open the data, meet the other ranks, build the state and find where to go on. Collective."""
-    launch = settings.launch
-    stopwatch = Stopwatch()
-    # What is wrong with packages, devices or data is found before a device or a process group is touched.
-    choice = find_backend(settings)
-    with watching(launch.local_rank, launch.local_world_size):
-        given = settings.config
-        data = open_data(
-            given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0
-        )
-    config = with_steps(settings.config, data.epoch_samples)
-    settings = replace(settings, config=config)
-    course = Course.of(settings, data.epoch_samples)
-    begin = Beginning.open(config, settings.shape)
-    stopwatch.lap("data")
-    backend = make_backend(choice, settings, progress.pulse)
-    stopwatch.lap("process group")
-    if launch.world_size > 1 and not backend.agree(data.fingerprint):
-        raise UserError(
-            f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
-            "run the same image, or set one data.cacheDirectory on shared storage"
-        )
-    if launch.world_size > 1 and not backend.agree(begin.fingerprint):
-        raise UserError(
-            f"model.weights {config.model.weights}: the ranks do not begin with the same model: mount the same folder "
-            "everywhere"
-        )
-    for sentence in told_at_start(settings, backend.mesh.device):
-        _log.warning("%s", sentence)
-        progress.notice(sentence)
-    backend.build()
-    stopwatch.lap("model")
-    progress.pulse.enter(Activity.LOAD)
-    if begin.base is not None and config.tuning.freezes:
-        backend.load_frozen(begin.base)
-        stopwatch.lap("base")
-    manager = CheckpointManager(
-        config.checkpoint,
-        state=backend.state,
-        mesh=backend.mesh,
-        generation=launch.generation,
-        memory_directory=launch.memory_directory,
-        after_milestone=at_milestones(config, backend.mesh, progress, base=begin.base, tokenizer=data.tokenizer),
-        settings=settings.fixed(
-            data.identity, digest_of(data.tokenizer), weights=begin.base_digest, adapter=begin.adapter_digest
-        ),
-        run=launch.run_id,
-        job=launch.job,
-    )
-    with progress.pulse.work_with_collectives:
-        position = manager.resume()
-    if position is None:
-        backend.initialize(config.seed, begin.base, begin.adapter)
-        position = Position(step=0, samples=0, tokens=0)
-    stopwatch.lap("state")
-    _report_warnings(manager, progress, 0)
-    mesh = backend.mesh
-    root = Path(config.checkpoint.records)
-    history = History(root, launch.memory_directory, progress)
-    watch = history.open(settings, course, position, data, mesh)
-    if config.monitor.record_samples and mesh.world_size > 1:
-        backend.barrier()  # nobody appends to a file that rank 0 still shortens
-    recorder = Recorder(
-        root,
-        rank=mesh.rank,
-        dp_rank=mesh.dp_rank if mesh.counts_samples else None,
-        tensorboard=config.monitor.tensorboard,
-        record_samples=config.monitor.record_samples,
-        resume_step=position.step,
-        aside=history.aside,
-        tell=history.tell,
-    )
-    loader = open_loader(
-        data,
-        Share(
-            global_size=course.batch,
-            micro_size=config.batch.micro_size,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            end=course.end,
-        ),
-        ahead=config.data.prefetch_steps,
-        notes=root / "data",
-        writes=mesh.counts_samples,
-        fellows=fellows_of(mesh) if isinstance(data.training, Streams) else Fellows(),
-    )
-    stopwatch.lap("files")
-    if mesh.rank == 0 and data.report is not None:
-        _log.info("data: %s", data.report.line())
-    progress.total_steps(course.total_steps(position))
-    progress.resumed(position.step, tokens=position.tokens, samples=position.samples)
-    progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
-    _log.info(
-        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d, step %d from %s",
-        stopwatch.line(),
-        f"{settings.shape.num_parameters:,}",
-        f" ({settings.choice.trained:,} are trained)" if config.tuning.freezes else "",
-        mesh.dp_size,
-        mesh.tp_size,
-        mesh.pp_size,
-        position.step,
-        manager.resumed_from,
-    )
-    return Run(
-        config, course, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop, begin
-    )
 
 
 def loop(run: Run) -> ExitCode:
@@ -299,7 +130,7 @@ def loop(run: Run) -> ExitCode:
         run.progress.step_done(figures, seconds=seconds)
         _tell(run, step, alerts)
         run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
-        warned = _report_warnings(manager, run.progress, warned)
+        warned = report_warnings(manager, run.progress, warned)
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
             _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, steps, done.loss, figures.tokens_per_second)
@@ -372,11 +203,3 @@ def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
     if run.backend.mesh.rank == 0:
         sentence = f"{found}: skipped, {skipped} of at most {tolerance} in a row"
         run.progress.alert(AlertKind.STEP_SKIPPED, step, sentence)
-
-
-def _report_warnings(manager: CheckpointManager, progress: ProgressWriter, already: int) -> int:
-    """Pass on what the checkpoint manager has to say; returns how many sentences were seen."""
-    for sentence in manager.warnings[already:]:
-        _log.warning("%s", sentence)
-        progress.notice(sentence)
-    return len(manager.warnings)

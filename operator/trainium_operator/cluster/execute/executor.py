@@ -359,7 +359,8 @@ class Executor:
                 if await self._exists(job, action):
                     raise
                 raw = {}
-        if raw.get("kind") == PODS.kind and "deletionTimestamp" in raw["metadata"]:
+        # Without a resourceVersion it is the last state of a pod that somebody else removed at the same moment.
+        if raw.get("kind") == PODS.kind and {"deletionTimestamp", "resourceVersion"} <= raw["metadata"].keys():
             self._caches.pods.write_through(raw)
         else:
             self._caches.pods.store.forget((job.namespace, action.name), action.uid)

@@ -16,6 +16,7 @@ from checkpoint_world import HookedStorage, Run, SlowStorage, position, solo
 from safetensors import safe_open
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root import commit as commits
 from trainium_trainer.checkpoint.root.commit import FenceToken
@@ -84,10 +85,10 @@ def test_a_save_that_is_due_while_one_is_under_way_is_skipped(tmp_path: Path) ->
     run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.1), durable={"everySteps": 1})
     run.settle()
     decisions = [run.advance() for _ in range(30)]
-    assert decisions[0] == 1
-    assert sum(value > 0.5 for value in decisions) < 10
+    assert decisions[0] is Save.STATE
+    assert sum(map(bool, decisions)) < 10
     run.settle()
-    assert run.advance() == 1
+    assert run.advance() is Save.STATE
     run.settle()
     assert run.manager.durable_step == 31
 
@@ -98,14 +99,14 @@ def test_saves_follow_the_clock(tmp_path: Path) -> None:
     run.manager._clock = lambda: now[0]
     run.manager._policy.saved_at = 0.0
     run.settle()
-    assert run.advance() == 0
+    assert run.advance() is Save.NOTHING
     now[0] = 59.0
-    assert run.advance() == 0
+    assert run.advance() is Save.NOTHING
     now[0] = 60.0
-    assert run.advance() == 1
+    assert run.advance() is Save.STATE
     run.settle()
     now[0] = 100.0
-    assert run.advance() == 0
+    assert run.advance() is Save.NOTHING
     assert run.manager.durable_step == 3
 
 
@@ -462,7 +463,7 @@ def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_
 
     def save_is_due_after(seconds: float) -> bool:
         now[0] += seconds
-        due = run.advance() > 0
+        due = bool(run.advance())
         if due:
             run.manager._durable._thread.join()
         return due
@@ -531,7 +532,7 @@ def test_milestones_hold_the_weights_alone_and_are_never_removed(tmp_path: Path)
 
 def test_a_milestone_that_falls_into_a_save_follows_it(tmp_path: Path) -> None:
     run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.05), milestones={"everyTokens": 2000}).settle()
-    run.advance(save=1.0)
+    run.advance(save=True)
     while run.manager._durable.busy:
         run.advance()
     late = run.step + 1

@@ -200,7 +200,7 @@ class NxdBackend:
         """What names the samples for dropout; None where nothing is dropped."""
         return sample_keys(batch.places, self._config.seed).to(self._device.device) if self._drops else None
 
-    def totals(self, *, stop: bool, memory_ends: bool, vote: float) -> StepTotals:
+    def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """One small sum on the host; tokens of a data-parallel share are counted by one of its ranks."""
         mine = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
@@ -208,7 +208,7 @@ class NxdBackend:
             dist.all_reduce(values, group=self._groups.host)
         self._tokens = 0
         tokens, stops, ends, votes = values.tolist()
-        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=votes)
+        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=int(votes))
 
     def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`."""

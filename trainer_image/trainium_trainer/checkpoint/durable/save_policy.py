@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 60.0
 """From a failed save to the next one, unless the interval is shorter."""
-_STATE_VOTE = 1.0
-_MILESTONE_VOTE = 0.25
-_BUSY_VOTE = -2.0
-"""Outweighs the vote for both."""
 
 
 class Save(Flag):
@@ -33,19 +29,19 @@ class Save(Flag):
     """The weights alone."""
 
 
-def vote(wanted: Save, *, busy: bool) -> float:
+_BUSY = 4
+"""Above whatever the first rank can want, so that the sum says both: what is wanted, and how many ranks are busy."""
+
+
+def vote(wanted: Save, *, busy: bool) -> int:
     """One rank's word, to be summed over the ranks: only the first rank wants something."""
-    state = _STATE_VOTE if Save.STATE in wanted else 0.0
-    milestone = _MILESTONE_VOTE if Save.MILESTONE in wanted else 0.0
-    return state + milestone + (_BUSY_VOTE if busy else 0.0)
+    return wanted.value + _BUSY * busy
 
 
-def decided(votes: float) -> Save:
+def decided(votes: int) -> Save:
     """What the sum of the votes says; nothing while any rank is busy."""
-    if votes < _MILESTONE_VOTE:
-        return Save.NOTHING
-    state = Save.STATE if votes >= _STATE_VOTE else Save.NOTHING
-    return state | (Save.MILESTONE if votes % _STATE_VOTE >= _MILESTONE_VOTE else Save.NOTHING)
+    busy, wanted = divmod(votes, _BUSY)
+    return Save.NOTHING if busy else Save(wanted)
 
 
 @dataclass(slots=True)

@@ -45,6 +45,22 @@ NOBODY = JobIdentity()
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a run: what its saves are signed with."""
+
+    generation: int
+    """Of the membership; a later one fences this one out."""
+    job: JobIdentity = NOBODY
+    run: str = ""
+    """The run's own name; without one the job's uid."""
+
+    @property
+    def name(self) -> str:
+        """What tells this run from others."""
+        return self.run or self.job.uid
+
+
+@dataclass(frozen=True, slots=True)
 class Holder:
     """The newest record below a root; number 0 and no owner where there is none."""
 
