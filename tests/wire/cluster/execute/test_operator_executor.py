@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.transport import Answer
 from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import BESIDE_A_START, Executor
@@ -371,6 +373,24 @@ def test_what_has_ended_is_deleted_also_where_nothing_may_be_created() -> None:
             await world.do(CreatePod(world.owned("j-w-7")), *gone, world.publication(1, 0))
         assert world.cluster.names(PODS) == []
         assert world.published == []
+
+    scenario(run)
+
+
+def test_a_pod_that_somebody_else_removes_during_its_deletion_is_gone() -> None:
+    async def run(world: World) -> None:
+        await world.do(*world.pods(1))
+        raw = world.cluster.get(PODS, "default", "j-w-0")
+        # What a real API server answers then: the last state, which no resourceVersion names any more.
+        last = {**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}, "kind": "Pod"}
+        del last["metadata"]["resourceVersion"]
+
+        def removed(method: str, path: str) -> Any:
+            return Answer(200, {}, json.dumps(last).encode()) if method == "DELETE" and path.endswith("j-w-0") else None
+
+        world.cluster.faults.append(removed)
+        await world.do(DeletePod("j-w-0", raw["metadata"]["uid"], None))
+        assert world.caches.pods.store.get(("default", "j-w-0")) is None
 
     scenario(run)
 
