@@ -88,7 +88,7 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
             await operator.leads()
             async with (
                 PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
-                AgentsProcess(cluster, NAME, [(operator.host, operator.port)], SERVER_NAME) as agents,
+                AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
                 await kube.request("POST", JOBS, training_job(4, spares=1))
                 await watch.until_running(5, PATIENCE)
