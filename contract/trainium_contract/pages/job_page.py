@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
+from trainium_contract.pages.node_map import node_map_html
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.worker_times import worker_times_html
@@ -80,6 +81,7 @@ def _sections(report: Report, now: float) -> str:
         section("history", _history(report, now)),
         section("times", _times(report, now)),
         section("workers", _workers(report)),
+        section("nodes", node_map_html(report.pods, report.entries, _ranks_of(report), MOST_ROWS)),
         section("checkpoints", _checkpoints(report)),
         section("results", _results(view)),
         section("events", _events(view)),

@@ -11,7 +11,11 @@ from tests.testing.page.html_page import Page
 from trainium_contract.pages.html import FILE_POLICY, STYLE, digest_of
 from trainium_contract.pages.jobs_page import MOST_JOBS, JobRow, live_jobs_html, which_namespace_html
 from trainium_contract.pages.live import HEADERS, LIVE_SCRIPT
+from trainium_contract.pages.node_map import node_map_html
+from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS
 from trainium_contract.views.curve import LiveCurve
+from trainium_contract.views.interruptions import InterruptionView
+from trainium_contract.views.workers import PodRow
 
 HOSTILE = '"><script>alert(1)</script>'
 
@@ -60,3 +64,35 @@ def test_a_watched_curve_is_bounded_ascends_and_ends_with_what_was_seen_last(
     assert steps == sorted(set(steps))
     known = [step for step, loss in seen if loss is not None]
     assert steps[-1:] == known[-1:]
+
+
+def an_interruption(cause: str, node: str) -> InterruptionView:
+    return InterruptionView(
+        time="", at=None, detected_at=None, cause=cause, rung="Spare", pod="p", node=node, message="", generation=1,
+        attempt=0, detected_seconds=None, recovered_seconds=1.0, step_before=None, resume_step=None, steps_lost=None,
+        pods_replaced=1, stages={},
+    )  # fmt: skip
+
+
+def test_the_map_shows_each_node_once_with_its_workers_and_what_befell_it() -> None:
+    pods = [PodRow("j-w-0", "Running", "node-10"), PodRow("j-w-1", "Running", "node-2"), PodRow("j-w-2", "Pending", "")]
+    pods.append(PodRow("j-w-3", "Error", "node-30"))
+    befell = [an_interruption(*each) for each in (("Crash", "node-2"), ("Crash", "node-2"), ("NodeLost", "node-1"))]
+    page = node_map_html(pods, befell, {"j-w-0": "0 to 3"}, 10)
+
+    titles = re.findall(r'class="c(\d+)"><title>(.*?)</title>', page)
+    assert titles == [
+        (str(BAD), "node-1; interrupted: NodeLost 1"),
+        (str(WAITS), "node-2; j-w-1 Running; interrupted: Crash 2"),
+        (str(GOOD), "node-10; j-w-0 Running, ranks 0 to 3"),
+        (str(OTHER), "node-30; j-w-3 Error"),
+    ]
+    assert "4 nodes that the job has or had" in page
+    assert "3 more are not shown" in node_map_html(pods, befell, {}, 1)
+    assert node_map_html([], [], {}, 10) == ""
+
+
+def test_names_of_nodes_are_text_on_the_map() -> None:
+    page = Page(node_map_html([PodRow(HOSTILE, HOSTILE, HOSTILE)], [an_interruption(HOSTILE, HOSTILE)], {}, 9))
+    assert "script" not in page.tags
+    assert page.open == []
