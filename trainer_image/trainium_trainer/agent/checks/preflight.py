@@ -19,6 +19,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.needs.descriptors import too_small
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
+from trainium_trainer.agent.checks.neuron_versions import driver_version, mismatch, runtime_version
 from trainium_trainer.open_files import limit
 from trainium_trainer.write_access import FORBIDDEN, what_forbids
 
@@ -53,6 +54,7 @@ def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Findin
     findings += _open_files(settings.largest_nodes, settings.processes_per_node)
     if PreflightCheck.DEVICES in settings.checks:
         findings += _devices(settings.neuron_devices, devices)
+        findings += _versions(settings.neuron_devices)
     if PreflightCheck.MEMORY in settings.checks:
         findings += _memory(settings.processes_per_node)
     if PreflightCheck.DISK in settings.checks:
@@ -167,6 +169,11 @@ def _devices(expected: int, devices: Path) -> Iterator[Finding]:
             "the node's driver, device plugin or DRA driver lost some.",
             PreflightCheck.DEVICES,
         )
+
+
+def _versions(expected: int) -> Iterator[Finding]:
+    if expected and (sentence := mismatch(driver_version(), runtime_version())):
+        yield Finding(None, f"{sentence[0].upper()}{sentence[1:]}", PreflightCheck.DEVICES)
 
 
 def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[Finding]:
