@@ -73,6 +73,7 @@ def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
     cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=30s")
     yield name
+    cluster.faults.thaw_node("node-1")  # a test that failed meanwhile must not take the next ones along
     cluster.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
 
 

@@ -162,10 +162,18 @@ def kill_family(root: int | None, variable: str, value: str, *, prefix: bool = F
         time.sleep(0.02)
 
 
-def freeze_family(root: int, variable: str, value: str) -> None:
-    """Stop a process and all of its family, the root first."""
-    for _ in range(2):  # a second look finds what was started during the first
-        send(_family(root, variable, value), signal.SIGSTOP)
+def freeze_family(root: int, variable: str, value: str, *, seconds: float = 5.0) -> None:
+    """Stop a process and all of its family, the root first; return when none of it moves or `seconds` have passed.
+
+    A process stops only when it is next scheduled, and may start another before: so the family is looked at again
+    until all of it stands.
+    """
+    deadline = time.monotonic() + seconds
+    while moving := [pid for pid in _family(root, variable, value) if not _stands(pid)]:
+        send(moving, signal.SIGSTOP)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.005)
 
 
 def thaw_family(root: int, variable: str, value: str) -> None:
@@ -193,6 +201,12 @@ def _family(root: int | None, variable: str, value: str, *, prefix: bool = False
         if stat is not None and stat.state not in "ZX":
             alive.append(pid)
     return alive
+
+
+def _stands(pid: int) -> bool:
+    """Say whether a process is stopped, by a signal or by a tracer, or gone."""
+    stat = _stat(pid)
+    return stat is None or stat.state in "TtZX"
 
 
 def _all_pids() -> list[int]:
