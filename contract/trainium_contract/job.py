@@ -13,22 +13,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, StatusModel, Text
-from trainium_contract.faults.causes import Cause
-from trainium_contract.sizes import BatchShape, likely_first
-from trainium_contract.spec.elasticity import ElasticitySpec, IdleNodesStatus
+from trainium_contract.base import ContractModel
+from trainium_contract.sizes import MAX_COMPILED, BatchShape, likely_first
+from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
 from trainium_contract.spec.managed_by import MAX_MANAGER
-from trainium_contract.spec.precompile import MAX_COMPILED, CompiledStatus, PrecompileSizes, PrecompileSpec
+from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.spec.recovery import RecoverySpec
-from trainium_contract.spec.scheduling import GangStatus, SchedulingSpec
+from trainium_contract.spec.scheduling import SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.spec.workers import WorkersSpec
-from trainium_contract.status.activity import ActivityStatus, DeadlineSeconds
-from trainium_contract.status.failed_spec import FailedSpecStatus
-from trainium_contract.status.ledger import GoodputStatus, StageSeconds
-from trainium_contract.status.refusals import RefusalsStatus
-from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
+from trainium_contract.status.activity import DeadlineSeconds
+from trainium_contract.status.ledger import ShownGoodput
+from trainium_contract.status.memory import IdleNodesMemory, LedgerMemory, OperatorMemory
+from trainium_contract.status.shown import ShownIdleNodes, ShownStatus
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 from trainium_contract.trainer.parallelism import ParallelismConfig
@@ -130,307 +128,18 @@ class TrainingJobSpec(ContractModel):
         return shape.best(self.workers.replicas, self.workers.min_replicas or 1)
 
 
-class Phase(StrEnum):
-    """Derived from the conditions, for display only."""
-
-    PENDING = "Pending"
-    STARTING = "Starting"
-    RUNNING = "Running"
-    RECOVERING = "Recovering"
-    RESIZING = "Resizing"
-    SUSPENDING = "Suspending"
-    SUSPENDED = "Suspended"
-    STOPPING = "Stopping"
-    """Saves, and ends as Failed."""
-    COMPLETED = "Completed"
-    FAILED = "Failed"
+class GoodputStatus(LedgerMemory, ShownGoodput):
+    """Where the time went since the workers first began together, and what is needed to go on counting."""
 
 
-class ConditionType(StrEnum):
-    """Conditions of a TrainingJob; Complete and Failed are terminal and exclude each other."""
-
-    PODS_READY = "PodsReady"
-    RUNNING = "Running"
-    RECOVERING = "Recovering"
-    RESIZING = "Resizing"
-    SIZE_LEGAL = "SizeLegal"
-    CHECKPOINT_HEALTHY = "CheckpointHealthy"
-    NODES_HEALTHY = "NodesHealthy"
-    DISRUPTION_ALLOWED = "DisruptionAllowed"
-    NETWORK_POLICY_APPLIED = "NetworkPolicyApplied"
-    """Only of a job whose NetworkPolicy could not be written at some time."""
-    ADMITTED = "Admitted"
-    SUSPENDED = "Suspended"
-    COMPLETE = "Complete"
-    FAILURE_TARGET = "FailureTarget"
-    """It will fail, as soon as its workers have saved and left (as batch/v1 Job has it)."""
-    FAILED = "Failed"
-    READY = "Ready"
-    """For tools: it trains, or has completed."""
-    STALLED = "Stalled"
-    """For tools: nothing changes until a person acts."""
-    FINISHED = "Finished"
-    """For tools: completed or failed."""
+class IdleNodesStatus(IdleNodesMemory, ShownIdleNodes):
+    """Nodes beyond those that were asked for, and when they are asked for again."""
 
 
-class ConditionStatus(StrEnum):
-    """metav1 condition status."""
-
-    TRUE = "True"
-    FALSE = "False"
-    UNKNOWN = "Unknown"
-
-
-class Condition(StatusModel):
-    """A metav1.Condition."""
-
-    type: ConditionType
-    """What it is about."""
-    status: ConditionStatus
-    """True, False or Unknown."""
-    reason: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
-    """Why, as one CamelCase word."""
-    message: Annotated[str, Field(max_length=4096)] = ""
-    """Why, as a sentence."""
-    observed_generation: int = 0
-    """metadata.generation that it was set for."""
-    last_transition_time: Annotated[str, Field(max_length=32)]
-    """RFC 3339, UTC, whole seconds."""
-
-
-class Rung(StrEnum):
-    """Which step of the recovery ladder answered an interruption."""
-
-    IN_PLACE = "InPlace"
-    """Processes restarted, pods kept."""
-    SPARE = "Spare"
-    """A warm spare took the lost worker's rank."""
-    REPLACE = "Replace"
-    """A new pod took it."""
-    SHRINK = "Shrink"
-    GROW = "Grow"
-    RESIZE = "Resize"
-    """The user changed the size."""
-    STOP = "Stop"
-    """Ended with a verdict."""
-
-
-class Interruption(StatusModel):
-    """One interruption of training and its answer; times in seconds by the operator's or the agent's clock."""
-
-    generation: int
-    """Generation that was interrupted."""
-    attempt: int = 0
-    """Attempt within it that the interruption ended."""
-    time: Annotated[str, Field(max_length=32)]
-    """When it was detected, RFC 3339."""
-    cause: Cause
-    """Why training stopped."""
-    rung: Rung
-    """How it was answered."""
-    node: Annotated[str, Field(max_length=253)] = ""
-    """Node of the worker that failed; empty when none is known."""
-    pod: Annotated[str, Field(max_length=253)] = ""
-    """Worker that failed; empty when none is known."""
-    message: Text = ""
-    """What was seen."""
-    detected_seconds: float | None = None
-    """From the failure to its detection."""
-    recovered_seconds: float | None = None
-    """From the failure to the first new step; absent while the recovery is under way."""
-    step_before: int = -1
-    """Last step completed before it."""
-    resume_step: int | None = None
-    """Step that training went on from."""
-    steps_lost: int | None = None
-    """Steps that were computed again."""
-    pods_replaced: int = 0
-    """Pods that were created for the recovery."""
-    failed_at: float | None = None
-    """Unix seconds of the failure, as well as it is known."""
-    decided_at: float | None = None
-    """Unix seconds at which the next generation was decided on; absent for a restart in place."""
-    stages: StageSeconds | None = None
-    """What the ledger puts to it so far; less than recoveredSeconds where interruptions overlap."""
-    rank: int | None = None
-    """First rank of the worker that failed, in that generation; absent when none is known, or it had none."""
-
-
-class MembershipStatus(StatusModel):
-    """The current generation, without its ranks (those are in the ConfigMap `<job>-membership`)."""
-
-    generation: int = 0
-    """Number of the current generation; it only rises."""
-    attempt: int = 0
-    """Restarts in place within the generation that have been taken into account."""
-    size: int = 0
-    """Nodes in it."""
-    data_parallel: int = 0
-    """Data-parallel degree at this size."""
-    passes: int = 0
-    """Micro-batches of a step on each data-parallel rank."""
-    batch: int = 0
-    """Samples of a step over all ranks; the global batch, or near it (trainer.batch.tolerance)."""
-    speed: float = 0.0
-    """Speed at this size as a share of that at the desired one, by the samples of a pass."""
-    reserve: int = 0
-    """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
-
-
-class ProgressStatus(StatusModel):
-    """How far training is."""
-
-    step: int = 0
-    """Newest finished optimizer step."""
-    total_steps: int = 0
-    """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
-    loss: float | None = None
-    """Loss of that step."""
-    tokens_per_second: float | None = None
-    """Throughput of the whole job."""
-    updated: Annotated[str, Field(max_length=32)] = ""
-    """When this was reported, RFC 3339."""
-
-
-class AlertStatus(StatusModel):
-    """What the trainer's monitors have told."""
-
-    kind: Annotated[str, Field(max_length=64)]
-    """`LossSpike`, `LossAlarm` or `StepSkipped`."""
-    step: int
-    """The step that raised it."""
-    message: Text = ""
-    """What was seen, and what to do."""
-
-
-def _is_none(step: int) -> bool:
-    return step < 0
-
-
-class CheckpointStatus(StatusModel):
-    """Newest steps that a resume could use; in Python -1 for none, in the resource absent."""
-
-    memory_step: Annotated[int, Field(exclude_if=_is_none)] = -1
-    """Newest step that all members hold in memory; absent for none."""
-    durable_step: Annotated[int, Field(exclude_if=_is_none)] = -1
-    """Newest step that is committed to storage; absent for none."""
-    durable_time: Annotated[str, Field(max_length=32)] = ""
-    """When the operator learned of it."""
-    notice: Text = ""
-    """Newest warning about checkpoints, for instance that a damaged one was stepped over."""
-
-
-MAX_COUNTED_CAUSES = 32
-"""More than there are causes: a newer operator's are kept."""
-
-
-class RestartsStatus(StatusModel):
-    """Interruptions by faults since the job began, changes of the size left out; never reset."""
-
-    total: int = 0
-    """All interruptions: the sum of byCause."""
-    by_cause: Annotated[dict[str, int], Field(max_length=MAX_COUNTED_CAUSES)] = {}
-    """Interruptions by cause."""
-
-
-class FailureRecord(StatusModel):
-    """One counted failure, for the windowed budgets."""
-
-    at: float
-    """Unix seconds."""
-    cause: Cause
-    """Why it failed."""
-    pod: Annotated[str, Field(max_length=253)] = ""
-    """Pod that failed; a pod that never became a member is counted once by its name."""
-    node: Annotated[str, Field(max_length=253)] = ""
-    """Node that new workers keep away from because of it; empty when no node is suspected."""
-
-
-class StragglerStatus(StatusModel):
-    """A member that is slower than the others."""
-
-    pod: Annotated[str, Field(max_length=253)]
-    """Its pod."""
-    node: Annotated[str, Field(max_length=253)]
-    """Its node."""
-    since_step: int
-    """Step from which on it has been so."""
-    slowdown: float
-    """Its own work in a step, in units of the median member's, as it was when this was last written."""
-    reported: bool = False
-    """It has been so for `recovery.stragglers.persistSteps`."""
-
-
-class TrainingJobStatus(StatusModel):
+class TrainingJobStatus(OperatorMemory, ShownStatus):
     """What the operator observed and decided; also its memory across restarts."""
 
-    observed_generation: int = 0
-    """metadata.generation that this status answers."""
-    phase: Phase = Phase.PENDING
-    """One word for display; the conditions are the truth."""
-    conditions: Annotated[tuple[Condition, ...], Field(max_length=16)] = ()
-    """What is true of the job now; Complete and Failed are terminal."""
-    replicas: int = 0
-    """Worker pods in the membership (scale subresource)."""
-    ready_replicas: int = 0
-    """Members that are training."""
-    spares: int = 0
-    """Warm workers outside the membership."""
-    desired: int = 0
-    """Size that the operator is working towards: of the requested nodes as many as save a pass, and idle ones."""
     idle_nodes: IdleNodesStatus = IdleNodesStatus()
     """Nodes beyond those that were asked for."""
-    selector: Annotated[str, Field(max_length=512)] = ""
-    """Label selector of the worker pods (scale subresource)."""
-    membership: MembershipStatus = MembershipStatus()
-    """The current generation of workers."""
-    progress: ProgressStatus = ProgressStatus()
-    """How far training is."""
-    stage: StageName = ""
-    """What the run does: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
-    stage_progress: float | None = None
-    """Share of the stage that is over, 0 to 1; absent in Train, whose steps tell."""
-    artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
-    """What the run left behind for others, the newest last; each is complete."""
-    evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
-    """The result beside the model that the run began from, measured on examples that were held back."""
-    alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
-    """The newest alert of each kind."""
-    checkpoint: CheckpointStatus = CheckpointStatus()
-    """Newest steps that a resume could use."""
-    restarts: RestartsStatus = RestartsStatus()
-    """Interruptions since the job began; never reset."""
-    compiled: CompiledStatus = CompiledStatus()
-    """Sizes whose graphs are there; with `spec.precompile`."""
     goodput: GoodputStatus = GoodputStatus()
     """Where the time went since the workers first began together."""
-    activity: ActivityStatus = ActivityStatus()
-    """Since when the job has been active, for its deadlines."""
-    gang: GangStatus = GangStatus()
-    """How the workers are brought onto nodes together."""
-    refusals: RefusalsStatus = RefusalsStatus()
-    """Worker pods that ended before anybody was in them."""
-    history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
-    """The last interruptions, oldest first."""
-    next_pod_ordinal: int = 0
-    """Ordinal of the next pod; raised before the pod is created, so no name is ever used twice."""
-    waiting_since: float | None = None
-    """Unix seconds since when the membership is smaller than desired or a member is missing."""
-    leaving_since: float | None = None
-    """Unix seconds since when a member's node is known to be about to leave."""
-    outdated_pods: int = 0
-    """Workers that were made from an earlier pod template; they run on as they are."""
-    avoided_nodes: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=32)] = ()
-    """Nodes that new workers keep away from."""
-    failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
-    """Counted failures within the largest budget window, oldest first."""
-    stragglers: Annotated[tuple[StragglerStatus, ...], Field(max_length=8)] = ()
-    """Members that are slower than the others, the slowest first."""
-    start_time: Annotated[str, Field(max_length=32)] = ""
-    """When the first step was completed, RFC 3339; empty before."""
-    completion_time: Annotated[str, Field(max_length=32)] = ""
-    """When the job completed or failed, RFC 3339; empty before."""
-    verdict: Text = ""
-    """Why the job failed and what to do; empty unless it did."""
-    failed_spec: FailedSpecStatus | None = None
-    """What it failed with, and what was changed since; absent unless it failed."""

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+MAX_COMPILED = 64
+"""Sizes that are compiled in the background, and remembered, at most."""
 _MILLION = 1_000_000
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
 
-from pydantic import Field
-
-from trainium_contract.base import ContractModel, StatusModel, later
+from trainium_contract.base import ContractModel, later
 from trainium_contract.sizes import SizeRule
 
 
@@ -30,18 +27,3 @@ class ElasticitySpec(ContractModel):
     idle_nodes: IdleNodes = later(IdleNodes.LEAVE)
     """Take: train on idle nodes too, beyond workers.replicas and up to workers.maxReplicas, while they save a pass, and
     give them back, saved, to whoever needs them."""
-
-
-class IdleNodesStatus(StatusModel):
-    """Nodes beyond those that were asked for; with `elasticity.idleNodes: Take`."""
-
-    taken: Annotated[int, Field(ge=0)] = 0
-    """Of the desired nodes, those beyond what was asked for."""
-    wanted: Annotated[int, Field(ge=0)] = 0
-    """Workers of the lowest priority that are kept, or asked for, beyond what was asked for."""
-    asked_at: float | None = None
-    """Unix seconds since when some of them wait for a node; absent while none does."""
-    in_vain: Annotated[int, Field(ge=0)] = 0
-    """How often in a row some of them found no node."""
-    retry_at: float | None = None
-    """Unix seconds before which no more are asked for."""

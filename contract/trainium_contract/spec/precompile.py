@@ -9,9 +9,6 @@ from pydantic import Field
 
 from trainium_contract.base import ContractModel, MessageModel
 
-MAX_COMPILED = 64
-"""Sizes that are compiled in the background, and remembered, at most."""
-
 
 class PrecompileSizes(StrEnum):
     """For which numbers of nodes."""
@@ -43,12 +40,3 @@ class CompiledSize(MessageModel):
     """Nodes of the size."""
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
     """How long it took to make or fetch them."""
-
-
-class CompiledStatus(MessageModel):
-    """What is known of compiled graphs, since the job last began with all its pods new."""
-
-    sizes: Annotated[tuple[int, ...], Field(max_length=MAX_COMPILED)] = ()
-    """Numbers of nodes whose graphs are there, the newest last; further ones are not taken down."""
-    seconds: float | None = None
-    """The longest that one of them took to compile; absent until one was compiled in the background."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, StatusModel
+from trainium_contract.base import ContractModel
 
 
 class Gang(StrEnum):
@@ -46,14 +46,3 @@ class SchedulingSpec(ContractModel):
     """Placement by network distance."""
     priority_class_name: Annotated[str, Field(max_length=253)] = ""
     """Priority class of the worker pods, and of the job in its queue; empty: the cluster's default."""
-
-
-class GangStatus(StatusModel):
-    """How the workers are brought onto nodes together: what must outlive a restart of the operator."""
-
-    holding_since: float | None = None
-    """Unix seconds since when some workers hold nodes that do not suffice to begin."""
-    given_back: int = 0
-    """How often a partial gang gave its nodes back since the job last trained."""
-    retry_at: float | None = None
-    """Unix seconds until which no worker is made after nodes were given back."""

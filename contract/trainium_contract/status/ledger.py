@@ -1,8 +1,8 @@
-"""`status.goodput`: where the time of a job went (definitions: docs/goodput.md), and what is needed to go on counting.
+"""`status.goodput`: where the time of a job went (definitions: docs/goodput.md).
 
-Invariants: productive and lost seconds together are the wall time, from which the stages after the last step are kept
-apart; every ratio is between 0 and 1; the object stays small however long the job runs (sums, at most eight sizes and
-one window of samples).
+What is needed to go on counting is in `memory.py`. Invariants: productive and lost seconds together are the wall time,
+from which the stages after the last step are kept apart; every ratio is between 0 and 1; the object stays small however
+long the job runs (sums, at most eight sizes and one window of samples).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from trainium_contract.base import StatusModel
 
 MAX_SIZES = 8
 """Sizes whose steps are kept apart."""
-WINDOW = 15
-"""Samples of the step time in one window."""
 STARTUP = "Startup"
 """Lost before the first step, and before the first step after a suspension: no fault, but no training either."""
 OVERHEAD = "Overhead"
@@ -56,20 +54,7 @@ class SizeAccount(StatusModel):
     """A whole window stands behind it."""
 
 
-class StepWindow(StatusModel):
-    """The present window of step times, and where its next sample begins."""
-
-    size: int = 0
-    """Nodes while the samples were taken."""
-    step: int = 0
-    """Newest step that was counted."""
-    at: float | None = None
-    """When it ended, by its agent's clock; absent while no sample may begin."""
-    samples: Annotated[tuple[float, ...], Field(max_length=WINDOW)] = ()
-    """Seconds per step."""
-
-
-class GoodputStatus(StatusModel):
+class ShownGoodput(StatusModel):
     """Where the time went since the workers first began together (definitions: docs/goodput.md)."""
 
     ratio: float = 0.0
@@ -92,15 +77,5 @@ class GoodputStatus(StatusModel):
     """Node time that the job held or kept others from, until its last step."""
     accounted_until: float | None = None
     """Unix seconds up to which is counted; absent while the job holds no node."""
-    starting: bool = True
-    """No new step has been made since the job began or was resumed."""
-    counted_step: int = -1
-    """Steps up to this one are counted."""
     sizes: Annotated[tuple[SizeAccount, ...], Field(max_length=MAX_SIZES)] = ()
     """Counted steps by size, the newest size last."""
-    earlier_seconds: float = 0.0
-    """Productive seconds at sizes that are no longer listed."""
-    earlier_node_seconds: float = 0.0
-    """The same as node time."""
-    window: StepWindow = StepWindow()
-    """Step times from which the reference follows."""

@@ -20,8 +20,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from trainium_contract.base import MessageModel, Name, Text
 from trainium_contract.faults.causes import Cause
+from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.spec.precompile import MAX_COMPILED, CompiledSize
+from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.results import (
     MAX_ARTIFACTS,
     MAX_FIGURES,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionStatus, ConditionType, Phase, Rung
+from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, workers_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from trainium_contract.job import Interruption, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.interruptions import Interruption
     from trainium_operator.plan.model.observed import JobView
 
 _FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)

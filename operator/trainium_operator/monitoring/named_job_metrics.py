@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionStatus, ConditionType, Phase
+from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from trainium_contract.job import Phase, Rung
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_operator.monitoring.metrics import PREFIX, READ, Metrics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.diagnose.diagnosis import Diagnosis, diagnose
 from trainium_operator.plan.diagnose.failure_policy import budget_verdict, reach_verdict
 from trainium_operator.plan.diagnose.stragglers import find_stragglers

@@ -15,7 +15,8 @@ from pydantic import Field, ValidationError
 
 from trainium_contract.base import ContractModel
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Interruption, Rung, TrainingJobStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.simulate.errors import InputError, told
 
 if TYPE_CHECKING:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import (
-    CheckpointStatus,
-    Interruption,
-    Phase,
-    ProgressStatus,
-    RestartsStatus,
-    Rung,
-    TrainingJobSpec,
-    TrainingJobStatus,
-)
-from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Interruption, RestartsStatus, Rung
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
+from trainium_contract.status.shown import CheckpointStatus, ProgressStatus
 from trainium_operator.cluster.cache.namespaces import Sight
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState

@@ -39,8 +39,8 @@ from trainium_contract.faults.signs import (
     RUNTIME_STATUSES,
     TAINTS,
 )
-from trainium_contract.job import FailureRecord
 from trainium_contract.spec.recovery import RecoverySpec
+from trainium_contract.status.memory import FailureRecord
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, silence
 from trainium_operator.plan.faults import failure_budgets

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from trainium_contract.status.ledger import GoodputStatus
+from trainium_contract.job import GoodputStatus
 
 ROOT = Path(__file__).parents[3]
 _WELL = """
-from trainium_contract.job import Phase, TrainingJobStatus
-from trainium_contract.status.ledger import GoodputStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import Phase
+from trainium_contract.job import GoodputStatus
 
 status = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
 ledger = GoodputStatus().replaced(starting=True)

@@ -13,7 +13,8 @@ from plan_faults import FaultyWorld
 from plan_world import STEPS_PER_SECOND, Pod
 
 from trainium_contract.faults.read import budget_of
-from trainium_contract.job import Rung, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, LABEL_EXTRA
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (

@@ -14,7 +14,7 @@ from plan_cluster import FakeCluster
 from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import verdict_of
-from trainium_contract.job import Phase
+from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
 

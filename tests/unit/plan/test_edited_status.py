@@ -11,16 +11,11 @@ from explorer.oracles import at_rest, describe
 from plan_builders import NOW, planned, published, running
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import (
-    MAX_COUNTED_CAUSES,
-    FailureRecord,
-    Interruption,
-    MembershipStatus,
-    Phase,
-    RestartsStatus,
-    Rung,
-    TrainingJobStatus,
-)
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, RestartsStatus, Rung
+from trainium_contract.status.memory import FailureRecord
+from trainium_contract.status.shown import MembershipStatus
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster

@@ -8,7 +8,8 @@ from plan_builders import spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Phase, Rung
+from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 

@@ -6,7 +6,7 @@ import pytest
 from simulate_builders import DAY, HOUR, FaultClass, fault, live, only, spec, world
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 
 
 def test_an_undisturbed_job_loses_its_start_alone() -> None:

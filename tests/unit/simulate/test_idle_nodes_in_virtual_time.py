@@ -8,7 +8,7 @@ import pytest
 from simulate_builders import DAY, HOUR, FaultClass, Mix, fault, spec
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.simulate.stages import StageTimes
 from trainium_operator.simulate.study import Case, study
 from trainium_operator.simulate.virtual.failures import FailureModel

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import kernel_sign, lines_near, row_of, rule_verdict, verdict_of
 from trainium_contract.faults.responses import Response
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.nonfinite_origin import origin_in
 from trainium_operator.plan.diagnose.culprits import signs_of
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure

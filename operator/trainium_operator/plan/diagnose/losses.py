@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.read import severity
 from trainium_contract.faults.responses import Response
-from trainium_contract.job import Phase
+from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.diagnose.node_health import hand_overs, unhealthy
 from trainium_operator.plan.diagnose.not_joining import join_deadlines, not_joined

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.read import budget_of, responses_of
 from trainium_contract.faults.responses import Response
-from trainium_contract.job import FailureRecord
+from trainium_contract.status.memory import FailureRecord
 from trainium_operator.plan.model.sentences import listed
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import MAX_COUNTED_CAUSES, Interruption, Rung, TrainingJobStatus
+from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
 from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
 HISTORY_LENGTH = 10

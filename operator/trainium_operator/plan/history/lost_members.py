@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry
 from trainium_operator.plan.model.sentences import listed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Interruption, Rung, TrainingJobStatus
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
 from trainium_operator.plan.view.node_problems import tells_time
@@ -19,6 +19,7 @@ from trainium_operator.plan.view.progress import is_settled, last_step, newest_p
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
     from trainium_operator.plan.view.facts import Facts
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.read import says_stop
-from trainium_contract.job import CleanPodPolicy, ConditionType, Interruption, Phase, Rung
+from trainium_contract.job import CleanPodPolicy
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.failed_spec import compared, recorded_spec
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
 from trainium_operator.plan.model.actions import event

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.activity import ActivityStatus
+from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_operator.plan.diagnose.failure_policy import StopVerdict
 from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.answer import Answer

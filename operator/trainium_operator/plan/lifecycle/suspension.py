@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.refusals import RefusalsStatus
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.model.answer import Answer

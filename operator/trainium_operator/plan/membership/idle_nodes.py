@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
-from trainium_contract.spec.elasticity import IdleNodes, IdleNodesStatus
+from trainium_contract.job import IdleNodesStatus
+from trainium_contract.spec.elasticity import IdleNodes
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.membership.compiled_size import compile_seconds
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.resting import grows_again_at

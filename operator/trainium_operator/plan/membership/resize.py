@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Rung
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry
 from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 
 if TYPE_CHECKING:
-    from trainium_contract.job import Interruption, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.interruptions import Interruption
     from trainium_operator.plan.view.facts import Facts
 
 _FLAPPING_SECONDS = 3600.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Condition, ConditionStatus, ConditionType, TrainingJobStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.model.reasons import Reason
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.job import CleanPodPolicy, ConditionType, Rung
+from trainium_contract.job import CleanPodPolicy
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject

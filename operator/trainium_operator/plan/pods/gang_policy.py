@@ -17,8 +17,8 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
 from trainium_contract.spec.scheduling import Gang
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.affinity import with_affinity
 from trainium_operator.plan.manifests.gang_groups import group_object, mark
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, event
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.spec.scheduling import GangStatus
+    from trainium_contract.status.memory import GangStatus
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.network_policy import KIND, network_policy, on_host_network
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, event

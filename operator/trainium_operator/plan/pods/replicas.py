@@ -34,7 +34,8 @@ from trainium_operator.plan.view.facts import is_unfit
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
-    from trainium_contract.job import FailureRecord, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.memory import FailureRecord
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.actions import DeletePod, EventIntent
     from trainium_operator.plan.view.facts import Facts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.workloads import workload
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import AskQuota, DropQuota, TellQuota

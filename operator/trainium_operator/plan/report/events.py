@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType, Rung
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
@@ -14,7 +15,8 @@ from trainium_operator.plan.report.run_results import artifact_sentence, evaluat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.job import Interruption, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.interruptions import Interruption
     from trainium_operator.plan.model.actions import EventIntent
 
 

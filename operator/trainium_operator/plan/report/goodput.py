@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Interruption, Rung
-from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_operator.plan.report.interruption_stages import STAGES, split
 from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import newest_progress, past_steps
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.job import GoodputStatus, TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
 _MOST_STAGES = 8

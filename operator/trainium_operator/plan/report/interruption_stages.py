@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import StageSeconds
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339

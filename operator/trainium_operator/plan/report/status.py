@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import (
-    AlertStatus,
-    CheckpointStatus,
-    ConditionType,
-    Interruption,
-    MembershipStatus,
-    Phase,
-    ProgressStatus,
-    Rung,
-)
+from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.shown import AlertStatus, CheckpointStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.answer import Answer

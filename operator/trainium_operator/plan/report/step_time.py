@@ -10,10 +10,12 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.ledger import MAX_SIZES, WINDOW, GoodputStatus, SizeAccount, StepWindow
+from trainium_contract.status.ledger import MAX_SIZES, SizeAccount
+from trainium_contract.status.memory import WINDOW, StepWindow
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:
+    from trainium_contract.job import GoodputStatus
     from trainium_contract.sizes import BatchShape
     from trainium_operator.plan.view.facts import Facts
 

@@ -6,9 +6,14 @@ Stalled is True only where nothing will change until a person acts.
 
 from __future__ import annotations
 
-from trainium_contract.job import ConditionStatus, ConditionType, Phase, TrainingJobStatus
+from typing import TYPE_CHECKING
+
+from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
 
 _NOT_READY: dict[Phase, Reason] = {
     Phase.PENDING: Reason.NOT_STARTED,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import parse_rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import Condition, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.conditions import Condition
     from trainium_operator.plan.view.facts import Facts
 
 

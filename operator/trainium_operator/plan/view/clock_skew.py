@@ -13,7 +13,8 @@ from trainium_contract.status.refusals import RefusalsStatus
 from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import Interruption, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.interruptions import Interruption
     from trainium_operator.plan.model.observed import Observed
 
 _TOLERANCE_SECONDS = 2.0

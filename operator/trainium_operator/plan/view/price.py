@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

@@ -24,7 +24,8 @@ from trainium_operator.simulate.virtual.training import State
 from trainium_operator.simulate.virtual.workforce import JOB, NAMESPACE
 
 if TYPE_CHECKING:
-    from trainium_contract.job import Interruption, TrainingJobSpec
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.status.interruptions import Interruption
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.fleet.memory import Memory
     from trainium_operator.plan.model.actions import Action

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-    from trainium_contract.job import Interruption
-    from trainium_contract.status.ledger import GoodputStatus
+    from trainium_contract.job import GoodputStatus
+    from trainium_contract.status.interruptions import Interruption
     from trainium_operator.simulate.virtual.failures import FaultClass
 
 _DOWN = ("Detect", "Decide", "Restart", "Load", "Startup")

@@ -25,8 +25,7 @@ from trainium_operator.simulate.virtual.workforce import Workforce
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-    from trainium_contract.status.ledger import GoodputStatus
+    from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.failures import FailureModel
     from trainium_operator.simulate.virtual.nodes import Slot

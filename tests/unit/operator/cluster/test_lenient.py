@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.cluster.cache.lenient import readable_status
 from trainium_operator.plan.model.conditions import is_terminal
 

@@ -10,17 +10,13 @@ import pytest
 
 from tests.testing.operator.metric_builders import NOW, figures, view
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import (
-    CheckpointStatus,
-    Interruption,
-    MembershipStatus,
-    Phase,
-    Rung,
-    TrainingJobStatus,
-)
+from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.spec.scheduling import GangStatus
-from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus, StageSeconds
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
+from trainium_contract.status.memory import GangStatus
+from trainium_contract.status.shown import CheckpointStatus, MembershipStatus
 from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState

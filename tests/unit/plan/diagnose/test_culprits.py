@@ -23,7 +23,8 @@ from plan_builders import (
 
 from trainium_contract.faults.causes import USER_CAUSES, Budget, Cause
 from trainium_contract.faults.read import budget_of
-from trainium_contract.job import Phase, Rung
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import KernelEvent, WorkerPhase
 
 SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR nd-id=0 nc-id=0 action=TERMINATE_INSTANCE"

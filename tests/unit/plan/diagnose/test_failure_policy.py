@@ -19,7 +19,9 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Phase, Rung, TrainingJobStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.nonfinite_origin import told_origin
 from trainium_operator.plan.model.conditions import find_condition
@@ -162,7 +164,7 @@ def test_new_pods_back_off_when_workers_keep_failing() -> None:
     seen = running(4)
     from plan_builders import NOW, without
 
-    from trainium_contract.job import FailureRecord
+    from trainium_contract.status.memory import FailureRecord
 
     records = tuple(
         FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)

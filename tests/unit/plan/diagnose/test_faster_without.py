@@ -6,7 +6,8 @@ from plan_builders import spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Phase, Rung
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Rung
 
 
 def started(nodes: int) -> FakeCluster:

@@ -21,7 +21,8 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Phase, Rung
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Progress, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView, NodeReadiness, PodPhase
 

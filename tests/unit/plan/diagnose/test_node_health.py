@@ -25,8 +25,9 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionStatus, ConditionType, FailureRecord
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.status.conditions import ConditionStatus, ConditionType
+from trainium_contract.status.memory import FailureRecord
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM
 from trainium_operator.plan.model.actions import CreatePod, Plan

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from plan_builders import NOW, agent, deleted, newest, planned, published, ranks, running, spec, training
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Interruption, Rung, StragglerStatus
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.shown import StragglerStatus
 from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason

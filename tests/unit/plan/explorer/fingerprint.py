@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.job import Rung
+from trainium_contract.status.interruptions import Rung
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget
 from trainium_contract.faults.read import budget_of
-from trainium_contract.job import ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import is_terminal, is_true
 
 if TYPE_CHECKING:

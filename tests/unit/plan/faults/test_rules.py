@@ -27,7 +27,7 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import RULES_NAME
 from trainium_operator.plan.manifests.config_maps import config_map

@@ -9,14 +9,9 @@ import pytest
 from plan_builders import NOW, agent, deleted, planned, pod, running, spec, training
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import (
-    Condition,
-    ConditionStatus,
-    ConditionType,
-    MembershipStatus,
-    Phase,
-    TrainingJobStatus,
-)
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
+from trainium_contract.status.shown import MembershipStatus
 from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal

@@ -10,8 +10,10 @@ from plan_builders import NOW, agent, deleted, job, node, observed, planned, pod
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Condition, ConditionStatus, ConditionType, MembershipStatus, Phase, Rung
 from trainium_contract.status.activity import ActivityStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.shown import MembershipStatus
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import NodeReadiness

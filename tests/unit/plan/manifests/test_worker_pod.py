@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from plan_builders import NOW, SETTINGS, job, observed, planned, spec
 
-from trainium_contract.job import FailureRecord, TrainingJobStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.memory import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.manifests.owned_object import content_hash

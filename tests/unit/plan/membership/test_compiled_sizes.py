@@ -8,8 +8,11 @@ import pytest
 from plan_builders import spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import ConditionType, Phase, Rung
-from trainium_contract.spec.precompile import MAX_COMPILED, CompiledSize, CompiledStatus
+from trainium_contract.sizes import MAX_COMPILED
+from trainium_contract.spec.precompile import CompiledSize
+from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.shown import CompiledStatus
 from trainium_operator.plan.model.conditions import is_true
 
 REST = 30

@@ -10,7 +10,8 @@ from plan_builders import NOW, created, planned, running, spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Interruption, Phase, Rung
+from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.actions import CreatePod
@@ -127,7 +128,7 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
 
 
 def failure_on(node: str) -> Any:
-    from trainium_contract.job import FailureRecord
+    from trainium_contract.status.memory import FailureRecord
 
     return FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node=node, pod="demo-w-9")
 

@@ -20,7 +20,9 @@ from plan_builders import (
     with_pod,
 )
 
-from trainium_contract.job import MembershipStatus, Phase, TrainingJobStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.shown import MembershipStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.observed import PodPhase
 

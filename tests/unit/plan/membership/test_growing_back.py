@@ -9,10 +9,11 @@ import pytest
 from plan_builders import NOW, agent, facts_of, interruption, membership, pod, running, spec, training
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, MembershipStatus, ProgressStatus, Rung, TrainingJobStatus
-from trainium_contract.spec.elasticity import IdleNodesStatus
-from trainium_contract.spec.precompile import CompiledStatus
-from trainium_contract.status.ledger import GoodputStatus, SizeAccount
+from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.ledger import SizeAccount
+from trainium_contract.status.shown import CompiledStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.membership.resize import note_request, resize

@@ -10,7 +10,8 @@ from plan_builders import planned, running, spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Phase, Rung
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import Taint

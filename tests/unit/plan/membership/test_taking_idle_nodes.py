@@ -9,10 +9,11 @@ import pytest
 from plan_builders import NOW, agent, facts_of, failure, heartbeat, interruption, pod, running, spec, training
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, ProgressStatus, Rung, TrainingJobStatus
-from trainium_contract.spec.elasticity import IdleNodesStatus
-from trainium_contract.spec.precompile import CompiledStatus
-from trainium_contract.status.ledger import GoodputStatus, SizeAccount
+from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.ledger import SizeAccount
+from trainium_contract.status.shown import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.membership.idle_nodes import use_idle_nodes

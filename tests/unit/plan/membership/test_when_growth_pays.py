@@ -8,9 +8,10 @@ import pytest
 from plan_builders import NOW, facts_of, interruption, running, spec
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Interruption, ProgressStatus, Rung, TrainingJobStatus
-from trainium_contract.spec.precompile import CompiledStatus
-from trainium_contract.status.ledger import GoodputStatus, SizeAccount
+from trainium_contract.job import GoodputStatus, TrainingJobStatus
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.ledger import SizeAccount
+from trainium_contract.status.shown import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.resting import grows_again_at

@@ -9,7 +9,7 @@ import pytest
 from plan_builders import SETTINGS, agent, created, deleted, job, newest, observed, pod, running, spec, with_pod
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.manifests.claims import claim_template
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DropTemplate, Plan
 from trainium_operator.plan.model.conditions import find_condition

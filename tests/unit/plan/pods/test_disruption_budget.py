@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, agent, membership, planned, running, spec, without
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import Condition, ConditionStatus, ConditionType, Phase
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject
 from trainium_operator.plan.model.conditions import find_condition, is_true

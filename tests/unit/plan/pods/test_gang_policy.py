@@ -9,8 +9,9 @@ import pytest
 from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import ConditionType, Phase, TrainingJobStatus
-from trainium_contract.spec.scheduling import GangStatus
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.memory import GangStatus
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase

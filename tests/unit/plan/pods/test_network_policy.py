@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plan_builders import NOW, SETTINGS, created, job, observed, pod, running, spec
 
-from trainium_contract.job import ConditionType
+from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.network_policy import KIND, network_policy
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, Plan

@@ -8,7 +8,7 @@ import pytest
 from plan_builders import spec
 from plan_cluster import FakeCluster
 
-from trainium_contract.job import ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.refusals import RefusalsStatus
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from plan_builders import NOW, SETTINGS, created, deleted, job, observed, pod, running, spec, training
 
-from trainium_contract.job import Condition, ConditionStatus, ConditionType, TrainingJobStatus
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.optional_api import ApiState

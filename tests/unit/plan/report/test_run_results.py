@@ -13,14 +13,16 @@ from plan_cluster import FakeCluster
 
 from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Condition, ConditionStatus, ConditionType, Interruption, Phase, Rung
-from trainium_contract.status.ledger import OVERHEAD, STARTUP, GoodputStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.ledger import OVERHEAD, STARTUP
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
+    from trainium_contract.job import GoodputStatus
     from trainium_operator.plan.model.observed import Observed
 
 STEPS = 40

@@ -8,11 +8,11 @@ import pytest
 from plan_builders import NOW, created, interruption, job, observed, planned, running
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import FailureRecord, ProgressStatus, Rung, TrainingJobStatus
-from trainium_contract.spec.elasticity import IdleNodesStatus
-from trainium_contract.spec.scheduling import GangStatus
-from trainium_contract.status.ledger import GoodputStatus
+from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.memory import FailureRecord, GangStatus
 from trainium_contract.status.refusals import RefusalsStatus
+from trainium_contract.status.shown import ProgressStatus
 from trainium_operator.plan.membership import idle_nodes
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods import gang_policy

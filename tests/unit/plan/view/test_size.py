@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from plan_builders import created, deleted, job, observed, planned, running, spec
 
-from trainium_contract.job import ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.size import decide_size

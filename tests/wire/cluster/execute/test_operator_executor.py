@@ -11,7 +11,7 @@ from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.suite.virtual_time import run_virtual, settle
 from tests.testing.virtual.operator_process import training_job
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import Phase
+from trainium_contract.status.conditions import Phase
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.spec.precompile import MAX_COMPILED
+from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import (
     Alert,

@@ -1,0 +1,102 @@
+"""What the operator must remember of a job across its own restarts, and nobody else needs to know.
+
+On the wire it stands among what people read (`shown.py`), as the version before wrote and reads it; `job.py` puts the
+two together. Invariants: the two have no field in common; nothing here is read by client, pages or views; what a person
+should know of it is told by a condition.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import StatusModel
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.activity import ActivityStatus
+from trainium_contract.status.refusals import RefusalsStatus
+
+WINDOW = 15
+"""Samples of the step time in one window."""
+
+
+class GangStatus(StatusModel):
+    """How the workers are brought onto nodes together: what must outlive a restart of the operator."""
+
+    holding_since: float | None = None
+    """Unix seconds since when some workers hold nodes that do not suffice to begin."""
+    given_back: int = 0
+    """How often a partial gang gave its nodes back since the job last trained."""
+    retry_at: float | None = None
+    """Unix seconds until which no worker is made after nodes were given back."""
+
+
+class FailureRecord(StatusModel):
+    """One counted failure, for the windowed budgets."""
+
+    at: float
+    """Unix seconds."""
+    cause: Cause
+    """Why it failed."""
+    pod: Annotated[str, Field(max_length=253)] = ""
+    """Pod that failed; a pod that never became a member is counted once by its name."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """Node that new workers keep away from because of it; empty when no node is suspected."""
+
+
+class IdleNodesMemory(StatusModel):
+    """Of `status.idleNodes`: when idle nodes are asked for again."""
+
+    asked_at: float | None = None
+    """Unix seconds since when some of them wait for a node; absent while none does."""
+    in_vain: Annotated[int, Field(ge=0)] = 0
+    """How often in a row some of them found no node."""
+    retry_at: float | None = None
+    """Unix seconds before which no more are asked for."""
+
+
+class StepWindow(StatusModel):
+    """The present window of step times, and where its next sample begins."""
+
+    size: int = 0
+    """Nodes while the samples were taken."""
+    step: int = 0
+    """Newest step that was counted."""
+    at: float | None = None
+    """When it ended, by its agent's clock; absent while no sample may begin."""
+    samples: Annotated[tuple[float, ...], Field(max_length=WINDOW)] = ()
+    """Seconds per step."""
+
+
+class LedgerMemory(StatusModel):
+    """Of `status.goodput`: what is needed to go on counting."""
+
+    starting: bool = True
+    """No new step has been made since the job began or was resumed."""
+    counted_step: int = -1
+    """Steps up to this one are counted."""
+    earlier_seconds: float = 0.0
+    """Productive seconds at sizes that are no longer listed."""
+    earlier_node_seconds: float = 0.0
+    """The same as node time."""
+    window: StepWindow = StepWindow()
+    """Step times from which the reference follows."""
+
+
+class OperatorMemory(StatusModel):
+    """What the operator remembers of a job, beside what it remembers within `goodput` and `idleNodes`."""
+
+    activity: ActivityStatus = ActivityStatus()
+    """Since when the job has been active, for its deadlines."""
+    gang: GangStatus = GangStatus()
+    """How the workers are brought onto nodes together."""
+    refusals: RefusalsStatus = RefusalsStatus()
+    """Worker pods that ended before anybody was in them."""
+    next_pod_ordinal: int = 0
+    """Ordinal of the next pod; raised before the pod is created, so no name is ever used twice."""
+    waiting_since: float | None = None
+    """Unix seconds since when the membership is smaller than desired or a member is missing."""
+    leaving_since: float | None = None
+    """Unix seconds since when a member's node is known to be about to leave."""
+    failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
+    """Counted failures within the largest budget window, oldest first."""

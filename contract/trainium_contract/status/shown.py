@@ -1,0 +1,177 @@
+"""What people read in the status of a job, and tools for them; what the operator alone needs is in `memory.py`.
+
+Client, pages and views are typed against this part (`views/told.py`). The operator reads much of it back as well:
+its words to people are also its decisions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainium_contract.base import MessageModel, StatusModel, Text
+from trainium_contract.sizes import MAX_COMPILED
+from trainium_contract.status.conditions import Condition, Phase
+from trainium_contract.status.failed_spec import FailedSpecStatus
+from trainium_contract.status.interruptions import Interruption, RestartsStatus
+from trainium_contract.status.ledger import ShownGoodput
+from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
+
+
+class ShownIdleNodes(StatusModel):
+    """Nodes beyond those that were asked for; with `elasticity.idleNodes: Take`."""
+
+    taken: Annotated[int, Field(ge=0)] = 0
+    """Of the desired nodes, those beyond what was asked for."""
+    wanted: Annotated[int, Field(ge=0)] = 0
+    """Workers of the lowest priority that are kept, or asked for, beyond what was asked for."""
+
+
+class CompiledStatus(MessageModel):
+    """What is known of compiled graphs, since the job last began with all its pods new."""
+
+    sizes: Annotated[tuple[int, ...], Field(max_length=MAX_COMPILED)] = ()
+    """Numbers of nodes whose graphs are there, the newest last; further ones are not taken down."""
+    seconds: float | None = None
+    """The longest that one of them took to compile; absent until one was compiled in the background."""
+
+
+class MembershipStatus(StatusModel):
+    """The current generation, without its ranks (those are in the ConfigMap `<job>-membership`)."""
+
+    generation: int = 0
+    """Number of the current generation; it only rises."""
+    attempt: int = 0
+    """Restarts in place within the generation that have been taken into account."""
+    size: int = 0
+    """Nodes in it."""
+    data_parallel: int = 0
+    """Data-parallel degree at this size."""
+    passes: int = 0
+    """Micro-batches of a step on each data-parallel rank."""
+    batch: int = 0
+    """Samples of a step over all ranks; the global batch, or near it (trainer.batch.tolerance)."""
+    speed: float = 0.0
+    """Speed at this size as a share of that at the desired one, by the samples of a pass."""
+    reserve: int = 0
+    """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
+
+
+class ProgressStatus(StatusModel):
+    """How far training is."""
+
+    step: int = 0
+    """Newest finished optimizer step."""
+    total_steps: int = 0
+    """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
+    loss: float | None = None
+    """Loss of that step."""
+    tokens_per_second: float | None = None
+    """Throughput of the whole job."""
+    updated: Annotated[str, Field(max_length=32)] = ""
+    """When this was reported, RFC 3339."""
+
+
+class AlertStatus(StatusModel):
+    """What the trainer's monitors have told."""
+
+    kind: Annotated[str, Field(max_length=64)]
+    """`LossSpike`, `LossAlarm` or `StepSkipped`."""
+    step: int
+    """The step that raised it."""
+    message: Text = ""
+    """What was seen, and what to do."""
+
+
+def _is_none(step: int) -> bool:
+    return step < 0
+
+
+class CheckpointStatus(StatusModel):
+    """Newest steps that a resume could use; in Python -1 for none, in the resource absent."""
+
+    memory_step: Annotated[int, Field(exclude_if=_is_none)] = -1
+    """Newest step that all members hold in memory; absent for none."""
+    durable_step: Annotated[int, Field(exclude_if=_is_none)] = -1
+    """Newest step that is committed to storage; absent for none."""
+    durable_time: Annotated[str, Field(max_length=32)] = ""
+    """When the operator learned of it."""
+    notice: Text = ""
+    """Newest warning about checkpoints, for instance that a damaged one was stepped over."""
+
+
+class StragglerStatus(StatusModel):
+    """A member that is slower than the others."""
+
+    pod: Annotated[str, Field(max_length=253)]
+    """Its pod."""
+    node: Annotated[str, Field(max_length=253)]
+    """Its node."""
+    since_step: int
+    """Step from which on it has been so."""
+    slowdown: float
+    """Its own work in a step, in units of the median member's, as it was when this was last written."""
+    reported: bool = False
+    """It has been so for `recovery.stragglers.persistSteps`."""
+
+
+class ShownStatus(StatusModel):
+    """What people read of a job: what it does, how far it is, what became of it."""
+
+    observed_generation: int = 0
+    """metadata.generation that this status answers."""
+    phase: Phase = Phase.PENDING
+    """One word for display; the conditions are the truth."""
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=16)] = ()
+    """What is true of the job now; Complete and Failed are terminal."""
+    replicas: int = 0
+    """Worker pods in the membership (scale subresource)."""
+    ready_replicas: int = 0
+    """Members that are training."""
+    spares: int = 0
+    """Warm workers outside the membership."""
+    desired: int = 0
+    """Size that the operator is working towards: of the requested nodes as many as save a pass, and idle ones."""
+    idle_nodes: ShownIdleNodes = ShownIdleNodes()
+    """Nodes beyond those that were asked for."""
+    selector: Annotated[str, Field(max_length=512)] = ""
+    """Label selector of the worker pods (scale subresource)."""
+    membership: MembershipStatus = MembershipStatus()
+    """The current generation of workers."""
+    progress: ProgressStatus = ProgressStatus()
+    """How far training is."""
+    stage: StageName = ""
+    """What the run does: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
+    stage_progress: float | None = None
+    """Share of the stage that is over, 0 to 1; absent in Train, whose steps tell."""
+    artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
+    """What the run left behind for others, the newest last; each is complete."""
+    evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
+    """The result beside the model that the run began from, measured on examples that were held back."""
+    alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
+    """The newest alert of each kind."""
+    checkpoint: CheckpointStatus = CheckpointStatus()
+    """Newest steps that a resume could use."""
+    restarts: RestartsStatus = RestartsStatus()
+    """Interruptions since the job began; never reset."""
+    compiled: CompiledStatus = CompiledStatus()
+    """Sizes whose graphs are there; with `spec.precompile`."""
+    goodput: ShownGoodput = ShownGoodput()
+    """Where the time went since the workers first began together."""
+    history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
+    """The last interruptions, oldest first."""
+    outdated_pods: int = 0
+    """Workers that were made from an earlier pod template; they run on as they are."""
+    avoided_nodes: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=32)] = ()
+    """Nodes that new workers keep away from."""
+    stragglers: Annotated[tuple[StragglerStatus, ...], Field(max_length=8)] = ()
+    """Members that are slower than the others, the slowest first."""
+    start_time: Annotated[str, Field(max_length=32)] = ""
+    """When the first step was completed, RFC 3339; empty before."""
+    completion_time: Annotated[str, Field(max_length=32)] = ""
+    """When the job completed or failed, RFC 3339; empty before."""
+    verdict: Text = ""
+    """Why the job failed and what to do; empty unless it did."""
+    failed_spec: FailedSpecStatus | None = None
+    """What it failed with, and what was changed since; absent unless it failed."""
