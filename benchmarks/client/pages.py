@@ -29,6 +29,7 @@ from trainium_contract.views.curve import MOST_POINTS, CurvePoint
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.status_part import shown_status
 from trainium_contract.views.workers import MemberRow, Members, PodRow, workers_view
 
 SIZES = (2, 128, 1000)
@@ -47,7 +48,7 @@ def report_of(workers: int) -> Report:
     """The recorded job as one of so many workers, after a week."""
     job = recorded("job")
     events = event_views(recorded("events")["items"])
-    entries = interruptions(job["status"])
+    entries = interruptions(shown_status(job))
     week = tuple(
         replace(
             entries[at % len(entries)],

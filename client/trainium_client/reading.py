@@ -13,7 +13,7 @@ from trainium_contract.views.advice import run_again
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.job_from_status import job_view
-from trainium_contract.views.raw import mapping
+from trainium_contract.views.status_part import shown_status
 from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
 
@@ -86,7 +86,7 @@ def read_story(api: Api, name: str, now: float, which: int | None = None) -> Sto
     """The story of an interruption, with the lines of the log that show it."""
     job = api.job(name)
     view = job_view(job, now=now)
-    entries = interruptions(mapping(job, "status"))
+    entries = interruptions(shown_status(job))
     if which is not None and not 0 < which <= len(entries):
         raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
     chosen = entries[which - 1] if which is not None else entries[-1] if entries else None

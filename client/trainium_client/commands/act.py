@@ -22,6 +22,7 @@ from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
 from trainium_contract.pages.words import plural
 from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.status_part import shown_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
@@ -96,7 +97,7 @@ def _set_suspend(api: Api, name: str, output: Format, *, yes: bool) -> None:
 
 
 def _refuse_ended(job: Json, what: str) -> None:
-    phase, name = text(mapping(job, "status"), "phase"), text(mapping(job, "metadata"), "name")
+    phase, name = shown_status(job).text("phase"), text(mapping(job, "metadata"), "name")
     if phase in {"Completed", "Failed"}:
         hint = f"; run it again with: kubectl trn retry {name}" if phase == "Failed" else ""
         raise ClientError(f"{name} has {phase.lower()} and cannot be {what}{hint}")

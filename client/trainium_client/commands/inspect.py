@@ -30,6 +30,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
 from trainium_contract.views.job_from_status import job_view
 from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.status_part import shown_status
 from trainium_contract.views.workers import pod_rows, rank_rows
 
 ASKED_UNASKED = 64
@@ -64,11 +65,11 @@ def ranks(
     members = read_members(api, name)
     job = api.job(name)
     told: dict[str, Any] = {}
-    ended = text(mapping(job, "status"), "phase") in {"Completed", "Failed"}
+    ended = shown_status(job).text("phase") in {"Completed", "Failed"}
     asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
     if asks:
         told = ask_all([row.pod for row in members.rows], lambda pod: json_lines(run_inside(api, pod, _MONITOR)))
-    rows = rank_rows(members, told, mapping(job, "status"), time.time())
+    rows = rank_rows(members, told, shown_status(job), time.time())
 
     def page(value: Any, _now: float, width: int) -> Any:
         from trainium_client.render.tables import ranks_page  # noqa: PLC0415

@@ -27,7 +27,7 @@ from trainium_contract.pages.words import size
 from trainium_contract.views.checkpoints import metrics_path, where_kept
 from trainium_contract.views.curve import CurvePoint, read_curve
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.raw import mapping
+from trainium_contract.views.status_part import shown_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Api
@@ -56,7 +56,7 @@ def report(
     rows, why_not = on_storage(api, screen.job, verify=False)
     if rows is None:
         notes.append(f"checkpoints on storage: {why_not}")
-    entries = interruptions(mapping(screen.job, "status"))
+    entries = interruptions(shown_status(screen.job))
     found = Report(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods)
     if output == Path(Format.JSON):
         emit(Format.JSON, found, lambda *_: None)

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from trainium_client.errors import ClientError
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.spec.elasticity import IdleNodes
-from trainium_contract.views.raw import mapping, number, objects, whole
+from trainium_contract.views.raw import mapping
+from trainium_contract.views.status_part import shown_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +53,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
 
     Raises ClientError when the job's specification is not one that this version knows.
     """
-    status = mapping(job, "status")
+    status = shown_status(job)
     try:
         spec = TrainingJobSpec.model_validate(mapping(job, "spec"))
     except ValidationError as error:
@@ -65,13 +66,9 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     least = workers.min_replicas or 1
     useful = shape.useful_sizes(least, most)
     full = shape.best(workers.replicas, least)
-    now = whole(mapping(status, "membership"), "size")
-    measured = {
-        whole(each, "size"): number(each, "stepSeconds") for each in objects(mapping(status, "goodput"), "sizes")
-    }
-    told = mapping(status, "compiled").get("sizes")
-    known = [each for each in told if isinstance(each, int)] if isinstance(told, list) else []
-    compiled = {*known, *spec.sizes_to_compile()}
+    now = status.part("membership").whole("size")
+    measured = {each.whole("size"): each.number("stepSeconds") for each in status.part("goodput").parts("sizes")}
+    compiled = {*status.part("compiled").wholes("sizes"), *spec.sizes_to_compile()}
     rows = [
         SizeRow(
             fewest=size,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.raw import mapping, plain, seconds_of, text
+from trainium_contract.views.status_part import shown_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +46,7 @@ def tell(
     job: Mapping[str, Any], *, which: int | None = None, log: str = "", log_note: str = "", advice: tuple[str, ...] = ()
 ) -> Story:
     """The story of one entry of the history (from 1; the last when not given) with the log of its pod."""
-    status, metadata = mapping(job, "status"), mapping(job, "metadata")
+    status, metadata = shown_status(job), mapping(job, "metadata")
     entries = interruptions(status)
     chosen = len(entries) if which is None else which
     entry = entries[chosen - 1] if 0 < chosen <= len(entries) else None
@@ -56,8 +57,8 @@ def tell(
     return Story(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
-        phase=text(status, "phase"),
-        verdict=text(status, "verdict"),
+        phase=status.text("phase"),
+        verdict=status.text("verdict"),
         entry=entry,
         number=chosen if entry is not None else 0,
         kept=len(entries),

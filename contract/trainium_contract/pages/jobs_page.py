@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from trainium_contract.pages.html import Link, document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.words import clock, figure, share
-from trainium_contract.views.raw import mapping, number, text, whole
+from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.status_part import shown_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,19 +41,19 @@ class JobRow:
 
 def job_row(job: Mapping[str, Any]) -> JobRow:
     """The row of a TrainingJob as the API server holds it."""
-    metadata, status = mapping(job, "metadata"), mapping(job, "status")
-    progress = mapping(status, "progress")
+    metadata, status = mapping(job, "metadata"), shown_status(job)
+    progress = status.part("progress")
     return JobRow(
         namespace=text(metadata, "namespace"),
         name=text(metadata, "name"),
-        phase=text(status, "phase"),
-        step=whole(progress, "step"),
-        total_steps=whole(progress, "totalSteps"),
-        loss=number(progress, "loss"),
-        training=whole(status, "readyReplicas"),
-        desired=whole(status, "desired"),
-        goodput=number(mapping(status, "goodput"), "ratio"),
-        restarts=whole(mapping(status, "restarts"), "total"),
+        phase=status.text("phase"),
+        step=progress.whole("step"),
+        total_steps=progress.whole("totalSteps"),
+        loss=progress.number("loss"),
+        training=status.whole("readyReplicas"),
+        desired=status.whole("desired"),
+        goodput=status.part("goodput").number("ratio"),
+        restarts=status.part("restarts").whole("total"),
     )
 
 

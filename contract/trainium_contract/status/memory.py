@@ -100,3 +100,14 @@ class OperatorMemory(StatusModel):
     """Unix seconds since when a member's node is known to be about to leave."""
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
+
+
+_WITHIN = {"": OperatorMemory, "goodput.": LedgerMemory, "idleNodes.": IdleNodesMemory}
+"""Where below `status` each part stands."""
+
+
+def memory_fields() -> frozenset[str]:
+    """Paths below `status`, as they are on the wire, of all that is remembered; what is below one of them is too."""
+    return frozenset(
+        f"{place}{field.alias or name}" for place, part in _WITHIN.items() for name, field in part.model_fields.items()
+    )

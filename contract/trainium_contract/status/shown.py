@@ -1,7 +1,7 @@
 """What people read in the status of a job, and tools for them; what the operator alone needs is in `memory.py`.
 
-Client, pages and views are typed against this part (`views/told.py`). The operator reads much of it back as well:
-its words to people are also its decisions.
+Client, pages and views are typed against this part (`views/status_part.py`). The operator reads much of it back as
+well: its words to people are also its decisions.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from trainium_contract.views.raw import mapping, number, numbers, objects, whole
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.views.status_part import StatusPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +43,24 @@ class GoodputView:
         return sum(self.lost_seconds.values())
 
 
-def goodput_view(status: Mapping[str, Any], now: float) -> GoodputView:
+def goodput_view(status: StatusPart[ShownStatus], now: float) -> GoodputView:
     """The ledger of a status."""
-    raw = mapping(status, "goodput")
-    wall, until = number(raw, "wallSeconds") or 0.0, number(raw, "accountedUntil")
-    lost = numbers(raw, "lostSeconds")
+    part = status.part("goodput")
+    wall, until = part.number("wallSeconds") or 0.0, part.number("accountedUntil")
+    lost = part.numbers("lostSeconds")
     return GoodputView(
-        ratio=number(raw, "ratio") if wall else None,
-        uptime_ratio=number(raw, "uptimeRatio") if wall else None,
-        fleet_ratio=number(raw, "fleetRatio") if wall else None,
-        productive_seconds=number(raw, "productiveSeconds") or 0.0,
+        ratio=part.number("ratio") if wall else None,
+        uptime_ratio=part.number("uptimeRatio") if wall else None,
+        fleet_ratio=part.number("fleetRatio") if wall else None,
+        productive_seconds=part.number("productiveSeconds") or 0.0,
         wall_seconds=wall,
-        node_seconds=number(raw, "nodeSeconds") or 0.0,
+        node_seconds=part.number("nodeSeconds") or 0.0,
         lost_seconds=dict(sorted(lost.items(), key=lambda item: -item[1])),
-        lost_by_stage=numbers(raw, "lostByStage"),
-        stage_seconds=numbers(raw, "stageSeconds"),
+        lost_by_stage=part.numbers("lostByStage"),
+        stage_seconds=part.numbers("stageSeconds"),
         sizes=tuple(
-            SizeView(whole(each, "size"), whole(each, "steps"), number(each, "stepSeconds"))
-            for each in objects(raw, "sizes")
+            SizeView(each.whole("size"), each.whole("steps"), each.number("stepSeconds"))
+            for each in part.parts("sizes")
         ),
         counted_seconds_ago=None if until is None else max(0.0, now - until),
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainium_contract.views.raw import mapping, number, numbers, objects, seconds_of, text, whole
+from trainium_contract.views.raw import seconds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from trainium_contract.status.interruptions import Interruption
+    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.views.status_part import StatusPart
 
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
@@ -68,9 +70,9 @@ class InterruptionView:
         return ANSWERS.get(self.rung, self.rung)
 
 
-def interruptions(status: Mapping[str, Any]) -> tuple[InterruptionView, ...]:
+def interruptions(status: StatusPart[ShownStatus]) -> tuple[InterruptionView, ...]:
     """The history, oldest first."""
-    return tuple(_entry(raw) for raw in objects(status, "history"))
+    return tuple(map(_entry, status.parts("history")))
 
 
 def stage_words(name: str) -> str:
@@ -84,31 +86,31 @@ def ranks_text(first: int, per: int) -> str:
     return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
 
 
-def _rank(raw: Mapping[str, Any]) -> int | None:
-    rank = whole(raw, "rank", -1)
+def _rank(entry: StatusPart[Interruption]) -> int | None:
+    rank = entry.whole("rank", -1)
     return None if rank < 0 else rank
 
 
-def _entry(raw: Mapping[str, Any]) -> InterruptionView:
-    detected, failed = seconds_of(text(raw, "time")), number(raw, "failedAt")
-    before, stages = whole(raw, "stepBefore", -1), numbers(raw, "stages")
+def _entry(entry: StatusPart[Interruption]) -> InterruptionView:
+    detected, failed = seconds_of(entry.text("time")), entry.number("failedAt")
+    before, stages = entry.whole("stepBefore", -1), entry.numbers("stages")
     return InterruptionView(
-        time=text(raw, "time"),
+        time=entry.text("time"),
         at=failed if failed is not None else detected,
         detected_at=detected,
-        cause=text(raw, "cause"),
-        rung=text(raw, "rung"),
-        pod=text(raw, "pod"),
-        node=text(raw, "node"),
-        message=text(raw, "message"),
-        generation=whole(raw, "generation"),
-        attempt=whole(raw, "attempt"),
-        detected_seconds=number(raw, "detectedSeconds"),
-        recovered_seconds=number(raw, "recoveredSeconds"),
+        cause=entry.text("cause"),
+        rung=entry.text("rung"),
+        pod=entry.text("pod"),
+        node=entry.text("node"),
+        message=entry.text("message"),
+        generation=entry.whole("generation"),
+        attempt=entry.whole("attempt"),
+        detected_seconds=entry.number("detectedSeconds"),
+        recovered_seconds=entry.number("recoveredSeconds"),
         step_before=None if before < 0 else before,
-        resume_step=None if number(raw, "resumeStep") is None else whole(raw, "resumeStep"),
-        steps_lost=None if number(raw, "stepsLost") is None else whole(raw, "stepsLost"),
-        pods_replaced=whole(raw, "podsReplaced"),
-        stages={name: stages[name] for name in STAGES if name in stages} if mapping(raw, "stages") else {},
-        rank=_rank(raw),
+        resume_step=None if entry.number("resumeStep") is None else entry.whole("resumeStep"),
+        steps_lost=None if entry.number("stepsLost") is None else entry.whole("stepsLost"),
+        pods_replaced=entry.whole("podsReplaced"),
+        stages={name: stages[name] for name in STAGES if name in stages},
+        rank=_rank(entry),
     )

@@ -18,12 +18,17 @@ from trainium_contract.views.job import (
     FigureView,
     JobView,
 )
-from trainium_contract.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
+from trainium_contract.views.raw import mapping, objects, plain, seconds_of, text, whole
+from trainium_contract.views.status_part import shown_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trainium_contract.status.conditions import Condition
+    from trainium_contract.status.results import ArtifactReport
+    from trainium_contract.status.shown import ShownStatus
     from trainium_contract.views.events import EventView
+    from trainium_contract.views.status_part import StatusPart
     from trainium_contract.views.workers import WorkersView
 
 
@@ -36,10 +41,10 @@ def job_view(
     not_shown: tuple[str, ...] = (),
 ) -> JobView:
     """The screen of a TrainingJob as the API server holds it."""
-    metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), mapping(job, "status")
-    progress, membership = mapping(status, "progress"), mapping(status, "membership")
+    metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), shown_status(job)
+    progress, membership, restarts = status.part("progress"), status.part("membership"), status.part("restarts")
     goodput = goodput_view(status, now)
-    step, total = whole(progress, "step"), whole(progress, "totalSteps")
+    step, total = progress.whole("step"), progress.whole("totalSteps")
     entries = interruptions(status)
     view = JobView(
         name=text(metadata, "name"),
@@ -47,48 +52,47 @@ def job_view(
         uid=text(metadata, "uid"),
         model=_model(spec),
         managed_by=_manager(spec),
-        phase=text(status, "phase"),
-        stage=text(status, "stage"),
-        stage_share=number(status, "stageProgress"),
+        phase=status.text("phase"),
+        stage=status.text("stage"),
+        stage_share=status.number("stageProgress"),
         age_seconds=_since(text(metadata, "creationTimestamp"), now),
-        started_at=seconds_of(text(status, "startTime")),
-        ended_at=seconds_of(text(status, "completionTime")),
+        started_at=seconds_of(status.text("startTime")),
+        ended_at=seconds_of(status.text("completionTime")),
         step=step,
         total_steps=total,
         share=min(1.0, step / total) if total > 0 else None,
         eta_seconds=_eta(status, goodput, total - step),
         step_seconds=_step_seconds(status),
-        loss=number(progress, "loss"),
-        tokens_per_second=number(progress, "tokensPerSecond"),
-        size=whole(status, "replicas"),
-        training=whole(status, "readyReplicas"),
+        loss=progress.number("loss"),
+        tokens_per_second=progress.number("tokensPerSecond"),
+        size=status.whole("replicas"),
+        training=status.whole("readyReplicas"),
         requested=whole(mapping(spec, "workers"), "replicas", 1),
-        desired=whole(status, "desired"),
-        spares=whole(status, "spares"),
-        data_parallel=whole(membership, "dataParallel"),
-        generation=whole(membership, "generation"),
-        attempt=whole(membership, "attempt"),
+        desired=status.whole("desired"),
+        spares=status.whole("spares"),
+        data_parallel=membership.whole("dataParallel"),
+        generation=membership.whole("generation"),
+        attempt=membership.whole("attempt"),
         checkpoints=_checkpoints(status, now),
         goodput=goodput,
-        restarts=whole(mapping(status, "restarts"), "total"),
-        restarts_by_cause=numbers(mapping(status, "restarts"), "byCause"),
-        verdict=text(status, "verdict"),
+        restarts=restarts.whole("total"),
+        restarts_by_cause=restarts.numbers("byCause"),
+        verdict=status.text("verdict"),
         changes=_changes(metadata, status),
-        conditions=tuple(_condition(each, now) for each in objects(status, "conditions")),
+        conditions=tuple(_condition(each, now) for each in status.parts("conditions")),
         alerts=tuple(
-            AlertView(text(each, "kind"), whole(each, "step"), text(each, "message"))
-            for each in objects(status, "alerts")
+            AlertView(each.text("kind"), each.whole("step"), each.text("message")) for each in status.parts("alerts")
         ),
-        artifacts=tuple(_artifact(each) for each in objects(status, "artifacts")),
+        artifacts=tuple(_artifact(each) for each in status.parts("artifacts")),
         evaluation=tuple(
-            FigureView(text(each, "name"), number(each, "before"), number(each, "after"))
-            for each in objects(status, "evaluation")
+            FigureView(each.text("name"), each.number("before"), each.number("after"))
+            for each in status.parts("evaluation")
         ),
         workers=workers,
         last=entries[-1] if entries else None,
         events=tuple(events),
         advice=(),
-        outdated=whole(status, "observedGeneration") < whole(metadata, "generation"),
+        outdated=status.whole("observedGeneration") < whole(metadata, "generation"),
         written_seconds_ago=_written(metadata, status, now),
         not_shown=not_shown,
     )
@@ -115,59 +119,55 @@ def _since(stamp: str, now: float) -> float | None:
     return None if at is None else max(0.0, now - at)
 
 
-def _condition(raw: Mapping[str, Any], now: float) -> ConditionView:
-    age = _since(text(raw, "lastTransitionTime"), now)
-    return ConditionView(text(raw, "type"), text(raw, "status"), text(raw, "reason"), text(raw, "message"), age)
+def _condition(one: StatusPart[Condition], now: float) -> ConditionView:
+    age = _since(one.text("lastTransitionTime"), now)
+    return ConditionView(one.text("type"), one.text("status"), one.text("reason"), one.text("message"), age)
 
 
-def _artifact(raw: Mapping[str, Any]) -> ArtifactView:
-    return ArtifactView(
-        text(raw, "kind"), text(raw, "path"), whole(raw, "step"), whole(raw, "bytes"), text(raw, "digest")
-    )
+def _artifact(one: StatusPart[ArtifactReport]) -> ArtifactView:
+    return ArtifactView(one.text("kind"), one.text("path"), one.whole("step"), one.whole("bytes"), one.text("digest"))
 
 
-def _changes(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[ChangeView, ...] | None:
+def _changes(metadata: Mapping[str, Any], status: StatusPart[ShownStatus]) -> tuple[ChangeView, ...] | None:
     """As the operator compared them; what it has not seen yet it has not compared."""
-    record = mapping(status, "failedSpec")
-    seen = whole(status, "observedGeneration") >= whole(metadata, "generation")
-    if not seen or not isinstance(record.get("changes"), list):
+    record = status.part("failedSpec")
+    seen = status.whole("observedGeneration") >= whole(metadata, "generation")
+    if not seen or not record.has_list("changes"):
         return None
-    return tuple(
-        ChangeView(text(each, "field"), text(each, "was"), text(each, "now")) for each in objects(record, "changes")
-    )
+    return tuple(ChangeView(each.text("field"), each.text("was"), each.text("now")) for each in record.parts("changes"))
 
 
-def _checkpoints(status: Mapping[str, Any], now: float) -> CheckpointsView:
-    raw = mapping(status, "checkpoint")
-    memory, durable = whole(raw, "memoryStep", -1), whole(raw, "durableStep", -1)
-    if text(status, "phase") in {"Completed", "Failed"}:
+def _checkpoints(status: StatusPart[ShownStatus], now: float) -> CheckpointsView:
+    part = status.part("checkpoint")
+    memory, durable = part.whole("memoryStep", -1), part.whole("durableStep", -1)
+    if status.text("phase") in {"Completed", "Failed"}:
         memory = -1  # it went with the pods
     return CheckpointsView(
         memory_step=None if memory < 0 else memory,
         durable_step=None if durable < 0 else durable,
-        durable_age_seconds=_since(text(raw, "durableTime"), now) if durable >= 0 else None,
-        notice=text(raw, "notice"),
+        durable_age_seconds=_since(part.text("durableTime"), now) if durable >= 0 else None,
+        notice=part.text("notice"),
     )
 
 
-def _step_seconds(status: Mapping[str, Any]) -> float | None:
+def _step_seconds(status: StatusPart[ShownStatus]) -> float | None:
     """The reference step time of the present size."""
-    size, accounts = whole(status, "replicas"), objects(mapping(status, "goodput"), "sizes")
-    here = [each for each in accounts if whole(each, "size") == size]
-    return number(here[-1], "stepSeconds") if here else None
+    size = status.whole("replicas")
+    here = [each for each in status.part("goodput").parts("sizes") if each.whole("size") == size]
+    return here[-1].number("stepSeconds") if here else None
 
 
-def _eta(status: Mapping[str, Any], goodput: GoodputView, left: int) -> float | None:
+def _eta(status: StatusPart[ShownStatus], goodput: GoodputView, left: int) -> float | None:
     """Steps that are left at the reference step time, and as much lost on the way as until now, the start left out."""
     reference = _step_seconds(status)
-    if reference is None or left <= 0 or text(status, "phase") in {"Completed", "Failed", "Suspended"}:
+    if reference is None or left <= 0 or status.text("phase") in {"Completed", "Failed", "Suspended"}:
         return None
     spent = goodput.wall_seconds - goodput.lost_by_stage.get("Startup", 0.0)
     factor = max(1.0, spent / goodput.productive_seconds) if goodput.productive_seconds > 0 else 1.0
     return left * reference * factor
 
 
-def _written(metadata: Mapping[str, Any], status: Mapping[str, Any], now: float) -> float | None:
+def _written(metadata: Mapping[str, Any], status: StatusPart[ShownStatus], now: float) -> float | None:
     """How long ago the status was last written, by whoever writes it; None when nobody has."""
     if not status:
         return None
@@ -177,6 +177,6 @@ def _written(metadata: Mapping[str, Any], status: Mapping[str, Any], now: float)
         if each.get("subresource") == "status"
     ]
     known = [stamp for stamp in stamps if stamp is not None]
-    accounted = number(mapping(status, "goodput"), "accountedUntil")
+    accounted = status.part("goodput").number("accountedUntil")
     newest = max([*known, *([accounted] if accounted is not None else [])], default=None)
     return None if newest is None else max(0.0, now - newest)

@@ -12,6 +12,9 @@ from trainium_contract.views.raw import mapping, number, objects, plain, text, w
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.views.status_part import StatusPart
+
 _CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
 _AGE, _PART_OF_AGE = re.compile(r"(?:\d{1,6}[ydhms]){1,3}"), re.compile(r"(\d+)([ydhms])")
 _UNITS = {"y": 31_536_000.0, "d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
@@ -136,10 +139,13 @@ def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView
 
 
 def rank_rows(
-    members: Members, told: Mapping[str, Sequence[Mapping[str, Any]] | str], status: Mapping[str, Any], now: float
+    members: Members,
+    told: Mapping[str, Sequence[Mapping[str, Any]] | str],
+    status: StatusPart[ShownStatus],
+    now: float,
 ) -> tuple[RankRow, ...]:
     """All ranks, the slowest first; `told` has what the monitor of each pod said, or why it said nothing."""
-    slow = {text(each, "pod"): number(each, "slowdown") for each in objects(status, "stragglers")}
+    slow = {each.text("pod"): each.number("slowdown") for each in status.parts("stragglers")}
     rows = []
     for member in members.rows:
         said = told.get(member.pod, "")

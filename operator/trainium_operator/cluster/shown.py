@@ -20,6 +20,7 @@ from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.events import EventView, event_views
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.status_part import shown_status
 from trainium_contract.views.workers import PodRow, members_view, workers_view
 from trainium_contract.wire.worker_env import KIND
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
@@ -172,7 +173,7 @@ def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: 
         notes = (*notes, f"the job cannot be read: {known.record.error}")
     return Report(
         view=job_view(job, now=now, workers=workers, events=events),
-        entries=interruptions(job.get("status", {})),
+        entries=interruptions(shown_status(job)),
         members=members,
         checkpoints=None,
         curve=known.curve,

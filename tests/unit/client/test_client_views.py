@@ -28,6 +28,7 @@ from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.job_from_status import job_view
 from trainium_contract.views.raw import plain
+from trainium_contract.views.status_part import shown_status
 from trainium_contract.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
 
@@ -156,9 +157,9 @@ def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:
     said = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
     behind = [{**said[0], "step": 19}]
 
-    rows = rank_rows(members(), {"llama-w-0": said, "llama-w-2": behind}, {}, NOW)
+    rows = rank_rows(members(), {"llama-w-0": said, "llama-w-2": behind}, shown_status({}), NOW)
     assert [row.rank for row in rows] == [1, 0]
-    rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, {}, NOW)
+    rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, shown_status({}), NOW)
     assert [(row.rank, row.note) for row in rows] == [(0, "llama-w-0 is gone"), (1, "")]
 
 
@@ -166,7 +167,7 @@ def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
     said = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
     status = {"stragglers": [{"pod": "llama-w-2", "slowdown": 2.5}]}
 
-    assert [row.rank for row in rank_rows(members(), said, status, NOW)] == [1, 0]
+    assert [row.rank for row in rank_rows(members(), said, shown_status({"status": status}), NOW)] == [1, 0]
 
 
 def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
@@ -294,8 +295,8 @@ def test_sizes_beyond_what_was_asked_for_say_that_they_are_of_idle_nodes() -> No
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: int) -> None:
-    view, entries = screen(), interruptions(recorded("job")["status"])
-    rows = rank_rows(members(), {}, {}, NOW)
+    view, entries = screen(), interruptions(shown_status(recorded("job")))
+    rows = rank_rows(members(), {}, shown_status({}), NOW)
     pages = [
         status_page(view, now=NOW, width=width),
         history_page(entries, width),

@@ -21,6 +21,7 @@ from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.job import ArtifactView, FigureView
 from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.status_part import shown_status
 from trainium_contract.views.workers import MemberRow, Members
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def full() -> Report:
         evaluation=(FigureView(HOSTILE, 1.0, 0.5),),
         not_shown=(HOSTILE,),
     )
-    entries = tuple(replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in interruptions(job["status"]))
+    entries = tuple(
+        replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in interruptions(shown_status(job))
+    )
     members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
     row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
     return Report(view, entries, members, (row,), read_curve(lines(300)), (HOSTILE,))

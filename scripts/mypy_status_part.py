@@ -1,0 +1,104 @@
+# ruff: noqa: INP001 - a script
+"""A mypy plugin that types `part.text("field")` of a `StatusPart[Model]`: only names of the model's fields on the wire.
+
+`part.part("field")` and `part.parts("field")` are of the model that the field has. Python has no way to say either.
+Invariant: without the plugin the code means the same and is only checked less. Named in `[tool.mypy]`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mypy.nodes import Var
+from mypy.plugin import Plugin
+from mypy.types import Instance, LiteralType, TupleType, UnionType, get_proper_type
+from pydantic.alias_generators import to_camel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mypy.nodes import TypeInfo
+    from mypy.plugin import MethodContext, MethodSigContext
+    from mypy.types import FunctionLike, Type
+
+_PART = "trainium_contract.views.status_part.StatusPart."
+_BASE = "trainium_contract.base.ContractModel"
+_NAME = "field"
+
+
+class StatusPartPlugin(Plugin):
+    """Gives the methods of a part the model's own fields as names."""
+
+    def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
+        """The hook of every method that takes a name."""
+        return _signature if fullname.startswith(_PART) else None
+
+    def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
+        """The hook of those that answer with a part."""
+        return _answer if fullname in {_PART + "part", _PART + "parts"} else None
+
+
+def _signature(context: MethodSigContext) -> FunctionLike:
+    signature, fields = context.default_signature, _fields(context.type)
+    if not fields or _NAME not in signature.arg_names:
+        return signature
+    at = signature.arg_names.index(_NAME)
+    text = context.api.named_generic_type("builtins.str", [])
+    names = UnionType.make_union([LiteralType(name, text) for name in fields])
+    types = [names if each == at else known for each, known in enumerate(signature.arg_types)]
+    return signature.copy_modified(arg_types=types)
+
+
+def _answer(context: MethodContext) -> Type:
+    """The part with the model of the field that is asked for."""
+    answer = get_proper_type(context.default_return_type)
+    given = get_proper_type(context.arg_types[0][0]) if context.arg_types and context.arg_types[0] else None
+    name = given.last_known_value.value if isinstance(given, Instance) and given.last_known_value else None
+    model = _model(_fields(context.type).get(str(name)))
+    if model is None or not isinstance(answer, Instance):
+        return context.default_return_type
+    if answer.type.fullname + "." == _PART:
+        return answer.copy_modified(args=[model])
+    (each,) = (get_proper_type(one) for one in answer.args)
+    assert isinstance(each, Instance), each
+    return answer.copy_modified(args=[each.copy_modified(args=[model])])
+
+
+def _model(of: Type | None) -> Instance | None:
+    """The model in the type of a field: itself, None beside it, or a tuple of it."""
+    found = get_proper_type(of)
+    if isinstance(found, UnionType):
+        return next((model for each in found.items if (model := _model(each)) is not None), None)
+    if isinstance(found, TupleType):
+        found = found.partial_fallback
+    if isinstance(found, Instance) and found.type.fullname == "builtins.tuple":
+        return _model(found.args[0])
+    return found if isinstance(found, Instance) and _is_model(found.type) else None
+
+
+def _fields(part: Type) -> dict[str, Type]:
+    """Name on the wire -> type, of all fields of a part's model; none where the model is not known."""
+    found = get_proper_type(part)
+    model = get_proper_type(found.args[0]) if isinstance(found, Instance) and found.args else None
+    if not isinstance(model, Instance):
+        return {}
+    fields: dict[str, Type] = {}
+    for base in reversed(model.type.mro):
+        for name, symbol in base.names.items() if _is_model(base) else ():
+            node = symbol.node
+            if isinstance(node, Var) and node.type is not None and _is_field(name, node):
+                fields[to_camel(name)] = node.type
+    return fields
+
+
+def _is_field(name: str, node: Var) -> bool:
+    return not node.is_classvar and not name.startswith(("_", "model_"))
+
+
+def _is_model(kind: TypeInfo) -> bool:
+    return kind.fullname != _BASE and any(base.fullname == _BASE for base in kind.mro)
+
+
+def plugin(_version: str) -> type[Plugin]:
+    """Entry point of mypy."""
+    return StatusPartPlugin
