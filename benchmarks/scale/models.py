@@ -10,14 +10,14 @@ import torch
 
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
 from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_trainer.backends.nxd.layout.divisions import divisions, zero1
+from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of
+from trainium_trainer.backends.nxd.layout.pieces import TensorRank
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
-from trainium_trainer.checkpoint.dividing.nxd import divisions, zero1
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.format.part import Part
-from trainium_trainer.checkpoint.nxd.parameter_names import Projections, parameters_of
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.nxd_layout import TensorRank
 from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, state_name

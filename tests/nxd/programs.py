@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_trainer.backends.choose import find_backend, make_backend
-from trainium_trainer.backends.nxd import NxdBackend
+from trainium_trainer.backends.nxd.backend import NxdBackend
 from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.configuration.config import Settings, launch_of, load, settle
 from trainium_trainer.data.batches.loader import MicroBatch

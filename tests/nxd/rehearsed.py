@@ -20,7 +20,7 @@ standins.move_nothing()
 from torch_xla.debug import metrics  # noqa: E402 - the stand-ins come first
 
 from trainium_trainer import exits  # noqa: E402
-from trainium_trainer.backends.nxd import NxdBackend  # noqa: E402
+from trainium_trainer.backends.nxd.backend import NxdBackend  # noqa: E402
 from trainium_trainer.compile import rehearsal  # noqa: E402
 
 if TYPE_CHECKING:

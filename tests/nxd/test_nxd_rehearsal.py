@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.commands.precompile import _xla_environment
+from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
-from trainium_trainer.compile.replicas import data_ranks
 from trainium_trainer.configuration.config import settle
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
@@ -26,7 +25,9 @@ def rehearse(
     config: dict[str, Any], rank: int, world: int, *, graphs: Path | None = None, **fields: Any
 ) -> dict[str, Any]:
     wire = TrainingConfig.model_validate(config | {"backend": "Nxd"} | fields).to_wire()
-    environment = os.environ | _xla_environment(rank, world, world) | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    environment = (
+        os.environ | extraction.environment(rank, world, world) | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    )
     if graphs is not None:
         environment["XLA_SAVE_TENSORS_FILE"] = str(graphs)
     done = subprocess.run(
@@ -84,7 +85,7 @@ def test_with_repeated_heads_every_replica_has_the_graphs_of_one_that_is_rehears
     }
     world = 16
     config = TrainingConfig.model_validate(base_config | {"backend": "Nxd"} | fields)
-    kinds = data_ranks(settle(config, launch_at(0, world, world)))
+    kinds = extraction.data_ranks(settle(config, launch_at(0, world, world)))
     made: dict[int, set[str]] = {}
     for number in range(world // 4):
         file = tmp_path / f"graphs-{number}"

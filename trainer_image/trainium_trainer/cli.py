@@ -14,8 +14,9 @@ import typer
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import exits, neuron_environment
+from trainium_trainer.backends.choose import refuse_what_it_cannot
 from trainium_trainer.commands import artifacts as artifact_commands
-from trainium_trainer.commands import check, checkpoint, precompile
+from trainium_trainer.commands import check, convert, inspect, precompile
 from trainium_trainer.commands import evaluate as evaluate_commands
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.commands.prepare_data import prepare_data
@@ -54,6 +55,7 @@ def train(
     stop = StopRequest()
     stop.listen()
     settings = settle(load(config, overrides or ()), launch_of())
+    refuse_what_it_cannot(settings)
     _log_to_stderr(settings.launch.rank)
     check.refuse_few_files(settings.launch)
     if settings.launch.rank == 0:
@@ -66,7 +68,8 @@ def train(
     raise typer.Exit(train_now(settings, stop))
 
 
-checkpoint.register(app)
+inspect.register(app)
+convert.register(app)
 artifact_commands.register(app)
 evaluate_commands.register(app)
 check.register(app)

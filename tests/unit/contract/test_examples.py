@@ -22,7 +22,7 @@ from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.trainer.parallelism import BackendChoice, Precision, Recompute
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer import neuron_environment
-from trainium_trainer.configuration.backend_limits import check_nxd
+from trainium_trainer.backends.nxd.limits import check_limits
 from trainium_trainer.configuration.config import Launch, settle, with_steps
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
@@ -219,7 +219,7 @@ def test_what_the_hlat_example_does_otherwise_is_what_its_comments_say() -> None
 def test_an_example_for_trn1_can_be_run_by_the_backend_of_trn1(example: str) -> None:
     spec = spec_of(example)
     if (spec.workers.accelerator.instance_type or "").startswith("trn1"):
-        check_nxd(spec.training_config(), spec.batch_shape().data_parallel(spec.workers.replicas))
+        check_limits(spec.training_config(), spec.batch_shape().data_parallel(spec.workers.replicas))
 
 
 def test_the_70b_example_divides_its_weights_over_half_a_node_and_keeps_hlats_number_of_cores() -> None:

@@ -16,6 +16,7 @@ from trainium_contract.needs.descriptors import needed, too_small
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.wire.worker_env import KIND
+from trainium_trainer.backends.choose import refuse_what_it_cannot
 from trainium_trainer.commands.check_files import missing, unread
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile.sizes import sizes_of
@@ -65,6 +66,7 @@ def check(
     launch = replace(launch_of({}), world_size=ranks or 1)
     tokenizer = _tokenizer_elsewhere(trainer)
     settings = settle(trainer, launch, vocabulary=0 if tokenizer else None)
+    refuse_what_it_cannot(settings)
     absent = missing(settings.config)
     if absent and not elsewhere:
         raise UserError(absent[0])

@@ -19,14 +19,14 @@ import typer
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
 from trainium_trainer import neuron_environment
+from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
+from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile import lock, places
 from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
-from trainium_trainer.compile.replicas import data_ranks
 from trainium_trainer.compile.sizes import Sizes, read_sizes
-from trainium_trainer.configuration.backend_limits import SCATTERED, check_nxd_node
 from trainium_trainer.configuration.config import settle
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.write_access import FORBIDDEN, what_forbids
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from trainium_trainer.compile.cache import LocalCache, SharedCache
     from trainium_trainer.configuration.config import Settings
 
-_NEURON_TOOL = "neuron_parallel_compile"
 _TAIL = 2000
 
 
@@ -137,7 +136,7 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
     world = settings.launch.world_size
     local_world = settings.launch.local_world_size
     nxd = _is_nxd(settings)
-    rank = rank_of(place, settings.config, world, apart=_apart(settings) if nxd else 1)
+    rank = rank_of(place, settings.config, world, apart=extraction.ranks_apart(settings) if nxd else 1)
     request = Request(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
     command = [sys.executable, "-m", "trainium_trainer.compile.rehearsal"]
     environment = dict(os.environ)
@@ -147,48 +146,24 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
         environment[places.INDUCTOR_CACHE] = str(local.folder)
     with tempfile.TemporaryDirectory(prefix="trainium-compile-") as scratch:
         if nxd:
-            # The tool begins by removing its folder, which is that of the user unless it is told another.
-            command = [_NEURON_TOOL, "--parallel_compile_workdir", f"{scratch}/graphs", *command]
-            environment |= _xla_environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(seat)}
+            command = extraction.tool_command(command, scratch)
+            environment |= extraction.environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(seat)}
         try:
             done = crew.run(command, request.model_dump_json(), environment)
         except FileNotFoundError as error:
             raise UserError(
-                f"{_NEURON_TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
+                f"{extraction.TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
             ) from error
     if done.returncode:
         raise _error(done.returncode, f"compiling for {world} ranks, rank {rank}: {_reason(done.stderr)}")
 
 
 def _places(settings: Settings) -> tuple[Place, ...]:
-    return places_of(settings.config, data_ranks(settings) if _is_nxd(settings) else (0,))
+    return places_of(settings.config, extraction.data_ranks(settings) if _is_nxd(settings) else (0,))
 
 
 def _is_nxd(settings: Settings) -> bool:
-    from trainium_trainer.backends.choose import choose  # noqa: PLC0415 - may import torch
-
     return choose(settings.config.backend, settings.config.device) is BackendChoice.NXD
-
-
-def _apart(settings: Settings) -> int:
-    """Distance between the ranks of a tensor-parallel group, as NxD makes them on trn1."""
-    check_nxd_node(settings.config, settings.launch.local_world_size)
-    return settings.launch.local_world_size // SCATTERED if settings.config.parallelism.tensor == SCATTERED else 1
-
-
-def _xla_environment(rank: int, world: int, local_world: int) -> dict[str, str]:
-    """What torch-xla and the Neuron plug-in ask of a launcher; a store without sockets, since nobody answers."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(local_world),  # NxD makes its groups by it
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        "PJRT_DEVICE": "NEURON",
-        "XLA_USE_DUMMY_STORE": "1",
-        "TORCH_DIST_INIT_BARRIER": "0",
-    }
 
 
 def _error(code: int, sentence: str) -> TrainerError:
@@ -204,7 +179,9 @@ def _reason(log: str) -> str:
 
 def _launches(plan: Sizes) -> Iterator[Settings]:
     for nodes in plan.nodes:
-        yield settle(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
+        settings = settle(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
+        refuse_what_it_cannot(settings)
+        yield settings
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.compile.replicas import data_ranks
+from trainium_trainer.backends.nxd.extraction import data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,13 +19,11 @@ from pydantic.alias_generators import to_camel
 
 from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
 from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
-from trainium_trainer.configuration.backend_limits import check_nxd
 from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
 from trainium_trainer.data.prepared.cache import vocabulary_of_data
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
@@ -218,10 +216,7 @@ def settle(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = N
     shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor)
     choice = check_tuning(config, shape)
     check_parallelism(config, shape, launch.world_size)
-    settings = Settings(config=config, shape=shape, launch=launch, choice=choice)
-    if config.backend is BackendChoice.NXD:
-        check_nxd(config, settings.dp_size)
-    return settings
+    return Settings(config=config, shape=shape, launch=launch, choice=choice)
 
 
 def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:

@@ -11,10 +11,10 @@ from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.nxd.whole_tensors import Source, write_whole
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from fake_world import Place, state_of_rank
@@ -18,14 +16,12 @@ from torch.distributed.checkpoint.default_planner import (
 )
 
 from tests.testing.suite.trials import trials
+from tests.testing.trainer.schemes import assert_written_once
 from trainium_contract.trainer.parallelism import DataParallelMode
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at, problem_of
-from trainium_trainer.checkpoint.dividing.nxd import divisions, replicated, zero1
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, problem_of
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme, merged, placed
 from trainium_trainer.checkpoint.durable.save_plan import Word, agreed
 from trainium_trainer.checkpoint.format.live_state import box_of, scheme_of
-from trainium_trainer.checkpoint.nxd.parameter_names import Projections, parameters_of
-from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 
@@ -49,28 +45,6 @@ SHAPE = ModelShape(
 
 def tensor(name: str, shape: tuple[int, ...], *cuts: Cut, stage: int = 0, dtype: str = "F32") -> Divided:
     return Divided(name, dtype, shape, stage, cuts)
-
-
-def assert_written_once(scheme: Scheme) -> None:
-    """Every value is in one file, in the file of a rank that holds it, and readers find it there."""
-    written = {name: np.zeros(each.shape, dtype=np.int64) for name, each in scheme.tensors.items()}
-    where: dict[tuple[str, Box], int] = {}
-    for rank in range(scheme.grid.size):
-        stage, data, tensor_rank = scheme.grid.place(rank)
-        for item in scheme.file(rank):
-            each = scheme.tensors[item.name]
-            assert each.stage == stage
-            assert item.box == box_at(each.shape, each.division, scheme.grid, data, tensor_rank)
-            slices = tuple(slice(o, o + s) for o, s in zip(item.box.offsets, item.box.sizes, strict=True))
-            written[item.name][slices] += 1
-            where[item.name, item.box] = rank
-    assert {name: (counts.min(), counts.max()) for name, counts in written.items() if counts.size} == {
-        name: (1, 1) for name, counts in written.items() if counts.size
-    }
-    for name, each in scheme.tensors.items():
-        found = list(scheme.writers(name, Box((0,) * len(each.shape), each.shape)))
-        assert dict(found) == {box: rank for (own, box), rank in where.items() if own == name}
-        assert len(found) == len(set(found))
 
 
 GRIDS = st.builds(Grid, pipeline=st.just(1), data=st.integers(1, 9), tensor=st.integers(1, 5))
@@ -209,34 +183,6 @@ def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode:
     held = [{(item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items} for plan in plans]
     for rank in range(grid.size):
         assert {(item.name, item.box.offsets) for item in scheme.file(rank)} <= held[rank]
-
-
-@pytest.mark.parametrize("order", list(KeyValueOrder))
-@pytest.mark.parametrize("data", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_boxes_are_those_of_nxds_layers_and_zero1(
-    size: int, order: KeyValueOrder, data: int, sharded: bool
-) -> None:
-    grid = Grid(1, data, size)
-    found: dict[int, Scheme] = {}
-    for tensor_rank, data_rank in itertools.product(range(size), range(data)):
-        rank = TensorRank(SHAPE, tensor_rank, size, order)
-        tensors: list[Divided] = []
-        for name in parameters_of(SHAPE, Projections.FUSED):
-            pieces, divided = rank.pieces(name), divisions(rank, name)
-            rows = -(-sum(piece.sizes[0] for piece in pieces) // data)
-            stored = zero1(pieces, divided, data_rank, rows) if sharded else replicated(pieces, divided)
-            for each in stored:
-                box = box_at(each.piece.whole, each.division, grid, data_rank, tensor_rank)
-                assert (box.volume == 0 and each.piece.sizes[0] == 0) or (
-                    (box.offsets, box.sizes) == (each.piece.offsets, each.piece.sizes)
-                )
-                tensors.append(Divided(each.piece.name, "F32", each.piece.whole, 0, each.division))
-        found[grid.rank(0, data_rank, tensor_rank)] = Scheme(grid, tensors)
-    assert len({scheme.digest for scheme in found.values()}) == 1
-    assert found[0].problem() == ""
-    assert_written_once(found[0])
 
 
 def test_a_scheme_does_not_grow_with_the_ranks() -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands import precompile
 from trainium_trainer.compile import crew
 from trainium_trainer.compile.rehearsal import launch_at
@@ -116,7 +117,7 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAILS": fails}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(precompile, "_is_nxd", lambda _: True)
-    monkeypatch.setattr(precompile, "data_ranks", lambda _: (0,))
+    monkeypatch.setattr(extraction, "data_ranks", lambda _: (0,))
     monkeypatch.setattr(crew, "memory_of", lambda _: 1)  # three fit beside each other on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
     settings = settle(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))

@@ -136,13 +136,6 @@ def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     ("overrides", "size", "sentence"),
     [
         (["model.vocabSize=100"], 1, "the tokenizer has 2048 entries: set model.vocabSize to at least 2048"),
-        (["backend=Nxd", "data.maskDocuments=true"], 1, "data.maskDocuments cannot be had with the Nxd backend"),
-        (
-            ["backend=Nxd", "data.format=Instruction", "data.examples.packing=true"],
-            1,
-            "data.examples.packing cannot be had with the Nxd backend",
-        ),
-        (["backend=Nxd", "torchCompile=Layers"], 1, "torchCompile is Layers, but backend Nxd compiles whole steps"),
         (["model.hiddenSize=97"], 1, "model.hiddenSize is 97, which is not divisible by model.numAttentionHeads 4"),
         (["model.hiddenSize=100"], 1, "heads of width 25"),
         (["model.headDim=25"], 1, "model.headDim is 25, but the rotary embedding needs an even width"),

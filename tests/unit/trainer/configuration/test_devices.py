@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
-from trainium_trainer.backends.choose import NXD_PACKAGES, choose
+from trainium_trainer.backends.choose import choose
 from trainium_trainer.backends.device import pick_device
+from trainium_trainer.backends.nxd.presence import PACKAGES
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from conftest import Job
 
 without_nxd = pytest.mark.skipif(
-    all(importlib.util.find_spec(name) for name in NXD_PACKAGES), reason="the packages of backend Nxd are installed"
+    all(importlib.util.find_spec(name) for name in PACKAGES), reason="the packages of backend Nxd are installed"
 )
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 

@@ -1,14 +1,7 @@
 """Trainium 1: neuronx-distributed (NxD) on torch-xla, as Neuron SDK 2.30 has them; docs/backends.md has the details.
 
-Invariant: importing this package without theirs ends with one sentence that says what is missing and where it is.
+All that knows NxD is here. `backend` computes. `layout` says which rows of which tensors a rank holds, in NxD's words
+and in those of checkpoints; `conversion` reads and writes NxD's own checkpoints; `presence` and `limits` say whether a
+run can be had, `extraction` how its graphs are compiled ahead. Invariant: these five work on any machine; the others
+need NxD's packages, and `backend`, which alone imports them, is imported once `presence` has found those packages.
 """
-
-from __future__ import annotations
-
-from trainium_trainer.backends.choose import require_nxd
-
-require_nxd()
-
-from trainium_trainer.backends.nxd.backend import NxdBackend  # noqa: E402 - only where its packages are
-
-__all__ = ["NxdBackend"]

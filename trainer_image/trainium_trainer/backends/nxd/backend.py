@@ -22,6 +22,7 @@ from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.nxd.adamw import Controls
 from trainium_trainer.backends.nxd.device import Device
 from trainium_trainer.backends.nxd.groups import join
+from trainium_trainer.backends.nxd.layout.divisions import divisions
 from trainium_trainer.backends.nxd.llama import apply_recompute, divided_llama, loss_sum
 from trainium_trainer.backends.nxd.regions import Region
 from trainium_trainer.backends.nxd.sharing import Sharing
@@ -29,7 +30,6 @@ from trainium_trainer.backends.nxd.state import NxdState
 from trainium_trainer.backends.nxd.stores import Named, ReplicatedStore, Store, Zero1Store, square_sum
 from trainium_trainer.backends.nxd.summands import Summands
 from trainium_trainer.backends.nxd.tuned import tuned_llama
-from trainium_trainer.checkpoint.dividing.nxd import divisions
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.dropout import dropped, sample_keys
 from trainium_trainer.models.initial import initial_box
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.llama import Llama
-    from trainium_trainer.models.nxd_layout import Piece
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 

@@ -19,7 +19,7 @@ from torch_neuronx.utils import get_platform_target
 from trainium_trainer.backends.base import Mesh
 from trainium_trainer.backends.device import meet
 from trainium_trainer.backends.mesh import refuse_another_mesh
-from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
+from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """The one Llama (`models.llama`) divided by NxD's layers, put in from outside as the native plan is.
 
 Query, key and value come from one coalesced projection with key/value heads repeated where ranks outnumber them, gate
-and up from another (HLAT, arXiv 2404.10630, section 3.3). Invariants: parameters are those that `models.nxd_layout`
+and up from another (HLAT, arXiv 2404.10630, section 3.3). Invariants: parameters are those that `layout.pieces`
 describes; with sequence parallelism activations are [sequence / ranks, batch, hidden] between the divided regions, the
 layout that NxD's layers communicate without transposing; the loss is computed on divided logits.
 """
@@ -28,7 +28,7 @@ from trainium_trainer.models.loss import IGNORED_LABEL
 from trainium_trainer.models.rope import rotate
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.nxd_layout import TensorRank
+    from trainium_trainer.backends.nxd.layout.pieces import TensorRank
     from trainium_trainer.models.rope import Context
     from trainium_trainer.models.shapes import ModelShape
 

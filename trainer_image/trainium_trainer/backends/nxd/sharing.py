@@ -13,7 +13,7 @@ import torch
 from neuronx_distributed.parallel_layers import parallel_state
 from torch import distributed as dist
 
-from trainium_trainer.models.nxd_layout import shared_rows
+from trainium_trainer.backends.nxd.layout.pieces import shared_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

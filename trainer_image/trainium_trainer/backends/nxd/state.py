@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.backends.nxd.device import Device
+    from trainium_trainer.backends.nxd.layout.divisions import Stored
+    from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.backends.nxd.stores import Held
-    from trainium_trainer.checkpoint.dividing.nxd import Stored
-    from trainium_trainer.models.nxd_layout import Piece
 
 
 class NxdState:

@@ -17,17 +17,17 @@ from neuronx_distributed.parallel_layers import grads, parallel_state
 from torch import Tensor, nn
 
 from trainium_trainer.backends.nxd.adamw import GraphAdamW, adamw_settings
-from trainium_trainer.checkpoint.dividing.nxd import replicated, zero1
-from trainium_trainer.models.nxd_layout import norm_terms
+from trainium_trainer.backends.nxd.layout.divisions import replicated, zero1
+from trainium_trainer.backends.nxd.layout.pieces import norm_terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer.optimizer import OptimizerConfig
     from trainium_trainer.backends.nxd.adamw import Controls
+    from trainium_trainer.backends.nxd.layout.divisions import Stored
+    from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.checkpoint.dividing.cuts import Division
-    from trainium_trainer.checkpoint.dividing.nxd import Stored
-    from trainium_trainer.models.nxd_layout import Piece
 
     Decide = Callable[[Tensor], Controls]
     """From this rank's sum of squares of reduced gradients to the numbers of the step."""

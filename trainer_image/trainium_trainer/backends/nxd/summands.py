@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.backends.nxd.stores import Named
-    from trainium_trainer.models.nxd_layout import Piece
 
 _BUCKET_VALUES = 32 << 20
 """Float32 numbers of one collective, 128 MiB: NxD warns of wrong numbers above 140 MB."""

@@ -2,7 +2,7 @@
 
 NxD's layers are not made for it: its fused query/key/value layer fails on a weight without a gradient, and its LoRA
 shares one A between fused projections and leaves partial gradients as they are. Invariants: names of parameters are
-those of `models.nxd_layout`, each adapter's under Hugging Face's name of its projection; query, key and value, and gate
+those of `layout.pieces`, each adapter's under Hugging Face's name of its projection; query, key and value, and gate
 and up, are one weight and one matrix product each, unless some of them are trained and others are not; adapters are
 float32 parameters, computed with in the model's type; they see whole sequences.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_contract.trainer.tuning import LoraConfig
+    from trainium_trainer.backends.nxd.layout.pieces import TensorRank
     from trainium_trainer.backends.nxd.regions import Region
-    from trainium_trainer.models.nxd_layout import TensorRank
     from trainium_trainer.models.rope import Context
     from trainium_trainer.tuning.choice import Choice
 

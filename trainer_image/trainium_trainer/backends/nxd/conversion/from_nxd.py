@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_trainer.backends.nxd.conversion.tag_files import Tag
+from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
+from trainium_trainer.backends.nxd.layout.pieces import EMBEDDING, LM_HEAD, KeyValueOrder, Piece, TensorRank
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.nxd.nxd_files import Tag
-from trainium_trainer.checkpoint.nxd.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
-from trainium_trainer.checkpoint.nxd.whole_tensors import Source
+from trainium_trainer.checkpoint.whole_tensors import Source
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.nxd_layout import EMBEDDING, LM_HEAD, KeyValueOrder, Piece, TensorRank
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
 
 if TYPE_CHECKING:

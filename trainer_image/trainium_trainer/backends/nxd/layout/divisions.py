@@ -13,8 +13,8 @@ from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trainium_trainer.backends.nxd.layout.pieces import Piece, TensorRank
     from trainium_trainer.checkpoint.dividing.cuts import Division
-    from trainium_trainer.models.nxd_layout import Piece, TensorRank
 
 
 @dataclass(frozen=True, slots=True)

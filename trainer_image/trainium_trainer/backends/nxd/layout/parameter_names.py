@@ -3,7 +3,7 @@
 NxD keeps one file per rank, cut by tensor and pipeline parallelism, and with ZeRO-1 the optimizer's state by data
 parallelism too: every parameter's rows padded to a multiple of the ranks and dealt out in equal runs. Its names are
 those of its layers, which hold query, key and value in one weight or in three, and gate and up likewise; a checkpoint
-of this trainer has whole tensors under Hugging Face's names. Which rows are which says `models.nxd_layout`.
+of this trainer has whole tensors under Hugging Face's names. Which rows are which says `pieces`.
 
 Invariant: a number in the optimizer's state is the place of a parameter in the order of the module.
 """
@@ -19,7 +19,7 @@ from trainium_trainer.models.state_dict import Part
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_trainer.models.nxd_layout import Piece, TensorRank
+    from trainium_trainer.backends.nxd.layout.pieces import Piece, TensorRank
     from trainium_trainer.models.shapes import ModelShape
 
 _FUSED, _GATE_UP = "qkv_proj.weight_qkv", "gate_up_proj.weight"

@@ -18,7 +18,7 @@ SCATTERED = 4
 """The tensor-parallel degree at which NxD on trn1 takes the ranks of a group from all over a node."""
 
 
-def check_nxd(config: TrainingConfig, dp_size: int) -> None:
+def check_limits(config: TrainingConfig, dp_size: int) -> None:
     """Raise UserError for what Nxd cannot do with `dp_size` data-parallel ranks."""
     if config.parallelism.pipeline > 1:
         raise UserError(
@@ -45,7 +45,7 @@ def check_nxd(config: TrainingConfig, dp_size: int) -> None:
         )
 
 
-def check_nxd_node(config: TrainingConfig, processes: int) -> None:
+def check_node_size(config: TrainingConfig, processes: int) -> None:
     """Raise UserError where a node's number of processes cannot hold the groups of ranks that NxD makes."""
     if config.parallelism.tensor == SCATTERED and processes % SCATTERED:
         raise UserError(

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_trainer.checkpoint.nxd.nxd_files import begin, finish, name_of
-from trainium_trainer.checkpoint.nxd.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
+from trainium_trainer.backends.nxd.conversion.tag_files import begin, finish, name_of
+from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
+from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
 from trainium_trainer.tuning.choice import parameter_sizes
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from trainium_contract.trainer.config import ModelConfig
+from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.nxd_layout import KeyValueOrder, TensorRank
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.nxd_layout import Piece
+    from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.models.shapes import ModelShape
 
 # Each number differs, so that none can stand in for another.

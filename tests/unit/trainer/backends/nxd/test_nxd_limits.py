@@ -10,7 +10,8 @@ import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
-from trainium_trainer.backends.choose import NXD_PACKAGES, choose, find_backend
+from trainium_trainer.backends.choose import choose, find_backend, refuse_what_it_cannot
+from trainium_trainer.backends.nxd.presence import PACKAGES
 from trainium_trainer.cli import run
 from trainium_trainer.compile.rehearsal import launch_at, places, rank_of
 from trainium_trainer.configuration.config import Settings, settle
@@ -37,22 +38,30 @@ def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: An
         (1, {"device": "Cpu"}, "device is Cpu, but backend Nxd computes on NeuronCores only: leave device out"),
         (2, {"precision": "BFloat16Stochastic"}, "drift apart; set dataParallel to ShardedOptimizer"),
         (1, {"data": TEXT | {"maskDocuments": True}}, "data.maskDocuments cannot be had with the Nxd backend: leave"),
+        (
+            1,
+            {"torchCompile": "Layers"},
+            "torchCompile is Layers, but backend Nxd compiles whole steps by itself: leave",
+        ),
         (1, {"data": PACKED}, "data.examples.packing cannot be had with the Nxd backend: leave it out"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as refused:
-        settings(ranks, **fields)
+        refuse_what_it_cannot(settings(ranks, **fields))
     assert said in str(refused.value)
 
 
 def test_what_only_replicas_break_is_allowed_without_replicas() -> None:
-    settings(1, precision="BFloat16Stochastic")
-    settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer")
-    settings(2, precision="BFloat16")
+    refuse_what_it_cannot(settings(1, precision="BFloat16Stochastic"))
+    refuse_what_it_cannot(settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))
+    refuse_what_it_cannot(settings(2, precision="BFloat16"))
 
 
-def test_check_says_it_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [("check", "--ranks", "2"), ("train",), ("precompile",)])
+def test_every_command_says_it_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
     document = {"backend": "Nxd", "model": {"preset": "Llama2-7B"}, "parallelism": {"pipeline": 2}}
     (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(document))
     assert run(["check", "--config", str(tmp_path / "trainer.yaml"), "--ranks", "2"]) == 64
@@ -62,7 +71,7 @@ def test_check_says_it_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of device files, on a machine that has the packages."""
-    for name in NXD_PACKAGES:
+    for name in PACKAGES:
         (tmp_path / f"{name}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("NXD_CPU_MODE", "PJRT_DEVICE"):

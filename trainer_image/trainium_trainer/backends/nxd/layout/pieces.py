@@ -3,7 +3,7 @@
 NxD computes query, key and value from one weight and gate and up from another (HLAT's coalesced layers), and repeats
 key and value heads when there are more tensor-parallel ranks than heads. Invariants: names on one side are Hugging
 Face's, on the other those of the modules of `backends.nxd.llama`; every stretch of a local parameter is one box of a
-whole tensor; nothing here needs NxD, so a checkpoint can be converted anywhere.
+whole tensor.
 """
 
 from __future__ import annotations

@@ -13,18 +13,18 @@ import torch
 import yaml
 
 from trainium_contract.trainer.optimizer import OptimizerConfig
+from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource
+from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, name_of
+from trainium_trainer.backends.nxd.conversion.to_nxd import NxdTarget, write_tag
+from trainium_trainer.backends.nxd.layout.parameter_names import Projections
+from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.nxd.from_nxd import NxdSource
-from trainium_trainer.checkpoint.nxd.nxd_files import TensorReference, name_of
-from trainium_trainer.checkpoint.nxd.parameter_names import Projections
-from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag
-from trainium_trainer.checkpoint.nxd.whole_tensors import Source, write_whole
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.nxd_layout import KeyValueOrder
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
 

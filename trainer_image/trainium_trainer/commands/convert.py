@@ -1,74 +1,34 @@
-"""The commands of `trainium-trainer` about checkpoints.
+"""The commands of `trainium-trainer convert`: checkpoints from and to those of neuronx-distributed (NxD).
 
-Invariant: importing this module imports no torch, so that looking at checkpoints is quick.
+Invariant: importing this module imports no torch; NxD itself is not needed.
 """
 
 from __future__ import annotations
 
-import time
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from trainium_trainer.checkpoint import inspect as inspection
-from trainium_trainer.checkpoint.errors import storage_error
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.nxd_layout import KeyValueOrder
+    from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder
 
 E = TypeVar("E", bound=StrEnum)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the program."""
-    app.command()(inspect)
     convert = typer.Typer(
         name="convert", help="Convert checkpoints from and to NxD's own layout.", no_args_is_help=True
     )
     convert.command("from-nxd")(from_nxd)
     convert.command("to-nxd")(to_nxd)
     app.add_typer(convert)
-
-
-def inspect(
-    root: Annotated[str, typer.Argument(help="The parent of the step-N folders: a folder or s3://bucket/prefix.")],
-    *,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Set damaged and uncommitted ones aside; no run may be using them.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """List the durable checkpoints of a run, say which are whole, and set aside those that are not.
-
-    Exit codes: 0 when all is well or was repaired, 64 when a checkpoint is damaged, 81 when the store cannot be read.
-    """
-    storage = open_storage(root)
-    try:
-        if not storage.list(""):
-            raise UserError(f"there is nothing in {root}: name the folder that holds the step-N folders")
-        rows = inspection.list_checkpoints(storage, verify=verify)
-        if repair:
-            broken = inspection.set_aside(storage, rows)
-            rows = inspection.list_checkpoints(storage)
-            typer.echo(f"set aside: {', '.join(row.folder for row in broken) or 'nothing'}", err=True)
-    except OSError as error:
-        raise storage_error(error, root) from error
-    if as_json:
-        typer.echo(inspection.as_json(rows))
-    else:
-        typer.echo(inspection.table(rows, now=time.time()) if rows else f"no checkpoints in {root}")
-    damaged = [row.folder for row in rows if row.state is inspection.CheckpointState.DAMAGED]
-    if damaged:
-        raise UserError(
-            f"{len(damaged)} of {len(rows)} checkpoints in {root} are damaged: resuming takes the newest whole one; "
-            "--repair sets them aside"
-        )
 
 
 def from_nxd(
@@ -85,8 +45,8 @@ def from_nxd(
     hardware: Annotated[str, typer.Option(help="Where key/value heads were repeated: trn1 or trn2.")] = "trn1",
 ) -> None:
     """Make a checkpoint that training goes on from out of one that neuronx-distributed wrote."""
-    from trainium_trainer.checkpoint.nxd.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
-    from trainium_trainer.checkpoint.nxd.whole_tensors import write_whole  # noqa: PLC0415
+    from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
+    from trainium_trainer.checkpoint.whole_tensors import write_whole  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
     from trainium_trainer.data.prepared.cache import vocabulary_of_data  # noqa: PLC0415
@@ -124,10 +84,10 @@ def to_nxd(
 
     from trainium_contract.trainer.optimizer import OptimizerConfig  # noqa: PLC0415
     from trainium_contract.trainer.parallelism import Precision  # noqa: PLC0415
+    from trainium_trainer.backends.nxd.conversion.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
+    from trainium_trainer.backends.nxd.layout.parameter_names import Projections  # noqa: PLC0415
     from trainium_trainer.checkpoint.format.contents import Contents  # noqa: PLC0415
     from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415
-    from trainium_trainer.checkpoint.nxd.parameter_names import Projections  # noqa: PLC0415
-    from trainium_trainer.checkpoint.nxd.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
     from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
 
@@ -151,7 +111,7 @@ def to_nxd(
 
 
 def _order(hardware: str) -> KeyValueOrder:
-    from trainium_trainer.models.nxd_layout import KeyValueOrder  # noqa: PLC0415 - with those that import torch
+    from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder  # noqa: PLC0415 - with those that import torch
 
     return _one_of(KeyValueOrder, hardware, "--hardware")
 
