@@ -66,7 +66,6 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@MYPYPATH=tests/wire/agent/fakes:tests/wire/agent $(BIN)/mypy $(FAKES:%=-m %) -m agent_factory
-	@$(BIN)/mypy benchmarks/faults/trainium_saboteur.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
 	@$(BIN)/python scripts/commands_reference.py --check
