@@ -29,7 +29,7 @@ help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
 setup:  ## Virtual environment with pinned packages
-	@scripts/setup.sh $(VENV)
+	@scripts/setup.sh $(VENV) $(AHEAD) $(ALSO)
 
 binaries: setup  ## Control-plane programs, kubectl and helm (download, else build; cached)
 	@$(BIN)/trainium-devcluster binaries
@@ -66,7 +66,6 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@MYPYPATH=tests/wire/agent/fakes:tests/wire/agent $(BIN)/mypy $(FAKES:%=-m %) -m agent_factory
-	@$(BIN)/mypy benchmarks/faults/trainium_saboteur.py
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
 	@$(BIN)/python scripts/commands_reference.py --check
@@ -120,3 +119,12 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
 	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Programs of the cluster that are prepared while a new machine installs packages: `ahead` and options of
+# `trainium-devcluster binaries`, for the targets below and what they need.
+AHEAD =
+ALSO =
+binaries: AHEAD = ahead
+check generate: AHEAD = ahead --helm
+test: ALSO = --fleet
+test-long: ALSO = --kueue

@@ -1,6 +1,8 @@
 #!/bin/sh
 # Makes the virtual environment that every make target uses, from hash-pinned versions; safe to repeat and to interrupt.
-# Usage: scripts/setup.sh [VENV]; PYTHON chooses the interpreter (3.11 or newer).
+# Usage: scripts/setup.sh [VENV [ahead [OPTION]...]]; PYTHON chooses the interpreter (3.11 or newer). With `ahead` the
+# programs of the development cluster are prepared meanwhile, as `trainium-devcluster binaries OPTION...` does: pip keeps
+# one processor busy at most, compiling takes all that is left. Should they fail, who needs them next says why.
 set -eu
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
@@ -43,8 +45,28 @@ if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/nu
     say "virtual environment in $venv ($("$python" --version))"
     make_venv
 fi
+packages=
+programs=
+# Both are in the background, where a signal reaches this shell at once. What a shell starts there does not hear Ctrl-C:
+# it is told.
+end() {
+    trap - EXIT
+    for each in $packages $programs; do kill "$each" 2>/dev/null || true; done
+    wait
+}
+trap end EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+if [ "${2:-}" = ahead ]; then
+    shift 2
+    PYTHONPATH=devcluster "$venv/bin/python" -m trainium_devcluster.binaries "$@" >/dev/null &
+    programs=$!
+fi
 say "packages at pinned versions and hashes (the first time downloads about 3 GB, most of it torch)"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --require-hashes -r constraints.txt
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --require-hashes -r constraints.txt &
+packages=$!
+wait "$packages"
+packages=
 say "this project's rooms, editable"
 # All go first: pip would take away a program with the room that it moved out of, after the new one has installed it.
 "$venv/bin/python" -m pip uninstall -q -y --disable-pip-version-check \
@@ -56,4 +78,9 @@ for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
 # compile on one processor.
 "$venv/bin/python" -m compileall -q -j 0 client contract operator trainer_image devcluster "$venv/lib" >/dev/null || true
 echo "$want" >"$venv/.complete"
+if [ -n "$programs" ]; then
+    say "the packages are there"
+    wait "$programs" || say "not all programs of the development cluster are there (see above); they are tried again when needed"
+    programs=
+fi
 say "done"

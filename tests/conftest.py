@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import pytest_timeout
 from hypothesis import settings
 
 from tests.testing.cluster.sites import Site, open_site
+from tests.testing.suite.patience import patient
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
 
@@ -55,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--times"):
         in_lane = hasattr(config, "workerinput")
         config.pluginmanager.register(TimesRecord(None if in_lane else Path(path).absolute()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
+    """A test that hangs ends later on a slow machine, where those that do not take longer too."""
+    slow = settings._replace(timeout=patient(settings.timeout))
+    return pytest_timeout.pytest_timeout_set_timer(item, slow)
 
 
 _FIRST = ("tests/cluster/", "tests/fleet/", "tests/wire/", "tests/unit/trainer/")

@@ -13,6 +13,8 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
+from tests.testing.suite import patience
+
 if TYPE_CHECKING:
     from tests.testing.cluster.sites import Site
 
@@ -91,7 +93,7 @@ class Api:
         for attempt in (1, 2):
             connection = getattr(self._local, "connection", None)
             if connection is None:
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT)
+                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=patience.patient(_TIMEOUT))
                 self._local.connection = connection
             try:
                 connection.request(method, path, text, headers)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.faults.api import ApiError
+from tests.testing.suite.patience import Deadline
 from trainium_contract.wire.recorded_membership import members_of
 
 if TYPE_CHECKING:
@@ -123,14 +124,14 @@ class Patient:
 
     def until(self, what: str, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         """The condition's value once it is true; an API server that does not answer counts as not yet."""
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while True:
             with contextlib.suppress(ApiError, OSError, KeyError):
                 found = condition()
                 if found:
                     return found
-            if time.monotonic() > deadline:
-                raise StuckError(f"{what} did not come within {seconds:.0f} s. {self.describe()}")
+            if deadline.is_over():
+                raise StuckError(f"{what} did not come within {deadline.waited():.0f} s. {self.describe()}")
             time.sleep(POLL_SECONDS)
 
     def until_step(self, step: int, seconds: float = 60.0) -> None:
@@ -218,13 +219,13 @@ class Patient:
             "kind": "Eviction",
             "metadata": {"name": pod, "namespace": self.job.namespace},
         }
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while True:
             moment = time.time()
             try:
                 self.api.create(f"/api/v1/namespaces/{self.job.namespace}/pods/{pod}/eviction", body)
             except ApiError as error:
-                if error.code != http.client.TOO_MANY_REQUESTS or time.monotonic() > deadline:
+                if error.code != http.client.TOO_MANY_REQUESTS or deadline.is_over():
                     raise
                 time.sleep(POLL_SECONDS)
             else:

@@ -17,6 +17,7 @@ from benchmarks.faults.patient import StuckError
 from benchmarks.faults.record import Outcome, Where
 from benchmarks.faults.stage import BATCH, STEPS
 from tests.testing.cluster.sites import CommandError
+from tests.testing.suite.patience import NotInTimeError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -29,7 +30,16 @@ _LAST_STEPS = 100
 """A job is left for a new one when so few steps remain that the next recovery might not fit."""
 _GIVE_UP_AFTER = 3
 """Jobs in a row that came to nothing."""
-EXPECTED_ERRORS = (StuckError, CommandError, ApiError, ClusterError, TimeoutError, subprocess.TimeoutExpired, OSError)
+EXPECTED_ERRORS = (
+    StuckError,
+    NotInTimeError,
+    CommandError,
+    ApiError,
+    ClusterError,
+    TimeoutError,
+    subprocess.TimeoutExpired,
+    OSError,
+)
 
 
 @dataclass

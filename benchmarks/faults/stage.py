@@ -24,6 +24,7 @@ from benchmarks.faults.api import Api, ApiError
 from benchmarks.faults.patient import Patient
 from tests.testing.cluster.jobs import Job, merged
 from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.suite import patience
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class Stage:
         command = self.site.settings.get("cutOff" if off else "mend")
         if not command:
             raise SkipRowError("the site's settings have no cutOff and mend commands")
-        subprocess.run(command.format(node=node), shell=True, check=True, timeout=60)
+        subprocess.run(command.format(node=node), shell=True, check=True, timeout=patience.patient(60))
 
     @property
     def faults(self) -> Faults:
@@ -296,7 +297,7 @@ class Stage:
         if not shell:
             raise SkipRowError("the site's settings have no nodeShell command")
         command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
-        subprocess.run(command, shell=True, check=True, timeout=60)
+        subprocess.run(command, shell=True, check=True, timeout=patience.patient(60))
 
     # --- operator --------------------------------------------------------------------------------------------------
 
@@ -309,14 +310,13 @@ class Stage:
         """Change the number of operator replicas and wait until it is so."""
         path = f"/apis/apps/v1/namespaces/{OPERATOR_NAMESPACE}/deployments/{RELEASE}"
         self.api.patch(f"{path}/scale", {"spec": {"replicas": replicas}})
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+
+        def is_so() -> bool:
             pods = self.api.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods")["items"]
             ready = self.api.get(path)["status"].get("readyReplicas", 0)
-            if len(pods) == replicas and ready == replicas:
-                return
-            time.sleep(0.2)
-        raise TimeoutError(f"the operator did not come to {replicas} replicas within 60 s")
+            return bool(len(pods) == ready == replicas)
+
+        patience.until(is_so, f"the operator has {replicas} replicas", pause=0.2)
 
     @contextlib.contextmanager
     def operator_among(self, nodes: list[str]) -> Iterator[None]:
@@ -329,8 +329,7 @@ class Stage:
         def place(replicas: int, selector: Json | None, term: Json | None) -> None:
             pod = {"nodeSelector": selector, "affinity": {"nodeAffinity": {rule: term}}}
             self.api.patch(path, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
-            deployment = ("-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}")
-            self.site.kubectl("rollout", "status", *deployment, "--timeout=120s", seconds=130)
+            self._rolled_out(120)
 
         place(2, None, {"nodeSelectorTerms": [here]})
         try:
@@ -363,31 +362,37 @@ class Stage:
         self.cordon(node)
         try:
             self.kill_operator()
-            deployment = ("-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}")
             time.sleep(1)
-            self.site.kubectl("rollout", "status", *deployment, "--timeout=90s", seconds=100)
+            self._rolled_out(90)
             self._await_agents()
         finally:
             self.cordon(node, on=False)
         return True
 
+    def _rolled_out(self, seconds: float) -> None:
+        limit = f"--timeout={patience.patient(seconds):.0f}s"
+        deployment = ("-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}")
+        self.site.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
+
     def _await_agents(self) -> None:
         """Until every worker has registered with the operator: one that it never heard is not silent to it."""
         workers = self.api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
         wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+
+        def are_there() -> bool:
             with contextlib.suppress(TimeoutError):
                 text = self._metrics_of(self._leader_pod())
                 lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-                if float(lines["trainingjob_operator_agents"]) >= wanted:
-                    return
-            time.sleep(0.2)
-        raise TimeoutError(f"{wanted} agents did not register with the new operator within 60 s")
+                return bool(float(lines["trainingjob_operator_agents"]) >= wanted)
+            return False
+
+        patience.until(are_there, f"{wanted} agents register with the new operator", pause=0.2)
 
     def _metrics_of(self, pod: Json) -> str:
         if self.local:  # an API server passes nothing on to loopback, where pods of the development cluster are
-            with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8080/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://{pod['status']['podIP']}:8080/metrics", timeout=patience.patient(5)
+            ) as answer:
                 return str(answer.read().decode())
         path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
         return self.site.kubectl("get", "--raw", path)

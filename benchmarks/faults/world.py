@@ -54,7 +54,7 @@ class World:
         self.cluster.add(JOBS, job)
         self.process = OperatorProcess(self.cluster, die_after_write=die_after_write, settings=_SETTINGS)
         self.workers.operator = self.process
-        self.memberships: dict[int, set[str]] = {}
+        self.memberships: dict[int, set[bytes]] = {}
         self.pod_names: list[str] = []
         self.generations: list[int] = []
         self.conflicts = 0

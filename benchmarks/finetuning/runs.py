@@ -51,7 +51,8 @@ def make_base(folder: Path, model: dict[str, int], length: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
-    config = LlamaConfig(**model, max_position_embeddings=length, tie_word_embeddings=False)
+    options: dict[str, Any] = {**model, "max_position_embeddings": length, "tie_word_embeddings": False}
+    config = LlamaConfig(**options)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.fleetlab.floor import fail_pods
@@ -65,15 +66,15 @@ class FaultRound:
         n = self._nodes
         for _ in range(self._run.plan.faults):
             pod = await self._member()
-            await self._measured("one pod fails", lambda pod=pod: self._fail(pod), goal=0.3 if n == 128 else None)
+            await self._measured("one pod fails", partial(self._fail, pod), goal=0.3 if n == 128 else None)
             await self._crash()
             pod = await self._member()
             # A copy of the nodes may be old, so two seconds of the member's silence must confirm it.
-            await self._measured("node deleted", lambda pod=pod: self._delete_node(pod), goal=3.0)
+            await self._measured("node deleted", partial(self._delete_node, pod), goal=3.0)
             pod = await self._member()
-            await self._measured("node marked bad", lambda pod=pod: self._mark(pod), goal=1.0)
+            await self._measured("node marked bad", partial(self._mark, pod), goal=1.0)
             pod = await self._member()
-            await self._measured("node silent", lambda pod=pod: self._silence(pod), goal=8.0)
+            await self._measured("node silent", partial(self._silence, pod), goal=8.0)
 
     async def recoveries(self) -> dict[str, float]:
         """One fault of each kind that this process can time alone; seconds until the job trains again, by name."""
@@ -96,7 +97,7 @@ class FaultRound:
         await self._whole()
         return found
 
-    async def _measured(self, name: str, fault: Callable[[], Awaitable[str]], *, goal: float | None) -> None:
+    async def _measured(self, name: str, fault: Callable[[], Awaitable[None]], *, goal: float | None) -> None:
         """From the fault to the new membership with every agent of it; then wait until all is whole again."""
         n = self._nodes
         await self._whole()

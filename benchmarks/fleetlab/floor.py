@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.fleetlab.kube import PodWatch
@@ -71,16 +72,16 @@ async def fail_pods(kube: Kube, names: Iterable[str]) -> None:
     ended = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
     worker = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
     status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": ended}}]}
-    await in_flight(lambda name=name: kube.patch(f"{_PODS}/{name}/status", {"status": status}) for name in names)
+    await in_flight(partial(kube.patch, f"{_PODS}/{name}/status", {"status": status}) for name in names)
 
 
 async def _create(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
-    await in_flight(lambda each=each: kube.request("POST", _PODS, of_wave(each, wave)) for each in manifests)
+    await in_flight(partial(kube.request, "POST", _PODS, of_wave(each, wave)) for each in manifests)
 
 
 async def _delete(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
     paths = [f"{_PODS}/{of_wave(each, wave)['metadata']['name']}" for each in manifests]
-    await in_flight(lambda path=path: kube.delete(path) for path in paths)
+    await in_flight(partial(kube.delete, path) for path in paths)
 
 
 def of_wave(manifest: Json, wave: str) -> Json:

@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.fleetlab.agents.control import AgentsProcess
 from benchmarks.fleetlab.coordinator.bare import BareServer
@@ -137,11 +137,12 @@ class CoordinatorRun:
         lost = float((await self._status())["membership"]["generation"] - before)
         self._report.add(f"hand-over {how}: generations begun", self._count, "count", lost, goal=0.0)
 
-    async def _status(self) -> dict:
-        return (await self._kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+    async def _status(self) -> dict[str, Any]:
+        status: dict[str, Any] = (await self._kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+        return status
 
     async def _whole(self) -> None:
-        def whole(status: dict) -> bool:
+        def whole(status: dict[str, Any]) -> bool:
             return status.get("phase") == "Running" and status.get("readyReplicas") == self._count
 
         await until_status(self._kube, whole, PATIENCE, "all workers train")

@@ -27,7 +27,7 @@ from benchmarks.learn.ngram import KneserNey
 from benchmarks.parity.ours import run_trainer
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.configuration import config as configuration
-from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.batches.samples import Samples, TextSample
 from trainium_trainer.data.opening import open_data
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def yardsticks(file: Path) -> tuple[dict[int, float], dict[str, int]]:
     (part,) = data.training.parts
     training = part.run.read(0, part.run.tokens).astype(np.int64)
     assert data.validation is not None
-    samples = [sample.tokens for sample in data.validation.share(0, 1) if sample is not None]
+    samples = [sample.tokens for sample in data.validation.share(0, 1) if isinstance(sample, TextSample)]
     held = np.concatenate([samples[0][:1], *(sample[1:] for sample in samples)]).astype(np.int64)
     vocabulary = config.data.tokenizer.vocab_size
     grams = {order: KneserNey(training, order=order, vocabulary=vocabulary).loss(held) for order in ORDERS}
@@ -161,7 +161,7 @@ def last_speed(metrics: Path) -> float:
     """Tokens per second over the newest half of a trial, whose first steps are slower."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     half = lines[len(lines) // 2 :]
-    return (half[-1]["tokens"] - half[0]["tokens"]) / sum(line["seconds"] for line in half[1:])
+    return float((half[-1]["tokens"] - half[0]["tokens"]) / sum(line["seconds"] for line in half[1:]))
 
 
 def curve(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -188,7 +188,7 @@ def curve(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
 def passed(report: dict[str, Any]) -> bool:
     """Whether the last validation loss is below the yardstick's, and the lowest one."""
     losses = [point["validation"] for point in report["curve"]]
-    return losses[-1] < report["nGrams"][str(report["yardstick"])] and losses[-1] == min(losses) < losses[-2]
+    return bool(losses[-1] < report["nGrams"][str(report["yardstick"])] and losses[-1] == min(losses) < losses[-2])
 
 
 if __name__ == "__main__":

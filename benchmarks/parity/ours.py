@@ -52,8 +52,8 @@ def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: P
             process.kill()
     if any(codes):
         rank = next(rank for rank, code in enumerate(codes) if code)
-        log = (folder / f"rank-{rank}.log").read_text().splitlines()
-        raise RunFailedError(f"rank {rank} ended with {codes[rank]}: {' / '.join(log[-3:])}")
+        said = (folder / f"rank-{rank}.log").read_text().splitlines()
+        raise RunFailedError(f"rank {rank} ended with {codes[rank]}: {' / '.join(said[-3:])}")
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 

@@ -59,7 +59,8 @@ def train_reference(config: TrainingConfig) -> Reference:
     """Train for all steps of the configuration."""
     torch.use_deterministic_algorithms(mode=True)
     shape = shape_of(config)
-    model = LlamaForCausalLM(LlamaConfig(**_known(to_config(shape)), attn_implementation="sdpa"))
+    options: dict[str, Any] = {**_known(to_config(shape)), "attn_implementation": "sdpa"}
+    model = LlamaForCausalLM(LlamaConfig(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_whole(name, parameter.shape, seed=config.seed, shape=shape))
@@ -76,7 +77,7 @@ def train_reference(config: TrainingConfig) -> Reference:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Reference(losses, model.eval())
+    return Reference(losses, model.train(mode=False))
 
 
 def batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:

@@ -157,7 +157,8 @@ def _greatest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> 
 
 def _loaded(folder: Path) -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    model.train(mode=False)
+    return model
 
 
 @torch.no_grad()

@@ -51,9 +51,10 @@ class TunedReference:
 
     def merged(self) -> LlamaForCausalLM:
         """The model as one uses it; ends the use of this value."""
-        if isinstance(self.model, PeftModel):
-            return self.model.merge_and_unload().eval()
-        return self.model.eval()
+        whole = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
+        model: LlamaForCausalLM = whole
+        model.train(mode=False)
+        return model
 
 
 def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
@@ -114,11 +115,12 @@ class _Trainer(transformers.Trainer):
         self.losses: list[float] = []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(train_dataset or self.train_dataset)
+        samples: Any = train_dataset or self.train_dataset
+        return SequentialSampler(samples)
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         """As the library's, which divides by the valid tokens of the batch."""
-        loss = super().compute_loss(*args, **options)
+        loss: Any = super().compute_loss(*args, **options)
         self.losses.append(loss.item())
         return loss
 
@@ -147,9 +149,10 @@ def _model(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
         return model
     lora = tuning.lora
     targets = choose(shape_of(config), tuning).adapters
+    alpha: Any = lora.alpha  # peft multiplies with it: it need not be whole
     peft = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=alpha,
         use_rslora=lora.rank_stabilized,
         target_modules=list(targets),
         task_type="CAUSAL_LM",

@@ -140,6 +140,7 @@ class Stage:
         config = self._material.config(family, layout, folder / "run")
         file = folder / f"trainer-{number}.yaml"
         file.write_text(yaml.safe_dump(config))
+        first_port = str(reserved_port())
         ranks = []
         for rank in range(layout.ranks):
             environment = {
@@ -147,15 +148,13 @@ class Stage:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(layout.ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(reserved_port()) if rank == 0 else "",
+                "MASTER_PORT": first_port,
                 "TRAINIUM_GENERATION": str(number + 1),
                 "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{number}-{rank}"),
                 "TRAINIUM_MEMORY_DIR": str(nodes[rank]),
                 VARIABLE: life.strike.to_text() if life.strike is not None and rank == life.victim else "",
             }
             ranks.append({"environment": environment, "log": str(folder / f"log-{number}-{rank}")})
-        for entry in ranks[1:]:
-            entry["environment"]["MASTER_PORT"] = ranks[0]["environment"]["MASTER_PORT"]
         pids = self._ask(ranks=ranks, argv=["train", "--config", str(file)])["pids"]
         codes: list[int | None] = self._ask(wait=pids, seconds=_LIFE_SECONDS)["codes"]
         return codes

@@ -25,14 +25,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scale import document, restarting, saving, starting
+from benchmarks.scale.book import Book
+from benchmarks.scale.models import MODELS
+from trainium_contract.needs import descriptors
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.scale import document, restarting, saving, starting  # noqa: E402
-from benchmarks.scale.book import Book  # noqa: E402
-from benchmarks.scale.models import MODELS  # noqa: E402
-from trainium_contract.needs import descriptors  # noqa: E402
-
 SIZES = (8, 64, 512, 4096)
 FILES = "Open files"
 

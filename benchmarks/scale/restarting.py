@@ -35,6 +35,7 @@ from trainium_contract.wire.messages import (
 from trainium_devcluster.ports import reserved_port
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.job_id import JobId
 from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.generation.generation_store import serve_store
 from trainium_trainer.agent.generation.turns import StateWatcher
@@ -74,7 +75,7 @@ def membership_of(nodes: int, port: int = 29_400, host: str = "127.0.0.1") -> Me
     )
 
 
-def _live(membership: Membership, node_rank: int, say: Callable[[Any], None]) -> None:
+def _live(membership: Membership, node_rank: int, say: Callable[[Any], object]) -> None:
     """One agent's life: join, then follow each new attempt; the last node's agent begins them when told to."""
     changed = threading.Event()
     newest = [GenerationState()]
@@ -221,8 +222,9 @@ def measure_coordinator(book: Book, ranks: int) -> None:
     """A new membership for all agents, and one round of heartbeats."""
     nodes = max(1, ranks // ON_A_NODE)
     membership, book_of_phrases = membership_of(nodes), Phrasebook()
+    job = JobId("default", "hlat-7b", "uid")
     began = time.process_time()
-    spoken = book_of_phrases.say("uid", membership, membership.protocol)
+    spoken = book_of_phrases.say(job, membership, membership.protocol)
     sent = len(spoken.packed or spoken.plain)
     made = time.process_time() - began
     book.add(MEMBERS, "membership: made once", "the coordinator", "s", ranks, made)
@@ -232,12 +234,12 @@ def measure_coordinator(book: Book, ranks: int) -> None:
     Membership.model_validate_json(spoken.plain)
     book.add(MEMBERS, "membership: read", "an agent", "s", ranks, time.process_time() - began)
     state = CoordinatorState(time.time)
-    state.publish("uid", membership)
+    state.publish(job, membership)
     beats = []
     for member in membership.members:
         where = {"namespace": "default", "job": "hlat-7b", "pod_name": member.pod_name, "pod_uid": member.pod_uid}
         state.register(
-            "uid",
+            job,
             RegisterRequest(
                 **where, pod_ip=member.pod_ip, node_name=member.node_name, rendezvous_port=29_400, agent_version="1"
             ),
@@ -253,7 +255,7 @@ def measure_coordinator(book: Book, ranks: int) -> None:
     began = time.process_time()
     for _ in range(rounds):
         for beat in beats:
-            state.heartbeat("uid", HeartbeatRequest.model_validate_json(beat))
+            state.heartbeat(job, HeartbeatRequest.model_validate_json(beat))
     seconds = (time.process_time() - began) / rounds
     book.add(MEMBERS, "heartbeats of all agents, once: read and taken", "the coordinator", "s", ranks, seconds)
     both = sum(len(beat) + len(answer) for beat in beats) / MIBIBYTE

@@ -105,14 +105,18 @@ class Rounds:
         return answers
 
     @property
+    def _ways(self) -> list[Climb | Descent]:
+        return [*self.climbs, *self.descents]
+
+    @property
     def first(self) -> int:
         """Received and sent by rank 0."""
-        return sum(each.first for each in (*self.climbs, *self.descents))
+        return sum(each.first for each in self._ways)
 
     @property
     def middle(self) -> int:
         """By the rank in the middle."""
-        return sum(each.middle for each in (*self.climbs, *self.descents))
+        return sum(each.middle for each in self._ways)
 
     @property
     def leaf(self) -> int:
@@ -122,7 +126,7 @@ class Rounds:
     @property
     def total(self) -> int:
         """By all."""
-        return sum(each.total for each in (*self.climbs, *self.descents))
+        return sum(each.total for each in self._ways)
 
 
 def as_said(values: list[Any], label: str) -> list[bytes]:

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,15 +82,20 @@ def make_base(folder: Path, shape: ModelShape) -> None:
     write_artifact(blueprint, open_storage(str(folder)), Alone(), retry=Retry())
 
 
+def _random(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size).to(dtype)
+
+
 def make_runs(folder: Path, shape: ModelShape) -> None:
     """A checkpoint of all weights in bfloat16, and one of adapters with the base's digest."""
     digest = BaseWeights.open(str(folder / "base")).digest
+    adapters: dict[str, Any] = {"tuning": tuning().to_wire(), "weights": digest}
     for name, sizes, dtype, settings in (
         ("full", parameter_sizes(shape), torch.bfloat16, {}),
-        ("lora", choose(shape, tuning()).sizes, torch.float32, {"tuning": tuning().to_wire(), "weights": digest}),
+        ("lora", choose(shape, tuning()).sizes, torch.float32, adapters),
     ):
         sources = [
-            Source(f"model.{key}", dtype, torch.Size(size), lambda size=size, dtype=dtype: torch.randn(size).to(dtype))
+            Source(f"model.{key}", dtype, torch.Size(size), partial(_random, size, dtype))
             for key, size in sizes.items()
         ]
         position = Position(step=1, samples=1, tokens=1)

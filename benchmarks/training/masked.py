@@ -42,7 +42,7 @@ def step_seconds(folder: Path, config: Path, batch: int, steps: int) -> float:
     overrides = [f"batch.globalSize={batch}", f"steps={steps}"]
     run_trainer(config, overrides, ranks=RANKS, folder=folder)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["seconds"] for line in lines if line.get("seconds") and line["step"] > WARM)
+    return float(statistics.median(line["seconds"] for line in lines if line.get("seconds") and line["step"] > WARM))
 
 
 def main() -> None:

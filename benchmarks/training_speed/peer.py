@@ -46,8 +46,8 @@ class Clock(transformers.TrainerCallback):
 def _model(task: dict[str, Any]) -> torch.nn.Module:
     """Of random weights, or from a folder; with an adapter where one is to be trained."""
     if "weights" not in task:
-        config = transformers.LlamaConfig(**task["model"], attn_implementation="sdpa", use_cache=False)
-        return transformers.LlamaForCausalLM(config)
+        options: dict[str, Any] = {**task["model"], "attn_implementation": "sdpa", "use_cache": False}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
     base = transformers.LlamaForCausalLM.from_pretrained(
         task["weights"], dtype=torch.float32, attn_implementation="sdpa", use_cache=False
     )
@@ -61,7 +61,7 @@ def _model(task: dict[str, Any]) -> torch.nn.Module:
 def main() -> None:
     """Train, and say how long the steps took."""
     task: dict[str, Any] = json.loads(os.environ["TASK"])
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.set_seed(0)
     model = _model(task)
     sharding: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainium_devcluster.binaries import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, Program, ensure_binaries
+from trainium_devcluster.binaries.command import prepare
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
 from trainium_devcluster.controlplane.client import ApiError
@@ -165,12 +165,7 @@ def binaries(
     helm: Annotated[bool, typer.Option("--helm", help="Only helm, which renders the chart: no control plane.")] = False,
 ) -> None:
     """Fetch or build all programs into the cache, and print the folder."""
-    if fleet:
-        ensure_binaries(programs=FLEET_PROGRAMS)
-    if kueue:
-        ensure_binaries(programs=KUEUE_PROGRAMS)
-    programs = frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS
-    sys.stdout.write(f"{ensure_binaries(programs=programs).folder}\n")
+    sys.stdout.write(f"{prepare(fleet=fleet, kueue=kueue, helm=helm)}\n")
 
 
 def main() -> None:

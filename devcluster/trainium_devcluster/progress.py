@@ -27,8 +27,12 @@ def silent(_line: str) -> None:
     """Print nothing."""
 
 
+def _nothing() -> str:
+    return ""
+
+
 class Progress:
-    """Numbers the steps of one piece of work: `[3/6] building helm ... 40 s`."""
+    """Numbers the steps of one piece of work: `[3/6] building helm ... 40 s, 120 of 900 packages; then kwok`."""
 
     def __init__(self, total: int, write: Write = to_stderr, tick_seconds: float = TICK_SECONDS) -> None:
         self._total = total
@@ -45,8 +49,11 @@ class Progress:
         self._total = total
 
     @contextlib.contextmanager
-    def step(self, label: str) -> Iterator[None]:
-        """Time one step and report it while it runs; a step that raises is not reported as done."""
+    def step(self, label: str, *, so_far: Callable[[], str] = _nothing, then: str = "") -> Iterator[None]:
+        """Time one step and report it while it runs; a step that raises is not reported as done.
+
+        `so_far` says how much of it is done, `then` what is left after it; both may be empty.
+        """
         self._number += 1
         head = f"[{self._number}/{max(self._total, self._number)}] {label}"
         self._write(head)
@@ -55,7 +62,9 @@ class Progress:
 
         def tick() -> None:
             while not finished.wait(self._tick_seconds):
-                self._write(f"{head} ... {time.monotonic() - started:.0f} s")
+                done = "".join(f", {words}" for words in (so_far(),) if words)
+                left = f"; then {then}" if then else ""
+                self._write(f"{head} ... {time.monotonic() - started:.0f} s{done}{left}")
 
         ticker = threading.Thread(target=tick, name="progress", daemon=True)
         ticker.start()

@@ -8,7 +8,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,26 +15,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.state import ClusterPaths, ClusterSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 CLI = [sys.executable, "-m", "trainium_devcluster.cli"]
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def is_alive(pid: int) -> bool:
@@ -98,16 +89,16 @@ def test_helm_installs_and_uninstalls_a_chart(cluster: Cluster, tmp_path: Path) 
 def test_a_server_certificate_is_needed_and_verified(cluster: Cluster) -> None:
     url = f"{cluster.ports.server}/version"
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        urllib.request.urlopen(url, timeout=5, context=ssl.create_default_context())
+        urllib.request.urlopen(url, timeout=patient(5), context=ssl.create_default_context())
     own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
-    with urllib.request.urlopen(url, timeout=5, context=own) as answer:
+    with urllib.request.urlopen(url, timeout=patient(5), context=own) as answer:
         assert json.load(answer)["gitVersion"] == "v1.36.3"
 
 
 def test_etcd_refuses_who_has_no_certificate(cluster: Cluster) -> None:
     own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
     with pytest.raises((ssl.SSLError, OSError)):
-        urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=5, context=own)
+        urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=patient(5), context=own)
 
 
 def test_a_token_is_valid_for_its_audience_only_and_its_rights_are_checked(cluster: Cluster) -> None:
@@ -149,7 +140,7 @@ def test_the_garbage_collector_and_admission_work(cluster: Cluster) -> None:
     assert made["spec"]["serviceAccountName"] == "default"
     assert made["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
     cluster.kubectl("delete", "configmap", "owner")
-    assert until(lambda: cluster.kubectl("get", "pod", "owned", "--ignore-not-found") == "")
+    until(lambda: cluster.kubectl("get", "pod", "owned", "--ignore-not-found") == "", "the owned pod goes")
 
 
 def test_a_node_may_not_act_for_another(cluster: Cluster) -> None:
@@ -175,7 +166,10 @@ def test_a_restarted_api_server_keeps_address_and_data(cluster: Cluster) -> None
 def test_a_component_that_dies_by_itself_comes_back(cluster: Cluster) -> None:
     before = cluster.status()["components"][Component.SCHEDULER]
     os.kill(before["pid"], signal.SIGKILL)
-    assert until(lambda: cluster.status()["components"][Component.SCHEDULER]["restarts"] == before["restarts"] + 1)
+    until(
+        lambda: cluster.status()["components"][Component.SCHEDULER]["restarts"] == before["restarts"] + 1,
+        "the scheduler is started again",
+    )
     cluster.wait_for_component(Component.SCHEDULER)
 
 
@@ -222,8 +216,8 @@ def test_a_cluster_ends_with_the_process_that_owns_it(state_home: Path) -> None:
         assert owner.stdout.readline() == b"up\n"
         processes = pids(Cluster.connect("orphan"))
         owner.kill()
-    assert until(lambda: not any(is_alive(pid) for pid in processes))
-    assert until(lambda: not ClusterPaths.of("orphan").root.exists())
+    until(lambda: not any(is_alive(pid) for pid in processes), "every process ends")
+    until(lambda: not ClusterPaths.of("orphan").root.exists(), "the files go")
 
 
 def test_the_command_line_brings_a_cluster_up_and_down(state_home: Path) -> None:
@@ -257,7 +251,7 @@ def test_a_killed_supervisor_takes_everything_along_and_down_clears_the_rest(sta
     cluster = Cluster.connect("crashed")
     processes = pids(cluster)
     os.kill(cluster.status()["supervisor"]["pid"], signal.SIGKILL)
-    assert until(lambda: not any(is_alive(pid) for pid in processes))
+    until(lambda: not any(is_alive(pid) for pid in processes), "every process ends")
     done = subprocess.run([*CLI, "down", "--name", "crashed"], check=True, capture_output=True, text=True)
     assert "was not running" in done.stderr
     assert not cluster.paths.root.exists()

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import Cluster, node_specs
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.processes.process_families import marked
 from trainium_devcluster.state import MARKER, NodeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 GRACE_SECONDS = 4
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def state(pid: int) -> str:
@@ -71,7 +62,7 @@ def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     }
     cluster.wait_for_nodes(["node-1"])
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
-    cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=30s")
+    cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={patient(30):.0f}s")
     yield name
     cluster.faults.thaw_node("node-1")  # a test that failed meanwhile must not take the next ones along
     cluster.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
@@ -99,7 +90,7 @@ def test_nodes_offer_their_devices(cluster: Cluster) -> None:
 
 def test_a_killed_container_fails_with_the_signals_code(cluster: Cluster, pod: str) -> None:
     cluster.faults.kill_container("default", pod)
-    assert until(lambda: phase(cluster, pod) == "Failed")
+    until(lambda: phase(cluster, pod) == "Failed", "the pod fails")
     status = cluster.api.get(f"/api/v1/namespaces/default/pods/{pod}")["status"]
     assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
     with pytest.raises(ClusterError, match="not running"):
@@ -107,26 +98,29 @@ def test_a_killed_container_fails_with_the_signals_code(cluster: Cluster, pod: s
 
 
 def test_one_process_inside_a_container_is_killed_by_its_command_line(cluster: Cluster, pod: str) -> None:
-    assert until(lambda: len(processes(cluster, "sleep 901")) == 1)
+    until(lambda: len(processes(cluster, "sleep 901")) == 1, "one of them is left")
     cluster.faults.kill_container("default", pod, match=r"^sleep 901")
-    assert until(lambda: not processes(cluster, "sleep 901"))
+    until(lambda: not processes(cluster, "sleep 901"), "none is left")
     assert processes(cluster, "sleep 902")
     assert phase(cluster, pod) == "Running"
 
 
 def test_a_frozen_container_stands_still_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
     cluster.faults.freeze_container("default", pod)
-    assert until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["T", "T"])
+    until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["T", "T"], "both stand still")
     cluster.faults.thaw_container("default", pod)
-    assert until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["S", "S"])
+    until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["S", "S"], "both go on")
 
 
 def test_a_condition_stays_until_it_is_cleared(cluster: Cluster) -> None:
     cluster.faults.set_condition("node-2", "NeuronFault", "True", "DeviceLost", "neuron 3 does not answer")
-    assert until(lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") == "True")
+    until(
+        lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") == "True",
+        "the node has the condition",
+    )
     assert conditions(cluster, "node-2")["NeuronFault"]["reason"] == "DeviceLost"
     cluster.faults.clear_condition("node-2", "NeuronFault")
-    assert until(lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") != "True")
+    until(lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") != "True", "it is gone")
 
 
 def test_a_frozen_node_is_noticed_by_its_silence_and_comes_back(cluster: Cluster, pod: str) -> None:
@@ -154,7 +148,7 @@ def test_a_killed_node_takes_its_pods_along_and_comes_back_without_them(cluster:
     cluster.wait_for_nodes(["node-1"], ready=False)
     cluster.faults.start_node("node-1")
     cluster.wait_for_nodes(["node-1"])
-    assert until(lambda: phase(cluster, pod) == "Failed")
+    until(lambda: phase(cluster, pod) == "Failed", "the pod fails")
     with pytest.raises(ClusterError, match="runs already"):
         cluster.faults.start_node("node-1")
 
@@ -174,7 +168,7 @@ def test_a_stopped_cluster_leaves_no_process_of_its_pods(tmp_path: Path, monkeyp
     with Cluster.start(nodes=node_specs(1)) as cluster:
         root = cluster.paths.root
         cluster.kubectl("run", "busy", "--image=any", "--command", "--", "sh", "-c", "trap '' TERM; sleep 903")
-        cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", "--timeout=30s")
+        cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", f"--timeout={patient(30):.0f}s")
         assert processes(cluster, "sleep 903")
     assert not marked(MARKER, f"{root}/", prefix=True)
     assert not root.exists()

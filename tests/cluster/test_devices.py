@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,11 @@ import pytest
 
 from tests.testing.cluster.jobs import Job
 from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.suite.patience import until
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -90,13 +90,6 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
             "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
         )  # fmt: skip
         yield found
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
 
 
 def claims(job: Job) -> dict[str, list[tuple[str, str]]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.suite.patience import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.state import NodeSpec
@@ -23,7 +24,7 @@ from trainium_operator.plan.model.observed import GangApi, JobView, Observed, Pl
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 GATES = "--feature-gates=GenericWorkload=true"
 
@@ -90,13 +91,6 @@ def apply(cluster: Cluster, manifest: dict[str, Any]) -> None:
 def bound(cluster: Cluster) -> list[str]:
     pods = json.loads(cluster.kubectl("get", "pods", "-l", "trainium.dev/job-name=gang", "-o", "json"))["items"]
     return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
 
 
 async def test_a_native_gang_is_found_and_bound_whole_or_not_at_all(cluster: Cluster) -> None:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import Cluster, system_node, system_values
 from trainium_operator.coordinator.certificates import renewed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SYSTEM = "trainium-system"
 SERVICE = f"trainium-operator-metrics.{SYSTEM}.svc"
-PATIENCE_SECONDS = 90.0
 READER = {"kind": "ServiceAccount", "name": "prometheus", "namespace": "default"}
 
 
@@ -71,20 +71,13 @@ def addresses(site: Site) -> list[str]:
 
 def get(address: str, trust: ssl.SSLContext, token: str) -> int:
     """Status of /metrics at the HTTPS port of this pod, which shows a certificate of the Service's name."""
-    connection = http.client.HTTPSConnection(address, 8444, timeout=10, context=trust)
-    connection.sock = trust.wrap_socket(socket.create_connection((address, 8444), 10), server_hostname=SERVICE)
+    connection = http.client.HTTPSConnection(address, 8444, timeout=patient(10), context=trust)
+    connection.sock = trust.wrap_socket(socket.create_connection((address, 8444), patient(10)), server_hostname=SERVICE)
     try:
         connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
         return connection.getresponse().status
     finally:
         connection.close()
-
-
-def until(condition: Callable[[], bool], why: Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.5)
 
 
 @pytest.mark.long
@@ -112,7 +105,7 @@ def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(
     restarts = secured.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
     assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in restarts] == [0, 0]
     for each in pods:
-        plain = http.client.HTTPConnection(each, 8080, timeout=10)
+        plain = http.client.HTTPConnection(each, 8080, timeout=patient(10))
         plain.request("GET", "/metrics")
         assert plain.getresponse().status == 404
         plain.close()

@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.suite.patience import USUAL, patient, until
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from trainium_devcluster.cluster import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
-PATIENCE = 60.0
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-    return found
 
 
 def pod(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -47,7 +39,7 @@ def test_its_pods_run_at_once_and_fail_when_they_are_told_to(cluster: Cluster) -
     failed = pod(cluster, "plain")["status"]
     assert failed["phase"] == "Failed"
     assert failed["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 7
-    cluster.kubectl("delete", "pod", "plain", "--wait", "--timeout=30s")
+    cluster.kubectl("delete", "pod", "plain", "--wait", f"--timeout={patient(30):.0f}s")
 
 
 def test_a_condition_stays_and_a_device_that_vanished_is_gone(cluster: Cluster) -> None:
@@ -91,15 +83,15 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
                 AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
                 await kube.request("POST", JOBS, training_job(4, spares=1))
-                await watch.until_running(5, PATIENCE)
+                await watch.until_running(5, patient(USUAL))
                 await agents.ask("go")
-                first = await agents.ask("learned", generation=1, count=4, seconds=PATIENCE)
-                await until_status(kube, lambda status: status.get("phase") == "Running", PATIENCE, "it trains")
+                first = await agents.ask("learned", generation=1, count=4, seconds=patient(USUAL))
+                await until_status(kube, lambda status: status.get("phase") == "Running", patient(USUAL), "it trains")
                 member = (await membership(kube)).members[1].pod_name
                 await asyncio.to_thread(cluster.fleet.fail_pod, "default", member, exit_code=137)
-                second = await agents.ask("learned", generation=2, count=4, seconds=PATIENCE)
-                await watch.until(lambda: watch.created == 6, PATIENCE, "a new spare is made")
-                await until_status(kube, lambda status: status.get("spares", 0) == 1, PATIENCE, "it is warm")
+                second = await agents.ask("learned", generation=2, count=4, seconds=patient(USUAL))
+                await watch.until(lambda: watch.created == 6, patient(USUAL), "a new spare is made")
+                await until_status(kube, lambda status: status.get("spares", 0) == 1, patient(USUAL), "it is warm")
         finally:
             await operator.stop()
         return [first["newest"], second["newest"]]

@@ -12,6 +12,7 @@ from benchmarks.faults.rows.nodes import lost
 from benchmarks.faults.rows.pods import GONE, ONE_SPARE, TAKEN_OVER
 from benchmarks.faults.rows.processes import in_place, somebody
 from benchmarks.faults.trial import Before, Expect, follow, strike
+from tests.testing.suite import patience
 
 if TYPE_CHECKING:
     import random
@@ -178,7 +179,9 @@ def _delete_one(stage: Stage, patient: Patient, run: int, dice: random.Random) -
     time.sleep(dice.uniform(0.0, 1.5))
     namespace, name = patient.job.namespace, patient.job.name
     moment = time.time()
-    stage.site.kubectl("delete", "trainingjob", name, "-n", namespace, "--timeout=60s", seconds=70)
+    stage.site.kubectl(
+        "delete", "trainingjob", name, "-n", namespace, f"--timeout={patience.patient(60):.0f}s", seconds=70
+    )
     patient.until("the end of its pods", lambda: not patient.pods(), 60)
     seconds = time.time() - moment
     time.sleep(1)  # the garbage collector has more to remove than pods

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks.faults.record import Findings, Outcome
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session
 from benchmarks.faults.stage import SkipRowError
+from tests.testing.suite.patience import Deadline
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ def _interrupted_starts(stage: Stage, session: Session) -> Iterator[Outcome]:
 def _interrupt(stage: Stage, faults: Faults, patient: Patient, run: int, dice: random.Random) -> Outcome:
     patient.until("running workers", lambda: _all_run(patient), 120)
     hits = 0
-    deadline = time.monotonic() + 60
-    while hits < STARTS_CUT_SHORT and time.monotonic() < deadline:
+    deadline = Deadline(60)
+    while hits < STARTS_CUT_SHORT and not deadline.is_over():
         time.sleep(dice.uniform(0.2, 1.0))
         for pod in patient.pods():
             # While it warms up, the standby is what tokenises.

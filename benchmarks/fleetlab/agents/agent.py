@@ -12,7 +12,7 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from benchmarks.fleetlab.agents.stream import StreamWire
@@ -219,7 +219,8 @@ class Agent:
                 await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known})
                 if not stream.lost.done():
                     stream.send(Kind.REGISTER, _encoded(self._introduction()))
-                    await asyncio.wait({welcomed, stream.lost}, return_when=asyncio.FIRST_COMPLETED)
+                    ends: set[asyncio.Future[Any]] = {welcomed, stream.lost}
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             beating = asyncio.create_task(self._beat_on(stream, asked))
             try:
                 raise _LostError(f"stream {await stream.lost}")

@@ -31,8 +31,8 @@ class AgentsProcess:
         self, cluster: Cluster, *jobs: str, addresses: Sequence[tuple[str, int]], name: str, streams: bool = True
     ) -> None:
         """`streams` off: agents as they were in the version before."""
-        self._options = {"cluster": cluster.name, "jobs": jobs, "addresses": list(addresses), "name": name}
-        self._options["streams"] = streams
+        self._options: dict[str, Any] = {"cluster": cluster.name, "jobs": jobs, "addresses": list(addresses)}
+        self._options |= {"name": name, "streams": streams}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count()

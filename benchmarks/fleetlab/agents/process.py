@@ -229,7 +229,10 @@ def latency_of(*shared: Job) -> Command:
         job.errors.clear()
     if not taken:
         return {"count": 0, "errors": errors}
-    share = lambda part: taken[min(len(taken) - 1, int(part * len(taken)))]  # noqa: E731
+
+    def share(part: float) -> float:
+        return taken[min(len(taken) - 1, int(part * len(taken)))]
+
     return {"count": len(taken), "p50": share(0.5), "p99": share(0.99), "max": taken[-1], "errors": errors}
 
 

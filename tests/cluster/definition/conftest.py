@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.testing.suite.patience import patient, until
 from trainium_contract.definition.crd import custom_resource_definition
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Api:
             text=True,
             capture_output=True,
             check=False,
-            timeout=50,
+            timeout=patient(50),
         )
 
     def kubectl(self, *arguments: str, stdin: str = "") -> str:
@@ -57,11 +57,9 @@ class Api:
 
     def established(self, definition: str) -> None:
         """Wait until jobs can be written; kubectl's own wait fails while a new definition has no condition at all."""
-        deadline = time.monotonic() + 20
-        command = ("wait", "--for=condition=Established", f"crd/{definition}", "--timeout=20s")
-        while (done := self.run("kubectl", *command)).returncode:
-            assert time.monotonic() < deadline, done.stderr
-            time.sleep(0.1)
+        condition = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
+        command = ("kubectl", "get", "crd", definition, "-o", condition)
+        until(lambda: self.run(*command).stdout == "True", f"{definition} is established", 20)
 
     def helm(self, *arguments: str) -> str:
         """Standard output of a helm that must succeed."""
@@ -103,7 +101,7 @@ class Api:
 
         credentials = load_kubeconfig(Path(self.variables["KUBECONFIG"]))
         connection = http.client.HTTPSConnection(
-            urlsplit(credentials.server).netloc, context=credentials.tls, timeout=60
+            urlsplit(credentials.server).netloc, context=credentials.tls, timeout=patient(60)
         )
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         try:

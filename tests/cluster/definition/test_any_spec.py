@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.testing.suite.any_json import PATIENT, as_sent, changed
+from tests.testing.suite.patience import patient
 from tests.testing.suite.trials import trials
 from trainium_operator.cluster.cache.views import job_record
 from trainium_operator.plan.view.size import decide_size
@@ -39,7 +40,9 @@ def server(defined: Api) -> Iterator[tuple[http.client.HTTPSConnection, str]]:
 
     credentials = load_kubeconfig(Path(defined.variables["KUBECONFIG"]))
     assert isinstance(credentials.tls, ssl.SSLContext)
-    connection = http.client.HTTPSConnection(urlsplit(credentials.server).netloc, context=credentials.tls, timeout=60)
+    connection = http.client.HTTPSConnection(
+        urlsplit(credentials.server).netloc, context=credentials.tls, timeout=patient(60)
+    )
     yield connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
     connection.close()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
+from tests.testing.suite.patience import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.sizes import INSTANCES
 from trainium_operator import generate
@@ -559,10 +559,9 @@ def restricted(defined: Api) -> Iterator[Api]:
     defined.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy))
     name = f"{RELEASE}-everything"
     defined.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
-    deadline = time.monotonic() + 40  # the API server takes a policy up in its own time
-    while not refused(defined, owned("ConfigMap", "probe", "kube-system"), "create"):
-        assert time.monotonic() < deadline, "the policy never came into force"
-        time.sleep(0.5)
+    # The API server takes a policy up in its own time.
+    probe = owned("ConfigMap", "probe", "kube-system")
+    until(lambda: refused(defined, probe, "create"), "the policy comes into force", 40, pause=0.5)
     yield defined
     for document in policy:
         defined.kubectl("delete", document["kind"], document["metadata"]["name"])

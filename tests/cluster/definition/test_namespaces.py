@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
+from tests.testing.suite.patience import async_until
 from trainium_operator.cluster.api.client import Api as OperatorApi
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.cache.namespaces import Sight
@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SYSTEM, SERVED, GOING, OTHER = "ns-system", "ns-served", "ns-going", "ns-other"
 RELEASE = "listed"
 ACCOUNT = f"{RELEASE}-trainium-operator"
-PATIENCE_SECONDS = 60.0
 
 
 def role_objects(api: Api, *namespaces: str) -> str:
@@ -106,10 +105,7 @@ def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_agai
         watches = [asyncio.create_task(each.run()) for each in caches.reflectors()]
 
         async def until(condition: Callable[[], bool], what: str) -> None:
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while not condition():
-                assert time.monotonic() < deadline, f"{what}: {namespaces.counts()}"
-                await asyncio.sleep(0.1)
+            await async_until(condition, lambda: f"{what}: {namespaces.counts()}")
 
         await until(lambda: namespaces.is_open(SERVED) and namespaces.is_open(GOING), "both are listed")
         await asyncio.to_thread(rights.run, "kubectl", "delete", "namespace", GOING)

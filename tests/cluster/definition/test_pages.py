@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.operator.readable_operator import Readable, kubeconfig_of, readable_operator, token_of, until
+from tests.testing.operator.readable_operator import Readable, kubeconfig_of, readable_operator, token_of
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
+from tests.testing.suite.patience import patient, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +133,9 @@ def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            upstream = http.client.HTTPSConnection("localhost", readable.port, timeout=30, context=readable.trust)
+            upstream = http.client.HTTPSConnection(
+                "localhost", readable.port, timeout=patient(30), context=readable.trust
+            )
             upstream.request("GET", self.path, headers={"Authorization": f"Bearer {token}"})
             answer = upstream.getresponse()
             body = answer.read()
@@ -189,12 +192,12 @@ def own_pages(api: Api, kubeconfig: str, name: str, namespace: str) -> Iterator[
             yield process.stderr.readline().strip()
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(patient(30))
 
 
 def fetched(url: str) -> tuple[int, str]:
     address, path = re.fullmatch(r"http://([^/]+)(/.*)", url).groups()  # type: ignore[union-attr]
-    connection = http.client.HTTPConnection(address, timeout=60)
+    connection = http.client.HTTPConnection(address, timeout=patient(60))
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.cluster.lab import Lab
+from tests.testing.suite.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,9 +22,9 @@ def lab(site: Site) -> Iterator[Lab]:
     namespace = f"plain-{int(time.time())}"
     site.kubectl("create", "namespace", namespace)
     # Pods are refused until their namespace has its service account.
-    end = time.monotonic() + 30
-    while not site.kubectl("-n", namespace, "get", "serviceaccount", "default", "--ignore-not-found"):
-        assert time.monotonic() < end, "the controller manager made no default service account"
-        time.sleep(0.1)
+    until(
+        lambda: site.kubectl("-n", namespace, "get", "serviceaccount", "default", "--ignore-not-found"),
+        "the controller manager makes the default service account",
+    )
     yield Lab(site, namespace, site.settings.get("plainImage", "python:3.11-slim"))
     site.kubectl("delete", "namespace", namespace, "--wait=false")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.testing.cluster.lab import condition, is_ready, status, terminated
+from tests.testing.suite.patience import until
 
 if TYPE_CHECKING:
     from tests.testing.cluster.lab import Lab
@@ -47,13 +47,10 @@ def test_a_lost_node_takes_all_its_processes_with_it_and_is_noticed(lab: Lab, fa
     lab.running(name)
     assert len(sleepers()) == 2
     faults.kill_node(node)
-    end = time.monotonic() + 5
-    while sleepers():
-        assert time.monotonic() < end, "processes of the lost node still run"
-        time.sleep(0.05)
-    lab.site.kubectl("wait", "--for=condition=Ready=Unknown", f"node/{node}", "--timeout=90s", seconds=100)
+    until(lambda: not sleepers(), "processes of the lost node end", 5)
+    lab.site.wait("condition=Ready=Unknown", f"node/{node}", seconds=90)
     faults.start_node(node)
-    lab.site.kubectl("wait", "--for=condition=Ready", f"node/{node}", "--timeout=60s")
+    lab.site.wait("condition=Ready", f"node/{node}", seconds=60)
 
 
 def sleepers() -> list[int]:
@@ -126,10 +123,7 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
     lab.says(client, "silence\nsilence")
     faults.heal_node(nodes[0])
     seen = lab.logs(client).count("answer")
-    end = time.monotonic() + 20
-    while lab.logs(client).count("answer") <= seen:
-        assert time.monotonic() < end, "the connection did not come back"
-        time.sleep(0.2)
+    until(lambda: lab.logs(client).count("answer") > seen, "the connection comes back", 20, pause=0.2)
     for pod in (server, client):
         lab.delete(pod, "--grace-period=1")
 
@@ -151,12 +145,12 @@ def test_a_slow_node_gives_its_containers_a_share_of_the_time(lab: Lab, faults: 
 def test_a_condition_can_be_set_and_cleared(lab: Lab, faults: Faults) -> None:
     node = lab.site.worker_nodes()[0]
     faults.set_condition(node, "NeuronHealth", "False", "Ecc", "uncorrectable")
-    lab.site.kubectl("wait", "--for=condition=NeuronHealth=False", f"node/{node}", "--timeout=10s")
+    lab.site.wait("condition=NeuronHealth=False", f"node/{node}", seconds=10)
     assert condition(lab.site.get(f"node/{node}"), "NeuronHealth")["reason"] == "Ecc"
     faults.set_condition(node, "Ready", "False", "Injected", "bad")
-    lab.site.kubectl("wait", "--for=condition=Ready=False", f"node/{node}", "--timeout=10s")
+    lab.site.wait("condition=Ready=False", f"node/{node}", seconds=10)
     faults.clear_condition(node, "Ready")
-    lab.site.kubectl("wait", "--for=condition=Ready=True", f"node/{node}", "--timeout=10s")
+    lab.site.wait("condition=Ready=True", f"node/{node}", seconds=10)
 
 
 PRIVILEGED = {"securityContext": {"privileged": True}}
@@ -189,10 +183,9 @@ def test_what_is_not_honoured_is_refused_by_name(
 
 def test_limits_that_are_not_enforced_are_announced_on_the_node(lab: Lab, faults: Faults) -> None:
     lab.output(lab.pod("limits", lab.container("true", resources={"limits": {"memory": "64Mi", "cpu": "1"}})))
-    end = time.monotonic() + 10
-    while True:
-        events = json.loads(lab.site.kubectl("get", "events", "-n", "default", "-o", "json"))["items"]
-        if any("resources.limits.memory" in e["message"] for e in events if e["reason"] == "NotEnforced"):
-            return
-        assert time.monotonic() < end
-        time.sleep(0.2)
+
+    def is_announced() -> bool:
+        events = lab.site.get("events", "-n", "default")["items"]
+        return any("resources.limits.memory" in e["message"] for e in events if e["reason"] == "NotEnforced")
+
+    until(is_announced, "the node says so", 10, pause=0.2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import pytest
 
 from tests.testing.cluster.jobs import Job
 from tests.testing.cluster.sites import ROOT, CommandError
+from tests.testing.suite.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,10 +60,11 @@ def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     yield name
     operator.kubectl("delete", "trainingjobs", "--all", "-n", name, "--wait=false")
     operator.kubectl("delete", "namespace", name, "--wait=false")
-    deadline = time.monotonic() + 60
-    while operator.get("pods", "-n", name)["items"]:
-        assert time.monotonic() < deadline, f"pods are left: {operator.kubectl('get', 'pods', '-n', name)}"
-        time.sleep(0.2)
+    until(
+        lambda: not operator.get("pods", "-n", name)["items"],
+        lambda: f"pods go: {operator.kubectl('get', 'pods', '-n', name)}",
+        pause=0.2,
+    )
 
 
 @pytest.fixture

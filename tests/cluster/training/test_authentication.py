@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.suite.patience import patient
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,9 +23,9 @@ def in_any_order(*arguments, **options):
     found = addresses_of(*arguments, **options)
     return random.sample(found, len(found))
 socket.getaddrinfo = in_any_order  # the name may have the addresses of all replicas, of which urllib takes the first
-path, change = sys.argv[1], json.loads(sys.argv[2])
+LIMIT, path, change = float(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 own = os.environ.get("TRAINIUM_TOKEN_PATH", "/var/run/secrets/trainium.dev/token")
-token = sys.argv[3] if len(sys.argv) > 3 else open(own).read()
+token = sys.argv[4] if len(sys.argv) > 4 else open(own).read()
 body = {"protocol": 2, "namespace": os.environ["TRAINIUM_NAMESPACE"], "job": os.environ["TRAINIUM_JOB"],
         "podName": os.environ["TRAINIUM_POD_NAME"], "podUid": os.environ["TRAINIUM_POD_UID"], **change}
 context = ssl.create_default_context(cafile=os.environ.get("TRAINIUM_CA_PATH", "/etc/trainium/ca.crt"))
@@ -31,11 +33,11 @@ request = urllib.request.Request("https://" + os.environ["TRAINIUM_COORDINATOR"]
                                  {"Authorization": "Bearer " + token, "Content-Type": "application/json"})
 def call():
     try:
-        with urllib.request.urlopen(request, context=context, timeout=10) as answer:
+        with urllib.request.urlopen(request, context=context, timeout=LIMIT) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + LIMIT * 3
 # The name leads to any replica, and one that does not lead says so: try again with a new connection, as agents do.
 while (answer := call())[0] == 503 and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -46,7 +48,7 @@ print(json.dumps(answer))
 def call(job: Job, path: str, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
     """One request to the coordinator from inside a worker pod, with its own token or another."""
     pod = job.members()[0]["podName"]
-    status, body = json.loads(job.inside(pod, "python", "-c", CALL, path, json.dumps(change), *token))
+    status, body = json.loads(job.inside(pod, "python", "-c", CALL, str(patient(10)), path, json.dumps(change), *token))
     return status, body
 
 

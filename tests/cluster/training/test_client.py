@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.suite.patience import until
 from trainium_client.commands.main import main
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_p
         [*command, "--rank", "1", "--follow"], env={**_environment(job)}, stdout=file, stderr=file
     ) as follower:  # fmt: skip
         try:
-            _until(lambda: "start-up" in followed.read_text(), followed.read_text)
+            until(lambda: "start-up" in followed.read_text(), followed.read_text)
             job.site.kubectl("delete", "pod", lost, "-n", job.namespace, "--wait=false")
             job.until_recovered()
             new = job.members()[1]["podName"]
-            _until(lambda: f"rank 1 is now in {new}" in followed.read_text(), followed.read_text)
-            _until(lambda: followed.read_text().rpartition("is now in")[2].count("start-up"), followed.read_text)
+            until(lambda: f"rank 1 is now in {new}" in followed.read_text(), followed.read_text)
+            until(lambda: followed.read_text().rpartition("is now in")[2].count("start-up"), followed.read_text)
         finally:
             follower.terminate()
     assert new != lost
@@ -104,7 +104,7 @@ def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., 
     assert "/nowhere.parquet" in story["entry"]["message"]
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 
-    _until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
+    until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
     log = job.site.kubectl("logs", job.pods()[0]["metadata"]["name"], "-n", job.namespace)
     assert "/nowhere.parquet: there is no such file or folder" in log, "it is kept"
     assert any("/nowhere.parquet" in line for line in trn(job, "logs", "--rank", "0", as_json=False).splitlines())
@@ -132,10 +132,3 @@ def _environment(job: Job) -> dict[str, str]:
     import os
 
     return {**os.environ, **job.site.variables}
-
-
-def _until(condition: Callable[[], object], said: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.testing.suite.patience import patient, until
 
 if TYPE_CHECKING:
     import subprocess
@@ -37,15 +38,15 @@ def disruption(status: dict[str, Any]) -> dict[str, Any]:
 
 def until_budget(job: Job, allowed: int) -> None:
     """Until the disruption controller has counted the pods against the newest budget."""
-    deadline = time.monotonic() + 40
-    while True:
-        budgets = job.site.get("poddisruptionbudgets", "-n", job.namespace)["items"]
+    budgets: list[dict[str, Any]] = []
+
+    def counted() -> bool:
+        budgets[:] = job.site.get("poddisruptionbudgets", "-n", job.namespace)["items"]
         status = budgets[0].get("status", {}) if budgets else {}
         seen = status.get("observedGeneration") == budgets[0]["metadata"]["generation"] if budgets else False
-        if seen and status["disruptionsAllowed"] == allowed:
-            return
-        assert time.monotonic() < deadline, budgets
-        time.sleep(0.2)
+        return bool(seen) and status["disruptionsAllowed"] == allowed
+
+    until(counted, lambda: str(budgets), 40)
 
 
 @pytest.mark.long
@@ -53,7 +54,7 @@ def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_a
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job(change=AT_RISK)
-    job.until_step(5, 150)
+    job.until_step(5)
     status = job.until("a refusal in status", lambda status: disruption(status)["status"] == "False")
     assert "maxDurableAgeSeconds (1)" in disruption(status)["message"]
     until_budget(job, 0)
@@ -71,7 +72,7 @@ def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_a
     let_through = evict(job, victim)
 
     assert let_through.returncode == 0, let_through.stderr
-    entry = job.until_recovered(seconds=90)
+    entry = job.until_recovered()
     assert (entry["cause"], entry["stepsLost"]) == ("Preempted", 0)
     assert job.status().get("failures") in (None, []), "an eviction is nobody's failure"
 
@@ -79,15 +80,15 @@ def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_a
 @pytest.mark.long
 def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 120)
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     until_budget(job, 1)
     node = job.members()[1]["nodeName"]
     try:
         job.site.kubectl(
             "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
-            "--ignore-daemonsets", "--force", "--timeout=60s",
+            "--ignore-daemonsets", "--force", f"--timeout={patient(60):.0f}s",
         )  # fmt: skip
-        entry = job.until_recovered(seconds=90)
+        entry = job.until_recovered()
         assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
         assert node not in {member["nodeName"] for member in job.members()}
     finally:
@@ -97,11 +98,11 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
 @pytest.mark.long
 def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 120)
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     leaver = job.members()[1]
     try:
         job.site.kubectl("taint", "node", leaver["nodeName"], "karpenter.sh/disrupted:NoSchedule")
-        entry = job.until_recovered(seconds=90)
+        entry = job.until_recovered()
         assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
         assert leaver["podUid"] not in {member["podUid"] for member in job.members()}
         job.until("the node is empty", lambda _: leaver["podUid"] not in job.uids())
@@ -115,7 +116,8 @@ def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: 
         change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None\nworkers: {replicas: 1}"
     )
     job.until_phase("Completed")
-    deadline = time.monotonic() + 40
-    while job.site.get("trainingjobs", "-n", job.namespace)["items"] or job.pods():
-        assert time.monotonic() < deadline, "the job outlives its ttlSecondsAfterFinished"
-        time.sleep(0.2)
+
+    def is_gone() -> bool:
+        return not job.site.get("trainingjobs", "-n", job.namespace)["items"] and not job.pods()
+
+    until(is_gone, "the job goes with its ttlSecondsAfterFinished", 40)

@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests.testing.suite.patience import patient, until
 from trainium_operator.monitoring import dashboards
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Prometheus:
 
     def query(self, promql: str) -> list[dict[str, Any]]:
         asked = urllib.parse.urlencode({"query": promql})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=patient(10)) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
@@ -54,12 +54,8 @@ class Prometheus:
         found = self.query(f'ALERTS{{alertstate="firing", job_namespace=~"|{namespace}"}}')
         return {each["metric"]["alertname"] for each in found}
 
-    def until(self, promql: str, seconds: float = 60) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + seconds
-        while not (found := self.query(promql)):
-            assert time.monotonic() < deadline, f"no answer to {promql}; firing: {self.firing()}"
-            time.sleep(0.5)
-        return found
+    def until(self, promql: str) -> list[dict[str, Any]]:
+        return until(lambda: self.query(promql), lambda: f"an answer to {promql}; firing: {self.firing()}", pause=0.5)
 
 
 def impatient(rules: str) -> str:
@@ -90,7 +86,7 @@ def prometheus(operator: Site, tmp_path: Path) -> Iterator[Prometheus]:
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            _until_ready(url, tmp_path / "log")
+            until(lambda: _is_ready(url), (tmp_path / "log").read_text)
             yield Prometheus(url)
         finally:
             process.terminate()
@@ -103,16 +99,12 @@ def free_port() -> int:
     return port
 
 
-def _until_ready(url: str, log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/-/ready", timeout=2).close()
-        except OSError:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        else:
-            return
+def _is_ready(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/-/ready", timeout=patient(2)).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.long

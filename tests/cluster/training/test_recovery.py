@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.suite.patience import patient, until
 from trainium_devcluster.story.metrics import every_sample_once, every_sample_once_in_batches
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def test_a_killed_process_restarts_in_place_while_the_operator_is_away(
     job.stop_rank(0)
     deployment = ("-n", "trainium-system", "deployment", "-l", "app.kubernetes.io/instance=trainium-operator")
     job.site.kubectl("scale", "--replicas=0", *deployment)
-    job.site.kubectl("wait", "--for=delete", "pod", "-n", "trainium-system", "--all", "--timeout=40s")
+    job.site.wait("delete", "pod", "-n", "trainium-system", "--all", seconds=40)
     try:
         job.log.refresh()
         step = job.log.newest
@@ -302,11 +302,8 @@ def test_a_job_deleted_while_it_recovers_leaves_nothing(new_job: Callable[..., J
     job.until_step(3)
 
     job.site.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
-    job.delete("--timeout=30s")
+    job.delete(f"--timeout={patient(30):.0f}s")
 
-    deadline = time.monotonic() + 40
-    while job.pods():
-        assert time.monotonic() < deadline, [pod["metadata"]["name"] for pod in job.pods()]
-        time.sleep(0.2)
+    until(lambda: not job.pods(), lambda: f"no pod is left: {[pod['metadata']['name'] for pod in job.pods()]}", 40)
     left = job.site.get("configmaps,services", "-n", job.namespace)["items"]
     assert [item["metadata"]["name"] for item in left if item["metadata"]["name"].startswith(job.name)] == []

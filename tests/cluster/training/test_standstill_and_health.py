@@ -19,12 +19,12 @@ def test_a_process_that_stands_still_is_found_blamed_and_restarted_in_place(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:
     job = new_job(change="recovery: {hang: {stepFloorSeconds: 3}}")
-    job.until_step(10, 120)
+    job.until_step(10)
     before = job.uids()
 
     # A stop signal: the process lives, its connections stay, and its peer waits in a collective.
     victim = job.stop_rank(1)
-    entry = job.until_recovered(seconds=90)
+    entry = job.until_recovered()
 
     assert (entry["cause"], entry["rung"], entry["pod"]) == ("Hang", "InPlace", victim)
     assert entry["stepsLost"] <= 1
@@ -40,13 +40,13 @@ def test_a_rank_leaves_a_node_whose_device_is_said_to_be_broken_and_loses_no_ste
     if job.site.cluster is None:
         pytest.skip("conditions are set by the development cluster's nodes")
     faults = job.site.cluster.faults
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5, 150)
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     victim = job.members()[0]
     node = victim["nodeName"]
 
     faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
     try:
-        entry = job.until_recovered(seconds=90)
+        entry = job.until_recovered()
 
         assert (entry["cause"], entry["rung"], entry["node"]) == ("Device", "Spare", node)
         assert entry["stepsLost"] == 0, "the node still answers, so all save before the rank moves"

@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from tests.testing.suite.patience import patient
 from trainium_devcluster.node.api.client import load_kubeconfig
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class ApiReader:
     def get(self, path: str) -> Json:
         """One object, or a list of them; raises ReadError."""
         address = urlsplit(self._credentials.server)
-        connection = http.client.HTTPSConnection(address.netloc, context=self._credentials.tls, timeout=60)
+        connection = http.client.HTTPSConnection(address.netloc, context=self._credentials.tls, timeout=patient(60))
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

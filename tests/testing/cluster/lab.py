@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from tests.testing.suite.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 HOLD = "trainium.dev/test-hold"  # a finalizer: keeps a deleted pod readable after its containers have ended
-
-
-class StillWaitingError(AssertionError):
-    """What a test waited for did not happen."""
 
 
 @dataclass
@@ -36,7 +33,7 @@ class Lab:
 
     @property
     def patience(self) -> float:
-        """Seconds that a change of a pod may take: a genuine kubelet syncs volumes once a minute."""
+        """Seconds that a change of a pod may take on a quiet machine: a genuine kubelet syncs volumes once a minute."""
         return 30.0 if self.site.kind == "local" else 150.0
 
     def environment(self) -> dict[str, str]:
@@ -78,16 +75,18 @@ class Lab:
 
     def wait(self, pod: str, what: Callable[[Json], Any], why: str, seconds: float | None = None) -> Json:
         """The pod once `what` holds of it."""
-        end = time.monotonic() + (seconds or self.patience)
         found: Json = {}
-        while time.monotonic() < end:
+
+        def holds() -> bool:
+            nonlocal found
             found = self.get(pod)
-            if what(found):
-                return found
-            time.sleep(0.1)
-        raise StillWaitingError(
-            f"{pod}: waited in vain until {why}; status: {json.dumps(found.get('status'), indent=1)}"
-        )
+            return bool(what(found))
+
+        def in_vain() -> str:
+            return f"{pod}: waited until {why}; status: {json.dumps(found.get('status'), indent=1)}"
+
+        until(holds, in_vain, seconds or self.patience)
+        return found
 
     def ended(self, pod: str) -> Json:
         """The pod once it has Succeeded or Failed."""
@@ -107,15 +106,16 @@ class Lab:
 
     def says(self, pod: str, text: str, *arguments: str) -> str:
         """The log once it holds `text`."""
-        end = time.monotonic() + self.patience
         found = ""
-        while time.monotonic() < end:
+
+        def said() -> bool:
+            nonlocal found
             done = self.site.run("kubectl", "-n", self.namespace, "logs", pod, *arguments)
             found = done.stdout
-            if done.returncode == 0 and text in found:
-                return found
-            time.sleep(0.1)
-        raise StillWaitingError(f"{pod}: {text!r} did not appear in its log: {found!r}")
+            return done.returncode == 0 and text in found
+
+        until(said, lambda: f"{pod}: {text!r} appears in its log: {found!r}", self.patience)
+        return found
 
     def delete(self, pod: str, *arguments: str) -> None:
         self.kubectl("delete", "pod", pod, "--wait=false", *arguments)
@@ -126,27 +126,27 @@ class Lab:
 
     def gone(self, pod: str, seconds: float | None = None) -> None:
         """Return when the pod is no more."""
-        end = time.monotonic() + (seconds or self.patience)
-        while time.monotonic() < end:
-            if not self.kubectl("get", "pod", pod, "--ignore-not-found"):
-                return
-            time.sleep(0.1)
-        raise StillWaitingError(f"{pod} is still there")
+        until(
+            lambda: not self.kubectl("get", "pod", pod, "--ignore-not-found"),
+            f"{pod} is gone",
+            seconds or self.patience,
+        )
 
     def event(self, pod: str, reason: str) -> Json:
         """The first event of that reason about the pod."""
-        end = time.monotonic() + self.patience
-        seen: list[str] = []
-        while time.monotonic() < end:
+        seen: list[Json] = []
+
+        def found() -> Json | None:
             about = ("--field-selector", f"involvedObject.name={pod}")
-            items = self.site.get("events", "-n", self.namespace, *about)["items"]
-            for item in items:
-                if item["reason"] == reason:
-                    found: Json = item
-                    return found
-            seen = [item["reason"] for item in items]
-            time.sleep(0.1)
-        raise StillWaitingError(f"no event {reason} about {pod}; there are {seen}")
+            seen[:] = self.site.get("events", "-n", self.namespace, *about)["items"]
+            return next((item for item in seen if item["reason"] == reason), None)
+
+        def others() -> str:
+            return f"an event {reason} about {pod}; there are {[item['reason'] for item in seen]}"
+
+        event = until(found, others, self.patience)
+        assert event is not None
+        return event
 
 
 def is_ready(pod: Json) -> bool:

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from tests.testing.cluster.api_reader import ApiReader, ReadError, path_of
+from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,7 @@ class Site:
     """Given, what tests poll is read without a kubectl each time."""
 
     def run(self, *command: str, stdin: str = "", seconds: float = 60) -> subprocess.CompletedProcess[str]:
-        """A command with the cluster's environment."""
+        """A command with the cluster's environment; `seconds` on a quiet machine."""
         return subprocess.run(
             command,
             input=stdin,
@@ -57,7 +58,7 @@ class Site:
             text=True,
             capture_output=True,
             check=False,
-            timeout=seconds,
+            timeout=patient(seconds),
         )
 
     def must(self, *command: str, stdin: str = "", seconds: float = 60) -> str:
@@ -69,6 +70,10 @@ class Site:
     def kubectl(self, *arguments: str, stdin: str = "", seconds: float = 60) -> str:
         """Standard output of a kubectl that must succeed."""
         return self.must("kubectl", *arguments, stdin=stdin, seconds=seconds)
+
+    def wait(self, what: str, *of: str, seconds: float) -> None:
+        """`kubectl wait --for=WHAT OF...`."""
+        self.kubectl("wait", f"--for={what}", *of, f"--timeout={patient(seconds):.0f}s", seconds=seconds + 10)
 
     def helm(self, *arguments: str) -> str:
         """Standard output of a helm that must succeed."""
@@ -106,7 +111,7 @@ class Site:
             self.cluster.faults.start_node(node)
         else:
             self._command("powerOn", node)
-        self.kubectl("wait", "--for=condition=Ready", f"node/{node}", "--timeout=90s", seconds=100)
+        self.wait("condition=Ready", f"node/{node}", seconds=90)
 
     def restart_api_server(self) -> None:
         """The API server is away for a moment."""
@@ -118,7 +123,7 @@ class Site:
         command = self.settings.get(key)
         if not command:
             pytest.skip(f"the site's settings have no {key} command")
-        subprocess.run(command.format(node=node), shell=True, check=True, timeout=120)
+        subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
 
 
 @contextlib.contextmanager

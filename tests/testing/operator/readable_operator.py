@@ -8,7 +8,6 @@ import json
 import ssl
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from tests.testing.suite.patience import patient, until
 
-PATIENCE_SECONDS = 60.0
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 KINDS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret"}
 
 
@@ -37,7 +37,7 @@ class Readable:
     def get(self, token: str = "", source: str = "127.0.0.1", path: str = "/metrics") -> tuple[int, str]:
         """Status and text, over a connection of its own."""
         connection = http.client.HTTPSConnection(
-            "localhost", self.port, timeout=30, context=self.trust, source_address=(source, 0)
+            "localhost", self.port, timeout=patient(30), context=self.trust, source_address=(source, 0)
         )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
@@ -46,15 +46,6 @@ class Readable:
             return answer.status, answer.read().decode()
         finally:
             connection.close()
-
-
-def until(condition: Callable[[], Any], why: Callable[[], str]) -> Any:
-    """Its first true value. AssertionError after a while."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.1)
-    return found
 
 
 def token_of(api: Any, account: str, namespace: str) -> str:
@@ -100,7 +91,7 @@ def readable_operator(api: Any, folder: Path, release: str, namespace: str, sett
             yield Readable(api, port, ssl.create_default_context(cadata=authority), authority, process, log)
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(patient(30))
     for one in made:
         if one["kind"].startswith("ClusterRole"):
             api.run("kubectl", "delete", one["kind"], one["metadata"]["name"], "--ignore-not-found")

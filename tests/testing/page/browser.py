@@ -10,19 +10,19 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import websocket
 
+from tests.testing.suite.patience import USUAL, patient, until
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE_SECONDS = 60.0
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0",
     "--remote-allow-origins=*", "--no-first-run", "--disable-background-networking", "--disable-extensions",
@@ -56,10 +56,7 @@ class Browser:
 
     def until(self, expression: str) -> None:
         """Wait until an expression is true."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression}: {self.text()[:2000]}"
-            time.sleep(0.1)
+        until(lambda: self.evaluate(expression), lambda: f"{expression}: {self.text()[:2000]}")
 
     def text(self) -> str:
         """What a person reads."""
@@ -91,7 +88,7 @@ class Browser:
         try:
             found: dict[str, Any] = json.loads(self._socket.recv())
         except websocket.WebSocketTimeoutException as error:
-            raise AssertionError(f"not within {PATIENCE_SECONDS:.0f} s: {what}") from error
+            raise AssertionError(f"the browser did not answer in time: {what}") from error
         if found.get("method") == "Log.entryAdded":
             self.complaints.append(found["params"]["entry"]["text"])
         elif found.get("method") == "Runtime.exceptionThrown":
@@ -112,17 +109,17 @@ def browser() -> Iterator[Browser]:
         ) as process:
             try:
                 port = _port(process)
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE_SECONDS) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=patient(USUAL)) as answer:
                     tabs = json.load(answer)
                 url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-                socket = websocket.create_connection(url, timeout=PATIENCE_SECONDS, suppress_origin=True)
+                socket = websocket.create_connection(url, timeout=patient(USUAL), suppress_origin=True)
                 try:
                     yield Browser(socket)
                 finally:
                     socket.close()
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(PATIENCE_SECONDS)
+                process.wait(patient(USUAL))
 
 
 def _port(process: subprocess.Popen[str]) -> int:

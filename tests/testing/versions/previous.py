@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.testing.cluster.sites import ROOT
+from tests.testing.suite.patience import patient
 
 TAG = "v0.1.0"
 COMMIT = "2ae9f07d0fcb03fa757d25953548c3f8968b3088"
@@ -59,7 +60,7 @@ def speak(previous: Previous, version: str, command: str, given: Any = None) -> 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=patient(60),
     )
     assert done.returncode == 0, f"{version} {command}: {done.stderr}"
     return json.loads(done.stdout)
@@ -68,7 +69,9 @@ def speak(previous: Previous, version: str, command: str, given: Any = None) -> 
 def previous_version(folder: Path) -> Previous:
     """Put it into the folder; skips the test with a sentence where git does not have it."""
     revision = _revision()
-    done = subprocess.run(["git", "-C", str(ROOT), "archive", revision], capture_output=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", revision], capture_output=True, check=False, timeout=patient(60)
+    )
     assert done.returncode == 0, done.stderr.decode()
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
@@ -93,5 +96,5 @@ def _revision() -> str:
 
 def _git(*arguments: str) -> str:
     """The exit code of a quiet git."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=False, timeout=60)
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=False, timeout=patient(60))
     return str(done.returncode)

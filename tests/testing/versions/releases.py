@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.cluster.sites import ROOT
+from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import system_values
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ NAMESPACE = "trainium-system"
 OLD, NEW, BROKEN = "previous", "present", "never-pushed"
 """Tags of images: the version before, this one, and one that no registry has."""
 PRESENT_CHART = ROOT / "helm" / "trainium-operator"
-PATIENCE_SECONDS = 150
 
 
 @dataclass
@@ -55,7 +55,9 @@ class Releases:
     # --- helm ------------------------------------------------------------------------------------------------------
 
     def install_previous(self) -> None:
-        self._helm("install", self.previous.chart, OLD, "--create-namespace", "--wait", "--timeout=120s")
+        self._helm(
+            "install", self.previous.chart, OLD, "--create-namespace", "--wait", f"--timeout={patient(120):.0f}s"
+        )
 
     def upgrade(self, tag: str = NEW) -> None:
         """To this version; returns when helm has written all, before the roll-out is over."""
@@ -126,10 +128,7 @@ class Releases:
         return name
 
     def until(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, f"{what}: not in {PATIENCE_SECONDS} s; {self.describe()}"
-            time.sleep(0.3)
+        until(holds, lambda: f"{what}; {self.describe()}", 90, pause=0.3)
 
     def until_rolled_out(self, tag: str) -> None:
         self.until(f"both replicas are {tag}", lambda: self.tags(ready=False) == self.tags() == [tag, tag])

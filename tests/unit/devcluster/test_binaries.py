@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_devcluster.binaries import build, cache, catalog
-from trainium_devcluster.binaries.build import SOURCES, find_go, module_root
+from trainium_devcluster.binaries.build import SOURCES, Source, module_root
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.binaries.catalog import (
     BUILT_ONLY,
@@ -31,6 +31,7 @@ from trainium_devcluster.binaries.catalog import (
     release_of,
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
+from trainium_devcluster.binaries.toolchain import Go, find_go
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.progress import Progress
 
@@ -187,14 +188,15 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Pro
     """Replace the compiler by one that writes what it is asked for."""
     built: list[tuple[str, frozenset[Program]]] = []
 
-    def build(source: object, wanted: frozenset[Program], target: Path, _tools: Path, _progress: Progress) -> None:
-        programs = wanted & set(source.programs)  # type: ignore[attr-defined]
-        built.append((source.label, programs))  # type: ignore[attr-defined]
-        for program in programs:
-            (target / program).write_bytes(CONTENT)
-            (target / program).chmod(0o755)
+    def build(sources: list[Source], wanted: frozenset[Program], target: Path, *_: object) -> None:
+        for source in sources:
+            programs = wanted & set(source.programs)
+            built.append((source.label, programs))
+            for program in programs:
+                (target / program).write_bytes(CONTENT)
+                (target / program).chmod(0o755)
 
-    monkeypatch.setattr(cache, "build_source", build)
+    monkeypatch.setattr(cache, "build_all", build)
     return built
 
 
@@ -262,7 +264,8 @@ def test_files_of_a_module_are_kept_beside_its_program(tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.write_text(f"#!/bin/sh\necho {module}\n")
     go.chmod(0o755)
-    build._keep_files(go, tmp_path, ("example.org/m", "config"), tmp_path / "bin", dict(os.environ))
+    source = replace(SOURCES[0], files=("example.org/m", "config"))
+    build._keep_files(Go(go), source, tmp_path / "bin")
     kept = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
     assert kept == ["a.yaml"]
 
@@ -359,7 +362,7 @@ def fake_go(folder: Path, version: str) -> None:
 def test_a_new_enough_go_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_go(tmp_path / "path", "1.21.4")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
-    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == tmp_path / "path" / "go"
+    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == Go(tmp_path / "path" / "go")
 
 
 def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,9 +377,10 @@ def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypat
         (root / "src").mkdir()
         (root / "pkg").mkdir()
 
-    monkeypatch.setattr("trainium_devcluster.binaries.build._install_go", install)
+    monkeypatch.setattr("trainium_devcluster.binaries.toolchain._install_go", install)
     go = find_go(tmp_path / "tools", Progress(1, lambda _: None))
-    assert go.parts[-4:] == ("somewhere", "go", "bin", "go")
+    assert go.program.parts[-4:] == ("somewhere", "go", "bin", "go")
+    assert go.root == go.program.parent.parent
     assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == go
     assert len(installed) == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -14,8 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from coordinator_server import Authority, Jobs, Server
+
+from tests.testing.suite.patience import async_until, patient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ class Factory:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(patient(10))
         self.process.stdout.close()
 
 
@@ -164,13 +164,15 @@ class World:
         return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
     async def until(self, condition: Callable[[], object], what: str, seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
+        def seen() -> object:
             self.factory.poll()
-            if time.monotonic() > deadline:
-                logs = "\n".join(f"--- {name}\n{agent.log[-3000:]}" for name, agent in self.agents.items())
-                pytest.fail(f"never seen: {what}\n{logs}")
-            await asyncio.sleep(0.01)
+            return condition()
+
+        def logs() -> str:
+            parts = [f"--- {name}\n{agent.log[-3000:]}" for name, agent in self.agents.items()]
+            return "\n".join([what, *parts])
+
+        await async_until(seen, logs, seconds, pause=0.01)
 
     async def registered(self, *names: str) -> None:
         await self.until(lambda: set(names) <= set(self.jobs.registered), f"{names} registered")

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
+from tests.testing.suite.patience import patient
 from trainium_contract.wire.messages import Membership
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LARGEST_BODY
@@ -48,14 +49,14 @@ async def test_a_long_poll_is_answered_the_moment_a_newer_generation_is_publishe
     await world.post("/v1/register", register())
     world.state.publish(LLAMA, membership(1))
     assert (await world.poll(0))[0] == 200
-    waiting = asyncio.create_task(world.poll(1, seconds=20))
+    waiting = asyncio.create_task(world.poll(1, seconds=50))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     published = time.monotonic()
     world.state.publish(LLAMA, membership(2))
     status, answer = await waiting
     assert (status, answer["generation"]) == (200, 2)
-    assert time.monotonic() - published < 5
+    assert time.monotonic() - published < patient(5)
 
 
 async def test_a_large_membership_comes_packed_by_the_long_poll_and_not_with_the_registration(world: World) -> None:
@@ -238,7 +239,7 @@ async def test_a_stopping_coordinator_ends_long_polls_with_503(world: World) -> 
     status, answer = await waiting
     assert status == 503
     assert "shutting down" in answer["error"]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < patient(10)
 
 
 async def test_workers_reach_it_over_tls_and_trust_only_the_bundle() -> None:

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.patience import async_until
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import connect
@@ -186,14 +187,6 @@ async def leading(folder: Path) -> AsyncIterator[World]:
         await world.api.stop()
 
 
-async def reached(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(int(GENEROUS / 0.05)):
-        if condition():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(what)
-
-
 async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_lease(tmp_path: Path) -> None:
     async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
         assert set(await world.register(agents)) == {200}
@@ -273,7 +266,7 @@ async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
             writers.append(writer)
         assert world.server.reception.guests.strangers <= 100
         assert set(await world.beat(agents)) == {200}
-        await reached(lambda: world.server.reception.guests.strangers == 0, "strangers are closed")
+        await async_until(lambda: world.server.reception.guests.strangers == 0, "strangers are closed")
         assert world.open_connections() <= 2 * AGENTS
         assert set(await world.beat(agents)) == {200}
         for writer in writers:
@@ -321,7 +314,7 @@ async def test_a_renewal_that_hangs_leaves_time_for_another(tmp_path: Path) -> N
 
         cluster.request = once  # type: ignore[method-assign]
         version = cluster.version
-        await reached(lambda: bool(hung) and cluster.version > version, "renewed by another try")
+        await async_until(lambda: bool(hung) and cluster.version > version, "renewed by another try")
         assert cluster.get(LEASES, "system", "lease")["spec"]["holderIdentity"] == "me"
 
 
@@ -356,7 +349,7 @@ async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
         for each in people:
             each.sendall(hello)
         loop.call_soon(next_turn)
-        await reached(lambda: begun.total() >= crowd, "all of them are answered")
+        await async_until(lambda: begun.total() >= crowd, "all of them are answered")
         ended = True
         await asyncio.sleep(0)
         assert max(later - before for before, later in pairwise(strangers)) <= door.IN_A_TURN

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
+from tests.testing.suite.patience import patient
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameReader, Kind, frame
 from trainium_operator.coordinator import streams
 from trainium_operator.coordinator.certificates import renewed, server_names
@@ -40,7 +41,7 @@ class Talker:
 
     async def next(self) -> tuple[int, Any]:
         """Kind and what it says; (0, None) at the end."""
-        async with asyncio.timeout(GENEROUS):
+        async with asyncio.timeout(patient(GENEROUS)):
             while not self._come:
                 data = await self.reader.read(1 << 16)
                 if not data:
@@ -122,7 +123,7 @@ async def test_one_connection_registers_beats_and_brings_memberships(site: Site)
     talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     kind, heard = await talker.next()
     assert (kind, heard["generation"]) == (Kind.HEARD, 0)
-    assert abs(heard["time"] - time.time()) < GENEROUS
+    assert abs(heard["time"] - time.time()) < patient(GENEROUS)
     site.state.publish(LLAMA, membership(1))
     kind, brought = await talker.next()
     assert (kind, brought["generation"], len(brought["members"])) == (Kind.MEMBERSHIP, 1, 2)

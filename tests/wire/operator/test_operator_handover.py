@@ -19,6 +19,7 @@ import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.patience import async_until, patient
 from tests.testing.virtual.fake_workers import bind
 from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
@@ -28,18 +29,10 @@ from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.settings import AgentSettings, Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SERVICE = "localhost"
 """The coordinator's certificate bears the name of its Service, and agents must be able to resolve that."""
-
-
-async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
 
 
 class Replica:
@@ -160,13 +153,12 @@ class Site:
             self.cluster.tokens[f"token-of-{name}"] = user
             self.agents.append(Agent(pod, [replica.port for replica in self.replicas], self.folder, bundle))
 
-    async def are_heard(self, seconds: float = 30) -> None:
+    async def are_heard(self) -> None:
         """Every agent is answered again and again."""
         before = [agent.acknowledged for agent in self.agents]
-        await until(
+        await async_until(
             lambda: all(a.acknowledged >= b + 3 for a, b in zip(self.agents, before, strict=True)),
-            seconds,
-            "the agents are heard: " + (self.folder / "operator-1.log").read_text()[-2000:],
+            lambda: "the agents are heard: " + (self.folder / "operator-1.log").read_text()[-2000:],
         )
 
     def status(self) -> dict[str, Any]:
@@ -191,30 +183,30 @@ async def test_agents_follow_the_leadership_through_an_orderly_and_a_frozen_lead
     await site.start()
     try:
         await site.operate(0)
-        await until(lambda: len(site.cluster.names(PODS)) == 2, 60, "the leader makes the pods")
+        await async_until(lambda: len(site.cluster.names(PODS)) == 2, "the leader makes the pods")
         await site.operate(1)
         site.bring_up_workers()
-        await until(lambda: all(agent.memberships for agent in site.agents), 60, "the first generation is published")
-        await until(lambda: site.status().get("phase") == "Running", 60, "the job runs")
+        await async_until(lambda: all(agent.memberships for agent in site.agents), "the first generation is published")
+        await async_until(lambda: site.status().get("phase") == "Running", "the job runs")
         uids = {name: site.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in site.cluster.names(PODS)}
-        await until(
-            lambda: (tmp_path / "operator-1.log").read_text().count("standing by") > 0, 60, "a standby is there"
-        )
+        await async_until(lambda: "standing by" in (tmp_path / "operator-1.log").read_text(), "a standby is there")
 
         # In order: SIGTERM.
         site.replicas[0].process.send_signal(signal.SIGTERM)
-        await until(lambda: site.leader() == "operator-1", 20, "the standby leads")
+        await async_until(lambda: site.leader() == "operator-1", "the standby leads")
         await site.are_heard()
         assert await site.replicas[0].process.wait() == 0
 
         # It stands still: another leads, and it finds out when it goes on.
         await site.operate(2)
-        await until(lambda: "standing by" in (tmp_path / "operator-2.log").read_text(), 60, "another standby is there")
+        await async_until(
+            lambda: "standing by" in (tmp_path / "operator-2.log").read_text(), "another standby is there"
+        )
         site.replicas[1].process.send_signal(signal.SIGSTOP)
-        await until(lambda: site.leader() == "operator-2", 40, "the next one leads")
-        await site.are_heard(60)
+        await async_until(lambda: site.leader() == "operator-2", "the next one leads")
+        await site.are_heard()
         site.replicas[1].process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(site.replicas[1].process.wait(), 30) == 1
+        assert await asyncio.wait_for(site.replicas[1].process.wait(), patient(30)) == 1
         assert "LeaseLostError" in (tmp_path / "operator-1.log").read_text()
         await site.are_heard()
 

@@ -19,12 +19,13 @@ import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.patience import async_until, patient
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
 from trainium_operator.cluster.api.transport import NoClusterError, connect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 SECRET = "trainium-operator-coordinator-tls"
@@ -44,27 +45,20 @@ class Operator:
             text = line.decode()
             self.lines.append(json.loads(text) if text.startswith("{") else {"message": text})
 
-    async def says(self, text: str, seconds: float = 30) -> str:
+    async def says(self, text: str) -> str:
         found = lambda: [line["message"] for line in self.lines if text in line["message"]]  # noqa: E731
-        await until(lambda: bool(found()) or self.process.returncode is not None, seconds, self.log)
+        await async_until(lambda: bool(found()) or self.process.returncode is not None, self.log, 30)
         assert found(), self.log()
         return str(found()[0])
 
-    async def ended(self, seconds: float = 20) -> int:
-        async with asyncio.timeout(seconds):
+    async def ended(self) -> int:
+        async with asyncio.timeout(patient(20)):
             code = await self.process.wait()
             await self._reader
         return code
 
     def log(self) -> str:
         return "\n".join(str(line) for line in self.lines)
-
-
-async def until(condition: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, why()
-        await asyncio.sleep(0.02)
 
 
 async def spawn(*arguments: str) -> Operator:
@@ -108,12 +102,12 @@ async def test_with_a_list_of_namespaces_it_watches_the_jobs_of_each_by_itself_a
     async with operated(cluster, tmp_path, "--watch-namespaces", "red,blue") as operator:
         await operator.says("leading as")
         for namespace in ("red", "blue"):
-            await until(lambda: cluster.names(PODS, namespace) == ["early-w-0", "early-w-1"], 20, operator.log)  # noqa: B023
-        await until(lambda: cluster.open_streams(JOBS) == 2, 20, operator.log)
+            await async_until(lambda: cluster.names(PODS, namespace) == ["early-w-0", "early-w-1"], operator.log, 20)  # noqa: B023
+        await async_until(lambda: cluster.open_streams(JOBS) == 2, operator.log, 20)
         late = training_job("late")
         late["metadata"]["namespace"] = "blue"
         cluster.add(JOBS, late)
-        await until(lambda: "late-w-1" in cluster.names(PODS, "blue"), 20, operator.log)
+        await async_until(lambda: "late-w-1" in cluster.names(PODS, "blue"), operator.log, 20)
         assert cluster.names(PODS, "grey") == []
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.ended() == 0
@@ -143,7 +137,7 @@ async def test_metrics_are_served_over_https_only_where_that_is_asked_for(tmp_pa
             assert (await get(f"http://127.0.0.1:{plain}/livez"))[0] == 200
             assert (await get(f"http://127.0.0.1:{plain}/metrics"))[0] == 404
         # kopf tells what it was asking for when it is stopped in the midst of its own start.
-        await until(lambda: cluster.open_streams(JOBS) > 0, 20, operator.log)
+        await async_until(lambda: cluster.open_streams(JOBS) > 0, operator.log, 20)
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.ended() == 0, operator.log()
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
@@ -155,10 +149,10 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
     async with operated(cluster, tmp_path) as operator:
         port = int((await operator.says("agents are served on port")).rpartition(" ")[2])
         await operator.says("leading as")
-        await until(lambda: cluster.names(PODS) == ["early-w-0", "early-w-1"], 20, operator.log)
-        await until(lambda: cluster.open_streams(JOBS) == 1, 20, operator.log)
+        await async_until(lambda: cluster.names(PODS) == ["early-w-0", "early-w-1"], operator.log, 20)
+        await async_until(lambda: cluster.open_streams(JOBS) == 1, operator.log, 20)
         cluster.add(JOBS, training_job("late"))
-        await until(lambda: "late-w-1" in cluster.names(PODS), 20, operator.log)
+        await async_until(lambda: "late-w-1" in cluster.names(PODS), operator.log, 20)
         bundle = cluster.get(SECRETS, "system", SECRET)["data"]["ca.crt"]
         trust = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
         async with aiohttp.ClientSession() as session:
@@ -172,7 +166,7 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
         stopped = time.monotonic()
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.ended() == 0, operator.log()
-        assert time.monotonic() - stopped < 15
+        assert time.monotonic() - stopped < patient(15)
         assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == ""
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
         kinds = {write.path.rpartition("/")[2] for write in cluster.writes if write.path.startswith("/api/v1")}

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tests.testing.operator.coordinator_world import LLAMA, World, membership
+from tests.testing.suite.patience import async_until
 from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
 from trainium_contract.wire.stream import Kind
 from trainium_operator.coordinator import state, streams
@@ -19,21 +20,12 @@ from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.settings import AgentSettings, Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     import pytest
 
     from trainium_contract.wire.messages import Membership
-
-GENEROUS = 30.0
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + GENEROUS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
 
 
 class Site(World):
@@ -123,8 +115,8 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
         # How many of the one come before so many of the other is drawn anew each time.
-        await until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
-        await until(lambda: site.frames.count(Kind.ALIVE) >= 4, "signs of life that say nothing else")
+        await async_until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
+        await async_until(lambda: site.frames.count(Kind.ALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
         assert site.frames.count(Kind.REGISTER) == 1
         view = site.state.agents(LLAMA)["uid-w-0"]
@@ -138,12 +130,14 @@ async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 1000.0)
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await until(lambda: Kind.ALIVE in site.frames, "it is at rest")
+        await async_until(lambda: Kind.ALIVE in site.frames, "it is at rest")
         site.phase = WorkerPhase.FINISHED
         site.client.heartbeat_now()
-        await until(lambda: any(each.phase is WorkerPhase.FINISHED for each in site.acknowledged), "the end is heard")
+        await async_until(
+            lambda: any(each.phase is WorkerPhase.FINISHED for each in site.acknowledged), "the end is heard"
+        )
         site.state.publish(LLAMA, membership(2))
-        await until(lambda: site.memberships[-1].generation == 2, "a membership comes by itself")
+        await async_until(lambda: site.memberships[-1].generation == 2, "a membership comes by itself")
 
 
 async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
@@ -151,22 +145,22 @@ async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
 ) -> None:
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await until(lambda: len(site.acknowledged) >= 2, "it talks")
+        await async_until(lambda: len(site.acknowledged) >= 2, "it talks")
         for stream in list(site.server.streams.opened):
             stream.abort()
         site.state.publish(LLAMA, membership(2))
-        await until(lambda: site.memberships[-1].generation == 2, "what came meanwhile")
+        await async_until(lambda: site.memberships[-1].generation == 2, "what came meanwhile")
         assert site.frames.count(Kind.REGISTER) == 2
         site.state.forget_pod(LLAMA, "uid-w-0")
         site.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
-        await until(lambda: site.frames.count(Kind.REGISTER) == 3, "it registers again")
+        await async_until(lambda: site.frames.count(Kind.REGISTER) == 3, "it registers again")
 
 
 async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await until(lambda: site.frames.count(Kind.REGISTER) >= 4, "streams follow each other")
+        await async_until(lambda: site.frames.count(Kind.REGISTER) >= 4, "streams follow each other")
         assert site.welcomes >= 4
         assert [each.generation for each in site.memberships] == [1]
 
@@ -184,10 +178,10 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
             taken(stream, kind, payload)
 
         monkeypatch.setattr(streams.Stream, "_take", take)
-        await until(lambda: site.frames.count(Kind.REGISTER) >= 2, "it tries again")
+        await async_until(lambda: site.frames.count(Kind.REGISTER) >= 2, "it tries again")
         assert not site.acknowledged
         deaf = False
-        await until(lambda: bool(site.acknowledged), "it is heard")
+        await async_until(lambda: bool(site.acknowledged), "it is heard")
 
 
 async def test_an_agent_asks_request_by_request_where_the_coordinator_knows_no_streams(
@@ -196,13 +190,13 @@ async def test_an_agent_asks_request_by_request_where_the_coordinator_knows_no_s
     monkeypatch.setattr("trainium_operator.coordinator.server.STREAM_PATH", "/v1/of-a-later-version")
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await until(lambda: len(site.acknowledged) >= 2 and bool(site.memberships), "it talks by HTTP")
+        await async_until(lambda: len(site.acknowledged) >= 2 and bool(site.memberships), "it talks by HTTP")
         assert site.frames == []
 
 
 async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path, monkeypatch) as site:
-        await until(lambda: bool(site.acknowledged), "it talks")
+        await async_until(lambda: bool(site.acknowledged), "it talks")
         good = (tmp_path / "ca.crt").read_bytes()
         (tmp_path / "ca.crt").write_bytes(renewed(None, ("localhost",), time.time()).ca_bundle)
         site.acknowledged.clear()
@@ -212,4 +206,4 @@ async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, mon
         assert not site.acknowledged
         assert ssl.PEM_cert_to_DER_cert(good.decode())
         (tmp_path / "ca.crt").write_bytes(good)
-        await until(lambda: bool(site.acknowledged), "its authority is read again")
+        await async_until(lambda: bool(site.acknowledged), "its authority is read again")

@@ -15,6 +15,7 @@ from aiohttp import web
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.operator.readers import PROMETHEUS, USER, readers_world
+from tests.testing.suite.patience import async_until
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.lease import LeaseElector
@@ -26,7 +27,6 @@ from trainium_operator.readers.exposition import Exposition
 from trainium_operator.readers.health import HealthServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import pytest
@@ -223,14 +223,6 @@ async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
         assert answers == [403] * 10 + [429] * 2
 
 
-async def reached(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(int(GENEROUS / 0.05)):
-        if condition():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(what)
-
-
 async def test_connections_that_say_nothing_are_bounded_and_closed_and_a_known_reader_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -246,7 +238,7 @@ async def test_connections_that_say_nothing_are_bounded_and_closed_and_a_known_r
         strangers = world.server.reception.guests
         assert strangers.strangers <= 50
         assert (await world.get(prometheus, "good"))[0] == 200
-        await reached(lambda: strangers.strangers == 0, "strangers are closed")
+        await async_until(lambda: strangers.strangers == 0, "strangers are closed")
         assert world.server.reception.connections == 1
         for writer in writers:
             writer.transport.abort()
@@ -271,7 +263,7 @@ async def test_connections_to_the_plain_port_are_bounded_too_and_probes_get_thro
         writer.transport.abort()
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/livez") as response:
         assert response.status == 200
-    await reached(lambda: health._reception.guests.strangers == 0, "strangers are closed")
+    await async_until(lambda: health._reception.guests.strangers == 0, "strangers are closed")
     await health.stop()
 
 

@@ -1,0 +1,26 @@
+"""`python -m trainium_devcluster.binaries [--fleet] [--kueue] [--helm]`: what `trainium-devcluster binaries` does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainium_devcluster.binaries.command import prepare
+from trainium_devcluster.errors import ClusterError
+
+
+def main() -> int:
+    """Prepare, and print the folder; an error of ours is one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m trainium_devcluster.binaries", description=prepare.__doc__)
+    for option in ("fleet", "kueue", "helm"):
+        parser.add_argument(f"--{option}", action="store_true")
+    try:
+        sys.stdout.write(f"{prepare(**vars(parser.parse_args()))}\n")
+    except ClusterError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

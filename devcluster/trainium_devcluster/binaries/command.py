@@ -1,0 +1,35 @@
+"""`trainium-devcluster binaries`, and `python -m trainium_devcluster.binaries` for a machine that has no packages yet.
+
+Invariants: only the standard library is needed, since `scripts/setup.sh` runs this beside the installation of packages;
+Ctrl-C and SIGTERM end what was started and are answered with a sentence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_devcluster.binaries import interrupts
+from trainium_devcluster.binaries.cache import ensure_binaries
+from trainium_devcluster.binaries.catalog import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, Program
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def prepare(*, fleet: bool = False, kueue: bool = False, helm: bool = False) -> Path:
+    """Fill the cache and return the folder of the cluster's programs, those first; raises ClusterError.
+
+    `fleet`, `kueue`: also theirs. `helm`: of the cluster's programs only that one.
+    """
+    sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
+    sets += [programs for programs, wanted in ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue)) if wanted]
+    try:
+        with interrupts.heard():
+            folders = [ensure_binaries(programs=programs).folder for programs in sets]
+    except KeyboardInterrupt:
+        raise ClusterError(
+            "The programs of the development cluster are not all there: their preparation was interrupted. What is "
+            "downloaded and compiled is kept, and the next run goes on from there."
+        ) from None
+    return folders[0]

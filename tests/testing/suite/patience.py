@@ -1,0 +1,127 @@
+"""How long a test waits: as long as a quiet machine needs with room to spare, times how slow this one is just now.
+
+A limit that is written in a test is for a quiet machine of two processors of usual speed. Invariants: it is never
+shortened, and at most MOST times as long; a wait ends as soon as what it waits for is there, so that only tests that
+fail take longer. What a test promises about time (a lease, a hang limit) is no patience and stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+Words = str | Callable[[], str]
+
+VARIABLE = "TRAINIUM_TEST_PATIENCE"
+"""Environment variable: a number that is taken instead of what is measured."""
+MOST = 6.0
+USUAL = 60.0
+"""Seconds for what should come within a few."""
+_LOOP = 100_000
+_LOOP_SECONDS = 0.0040
+"""Processor seconds that a usual processor counts to _LOOP in."""
+
+
+class NotInTimeError(AssertionError):
+    """What was waited for did not come."""
+
+
+def slowness() -> float:
+    """From 1, a quiet machine, to MOST. The processor is measured once in a process, its load whenever one asks."""
+    if given := os.environ.get(VARIABLE):
+        return _chosen(given)
+    return slowness_of(_processor_seconds(), os.getloadavg()[0], _running(), os.cpu_count() or 1)
+
+
+def slowness_of(loop_seconds: float, load: float, running: int, processors: int) -> float:
+    """What figures amount to; `load` is an average that lags, `running` is of this moment, this process included."""
+    processor = max(1.0, loop_seconds / _LOOP_SECONDS)
+    crowd = max(1.0, load / processors, (running - 1) / processors)
+    return min(MOST, processor * crowd)
+
+
+def patient(seconds: float) -> float:
+    """So many seconds on a quiet machine: for the time-out of a call."""
+    return seconds * slowness()
+
+
+class Deadline:
+    """When a wait has lasted too long. A machine that becomes slow meanwhile is given its time."""
+
+    def __init__(
+        self,
+        seconds: float = USUAL,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        slow: Callable[[], float] = slowness,
+    ) -> None:
+        self._seconds, self._clock, self._slow = seconds, clock, slow
+        self._began = clock()
+
+    def waited(self) -> float:
+        """Seconds since its beginning."""
+        return self._clock() - self._began
+
+    def is_over(self) -> bool:
+        """The machine is only looked at when a quiet one would be through."""
+        waited = self.waited()
+        return waited > self._seconds and waited > self._seconds * self._slow()
+
+    def check(self, what: Words) -> None:
+        """NotInTimeError with these words when it is over."""
+        if self.is_over():
+            raise NotInTimeError(f"not within {self.waited():.0f} s: {what if isinstance(what, str) else what()}")
+
+
+def until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.1) -> T:
+    """The first value of `condition` that is true; NotInTimeError with `what` when none comes."""
+    deadline = Deadline(seconds)
+    while not (found := condition()):
+        deadline.check(what)
+        time.sleep(pause)
+    return found
+
+
+async def async_until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.02) -> T:
+    """As `until`, while the event loop goes on."""
+    deadline = Deadline(seconds)
+    while not (found := condition()):
+        deadline.check(what)
+        await asyncio.sleep(pause)
+    return found
+
+
+def _chosen(given: str) -> float:
+    try:
+        factor = float(given)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < math.inf:
+        raise ValueError(f"{VARIABLE} is {given!r}: give how many times as long as on a quiet machine tests wait, as 3")
+    return factor
+
+
+@functools.cache
+def _processor_seconds() -> float:
+    """The best of a few, so that one that was disturbed does not count."""
+    return min(_counted() for _ in range(5))
+
+
+def _counted() -> float:
+    began = time.thread_time()
+    total = 0
+    for number in range(_LOOP):
+        total += number
+    return time.thread_time() - began
+
+
+def _running() -> int:
+    """Processes that run or would, of the whole machine."""
+    with open("/proc/loadavg", encoding="ascii") as file:  # noqa: PTH123 - asked ten times a second
+        return int(file.read().split()[3].partition("/")[0])

@@ -1,0 +1,133 @@
+"""How long tests wait on a quiet and on a slow machine, and that every limit of the suite follows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.testing.suite import patience
+from tests.testing.suite.patience import (
+    MOST,
+    VARIABLE,
+    Deadline,
+    NotInTimeError,
+    async_until,
+    patient,
+    slowness,
+    slowness_of,
+    until,
+)
+
+ROOT = Path(__file__).parents[3]
+QUICK = 0.001
+"""Seconds of the loop on a fast processor."""
+
+
+@pytest.mark.parametrize(
+    ("loop_seconds", "load", "running", "factor"),
+    [
+        (QUICK, 0.0, 1, 1.0),
+        (QUICK, 1.9, 2, 1.0),
+        (QUICK, 5.0, 1, 2.5),
+        (QUICK, 0.3, 9, 4.0),  # the load of this moment, which the average does not know yet
+        (2 * patience._LOOP_SECONDS, 0.0, 1, 2.0),
+        (2 * patience._LOOP_SECONDS, 4.0, 1, 4.0),
+        (9.0, 400.0, 500, MOST),
+    ],
+)
+def test_a_slow_or_a_crowded_machine_is_slow_up_to_a_bound(
+    loop_seconds: float, load: float, running: int, factor: float
+) -> None:
+    assert slowness_of(loop_seconds, load, running, processors=2) == factor
+
+
+def test_this_machine_has_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert 1.0 <= slowness() <= MOST
+
+
+def test_a_factor_can_be_given_and_a_bad_one_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "2.5")
+    assert patient(10) == 25
+    for bad in ("fast", "0", "-1", "inf", "nan"):
+        monkeypatch.setenv(VARIABLE, bad)
+        with pytest.raises(ValueError, match=f"{VARIABLE} is '{bad}': give how many times"):
+            slowness()
+
+
+def test_a_wait_goes_on_for_as_long_as_the_machine_is_slow_and_no_longer() -> None:
+    now, slow = [100.0], [1.0]
+    deadline = Deadline(10, clock=lambda: now[0], slow=lambda: slow[0])
+    now[0] = 109.0
+    assert not deadline.is_over()
+    now[0], slow[0] = 115.0, 2.0  # it became slow meanwhile
+    assert not deadline.is_over()
+    now[0] = 121.0
+    with pytest.raises(NotInTimeError, match="not within 21 s: the pod runs"):
+        deadline.check("the pod runs")
+    now[0], slow[0] = 112.0, 1.0
+    with pytest.raises(NotInTimeError, match="what it says then"):
+        deadline.check(lambda: "what it says then")
+
+
+async def test_waits_return_what_they_waited_for_and_fail_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    answers = iter([None, "", "there"])
+    assert until(lambda: next(answers), "never seen", pause=0) == "there"
+    numbers = iter([0, 7])
+    assert await async_until(lambda: next(numbers), "never seen", pause=0) == 7
+    with pytest.raises(NotInTimeError, match="never seen"):
+        until(lambda: None, "never seen", 0.01, pause=0.001)
+    with pytest.raises(NotInTimeError, match="never seen"):
+        await async_until(lambda: None, "never seen", 0.01, pause=0.001)
+
+
+SAMPLE = """
+import time, pytest
+
+@pytest.mark.timeout(0.5)
+def test_that_takes_a_second(): time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("factor", "code"), [("1", 1), ("100", 0)])
+def test_the_time_limit_of_a_test_is_that_of_the_machine(tmp_path: Path, factor: str, code: int) -> None:
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    command += ["-o", f"pythonpath={ROOT}", "-p", "no:cacheprovider", "test_sample.py"]
+    environment = os.environ | {VARIABLE: factor}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    if code:
+        assert "Timeout (>0.5s)" in done.stdout
+
+
+LIMIT = re.compile(
+    r"""timeout=\d|--timeout=\d|monotonic\(\) \+ \d|asyncio\.timeout\(\d|\.wait\(\d\d?\)|wait_for\(.*, \d+\)"""
+)
+ALLOWED = {
+    # No wait of a test: what a page in a pod asks, how long a server of a test stays, what is tested itself.
+    "tests/cluster/node/test_node_network.py": 1,
+    "tests/wire/cluster/execute/test_policy_writes.py": 1,
+    "tests/wire/cluster/test_operator_lease.py": 1,
+    "tests/wire/agent/coordinator_server.py": 1,
+    "tests/testing/api/fake_http.py": 1,
+}
+
+
+def test_no_limit_of_a_wait_is_written_where_tests_wait_for_processes() -> None:
+    rooms = ("tests/cluster", "tests/wire", "tests/fleet", "tests/testing", "benchmarks/faults")
+    found: dict[str, list[str]] = {}
+    for path in (path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))):
+        lines = [line.strip() for line in path.read_text().splitlines() if LIMIT.search(line)]
+        if lines:
+            found[str(path.relative_to(ROOT))] = lines
+    assert {path: lines for path, lines in found.items() if len(lines) > ALLOWED.get(path, 0)} == {}, (
+        "ask tests.testing.suite.patience how long: until(), Deadline, patient(seconds)"
+    )
