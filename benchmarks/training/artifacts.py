@@ -33,7 +33,7 @@ from trainium_trainer.artifacts.writer import Alone, Blueprint, write_artifact
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
+from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.huggingface import to_config
 from trainium_trainer.tuning.choice import choose, parameter_sizes
@@ -89,7 +89,9 @@ def make_runs(folder: Path, shape: ModelShape) -> None:
         ("lora", choose(shape, tuning()).sizes, torch.float32, {"tuning": tuning().to_wire(), "weights": digest}),
     ):
         sources = [
-            Source(f"model.{key}", dtype, torch.Size(size), lambda size=size, dtype=dtype: torch.randn(size).to(dtype))
+            TensorSource(
+                f"model.{key}", dtype, torch.Size(size), lambda size=size, dtype=dtype: torch.randn(size).to(dtype)
+            )
             for key, size in sizes.items()
         ]
         position = Position(step=1, samples=1, tokens=1)

@@ -27,7 +27,7 @@ def silent(_line: str) -> None:
     """Print nothing."""
 
 
-class Progress:
+class ProgressLines:
     """Numbers the steps of one piece of work: `[3/6] building helm ... 40 s`."""
 
     def __init__(self, total: int, write: Write = to_stderr, tick_seconds: float = TICK_SECONDS) -> None:

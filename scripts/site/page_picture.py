@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from tests.testing.api.recorded_jobs import NOW, recorded, recorded_log  # noqa: E402
 from tests.testing.page.browser import browser  # noqa: E402 - after the path
 from trainium_client.reading import decode_members  # noqa: E402
-from trainium_contract.pages.job_page import Report, report_html  # noqa: E402
+from trainium_contract.pages.job_page import JobReport, report_html  # noqa: E402
 from trainium_contract.views.curve import LiveCurve  # noqa: E402
 from trainium_contract.views.events import event_views  # noqa: E402
 from trainium_contract.views.interruptions import interruptions  # noqa: E402
@@ -36,7 +36,7 @@ def main() -> None:
         curve.add(int(step), float(loss))
     members, pods = decode_members(recorded("membership")), pod_rows(recorded("pods"), NOW)
     view = job_view(job, now=NOW, workers=workers_view(pods, members), events=event_views(recorded("events")["items"]))
-    report = Report(view, interruptions(job["status"]), members, None, curve.points, (), pods)
+    report = JobReport(view, interruptions(job["status"]), members, None, curve.points, (), pods)
     with tempfile.TemporaryDirectory() as folder, browser() as tab:
         page = Path(folder) / "page.html"
         page.write_text(report_html(report, NOW), encoding="utf-8")

@@ -16,7 +16,7 @@ from trainium_contract.views.job import (
     CheckpointsView,
     ConditionView,
     FigureView,
-    JobView,
+    JobScreen,
 )
 from trainium_contract.views.raw import mapping, number, numbers, objects, plain, seconds_of, text, whole
 
@@ -34,14 +34,14 @@ def job_view(
     workers: WorkersView | None = None,
     events: Sequence[EventView] = (),
     not_shown: tuple[str, ...] = (),
-) -> JobView:
+) -> JobScreen:
     """The screen of a TrainingJob as the API server holds it."""
     metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), mapping(job, "status")
     progress, membership = mapping(status, "progress"), mapping(status, "membership")
     goodput = goodput_view(status, now)
     step, total = whole(progress, "step"), whole(progress, "totalSteps")
     entries = interruptions(status)
-    view = JobView(
+    view = JobScreen(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
         uid=text(metadata, "uid"),
@@ -95,7 +95,7 @@ def job_view(
     return with_advice(view)
 
 
-def with_advice(view: JobView) -> JobView:
+def with_advice(view: JobScreen) -> JobScreen:
     """The screen with what to do."""
     return replace(view, advice=advise(view))
 

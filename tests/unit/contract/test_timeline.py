@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.testing.api.recorded_jobs import NOW, recorded
 from tests.testing.page.html_page import Page
-from trainium_contract.pages.job_page import Report, live_job_html, report_html
+from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
 from trainium_contract.pages.svg import time_marks, timeline
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.job_from_status import job_view
@@ -142,7 +142,7 @@ def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
     job, pods = recorded("job"), pod_rows(recorded("pods"), NOW)
     who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
     view = job_view(job, now=NOW, workers=workers_view(pods, who))
-    report = Report(view, interruptions(job["status"]), who, None, (), (), pods)
+    report = JobReport(view, interruptions(job["status"]), who, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
     for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",

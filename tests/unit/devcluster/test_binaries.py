@@ -32,7 +32,7 @@ from trainium_devcluster.binaries.catalog import (
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import Progress
+from trainium_devcluster.progress import ProgressLines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -187,7 +187,7 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Pro
     """Replace the compiler by one that writes what it is asked for."""
     built: list[tuple[str, frozenset[Program]]] = []
 
-    def build(source: object, wanted: frozenset[Program], target: Path, _tools: Path, _progress: Progress) -> None:
+    def build(source: object, wanted: frozenset[Program], target: Path, _tools: Path, _progress: ProgressLines) -> None:
         programs = wanted & set(source.programs)  # type: ignore[attr-defined]
         built.append((source.label, programs))  # type: ignore[attr-defined]
         for program in programs:
@@ -359,7 +359,7 @@ def fake_go(folder: Path, version: str) -> None:
 def test_a_new_enough_go_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_go(tmp_path / "path", "1.21.4")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
-    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == tmp_path / "path" / "go"
+    assert find_go(tmp_path / "tools", ProgressLines(1, lambda _: None)) == tmp_path / "path" / "go"
 
 
 def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,15 +375,15 @@ def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypat
         (root / "pkg").mkdir()
 
     monkeypatch.setattr("trainium_devcluster.binaries.build._install_go", install)
-    go = find_go(tmp_path / "tools", Progress(1, lambda _: None))
+    go = find_go(tmp_path / "tools", ProgressLines(1, lambda _: None))
     assert go.parts[-4:] == ("somewhere", "go", "bin", "go")
-    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == go
+    assert find_go(tmp_path / "tools", ProgressLines(1, lambda _: None)) == go
     assert len(installed) == 1
 
 
 def test_progress_tells_the_age_of_a_long_step() -> None:
     lines: list[str] = []
-    progress = Progress(2, lines.append, tick_seconds=0.01)
+    progress = ProgressLines(2, lines.append, tick_seconds=0.01)
     with progress.step("building helm"):
         deadline = time.monotonic() + 5
         while not any("..." in line for line in lines) and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.testing.operator.coordinator_world import LLAMA, World, membership
 from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
-from trainium_contract.wire.stream import Kind
+from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
 from trainium_operator.coordinator.certificates import renewed
 from trainium_operator.entrance.tls import ServerTls
@@ -123,10 +123,10 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
         # How many of the one come before so many of the other is drawn anew each time.
-        await until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
-        await until(lambda: site.frames.count(Kind.ALIVE) >= 4, "signs of life that say nothing else")
+        await until(lambda: site.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
+        await until(lambda: site.frames.count(FrameKind.ALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
-        assert site.frames.count(Kind.REGISTER) == 1
+        assert site.frames.count(FrameKind.REGISTER) == 1
         view = site.state.agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
@@ -138,7 +138,7 @@ async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 1000.0)
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await until(lambda: Kind.ALIVE in site.frames, "it is at rest")
+        await until(lambda: FrameKind.ALIVE in site.frames, "it is at rest")
         site.phase = WorkerPhase.FINISHED
         site.client.heartbeat_now()
         await until(lambda: any(each.phase is WorkerPhase.FINISHED for each in site.acknowledged), "the end is heard")
@@ -156,17 +156,17 @@ async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
             stream.abort()
         site.state.publish(LLAMA, membership(2))
         await until(lambda: site.memberships[-1].generation == 2, "what came meanwhile")
-        assert site.frames.count(Kind.REGISTER) == 2
+        assert site.frames.count(FrameKind.REGISTER) == 2
         site.state.forget_pod(LLAMA, "uid-w-0")
         site.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
-        await until(lambda: site.frames.count(Kind.REGISTER) == 3, "it registers again")
+        await until(lambda: site.frames.count(FrameKind.REGISTER) == 3, "it registers again")
 
 
 async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await until(lambda: site.frames.count(Kind.REGISTER) >= 4, "streams follow each other")
+        await until(lambda: site.frames.count(FrameKind.REGISTER) >= 4, "streams follow each other")
         assert site.welcomes >= 4
         assert [each.generation for each in site.memberships] == [1]
 
@@ -179,12 +179,12 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
         taken = streams.Stream._take
 
         def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
-            if deaf and kind == Kind.HEARTBEAT:
+            if deaf and kind == FrameKind.HEARTBEAT:
                 return
             taken(stream, kind, payload)
 
         monkeypatch.setattr(streams.Stream, "_take", take)
-        await until(lambda: site.frames.count(Kind.REGISTER) >= 2, "it tries again")
+        await until(lambda: site.frames.count(FrameKind.REGISTER) >= 2, "it tries again")
         assert not site.acknowledged
         deaf = False
         await until(lambda: bool(site.acknowledged), "it is heard")

@@ -7,7 +7,7 @@ from plan_builders import NOW, planned, running, training
 
 from trainium_contract.job import ConditionStatus, ConditionType
 from trainium_contract.spec.storage import JobCheckpointSpec
-from trainium_contract.trainer.checkpoint import DurableTier
+from trainium_contract.trainer.checkpoint import DurableTierConfig
 from trainium_contract.wire.messages import Progress
 from trainium_operator.plan.model.conditions import find_condition
 
@@ -19,7 +19,7 @@ def healthy(status: Any) -> tuple[str, str]:
 
 def saving(**durable: Any) -> Any:
     seen = running(2)
-    spec = seen.job.spec.model_copy(update={"checkpoint": JobCheckpointSpec(durable=DurableTier(**durable))})
+    spec = seen.job.spec.model_copy(update={"checkpoint": JobCheckpointSpec(durable=DurableTierConfig(**durable))})
     seen = replace(seen, job=replace(seen.job, spec=spec))
     return replace(seen, job=replace(seen.job, status=planned(seen).status))
 
